@@ -1,14 +1,18 @@
-"""Causal attention within segments, with ALiBi and grouped queries, in the layouts of the residual.
+"""Causal attention within segments, with ALiBi and grouped queries.
 
-Implementations: "xla" (plain JAX, on any platform; with an online softmax where all logits would
-take too much memory: see `plain`), "mosaic_tpu" (TPU kernels for any length, which take ALiBi
-without a bias in memory; the kernel for short sequences reads and writes the key-vector kernels'
-layout in place), "cudnn" (the library's kernels, on GPUs, in bfloat16 or float16; ALiBi and
-segments become more entries of queries and keys) and "pallas" (these kernels where the program is
-lowered for a TPU or a GPU, plain JAX elsewhere). The default, None, means "pallas".
+A segment is a run of tokens, such as a document, that attends only to itself. Implementations:
 
-`causal_attention` has a gradient of qkv in reverse mode, once. Differentiating twice works only
-with "xla" and forward mode never; a TypeError says so.
+- "xla": plain JAX, on any platform. It uses an online softmax if the logits would take too much
+  memory: see `plain`.
+- "mosaic_tpu": TPU kernels for any length, which apply ALiBi without a bias array in memory. The
+  kernel for short sequences works in the memory layout of the key-vector kernels, without copies.
+- "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
+  by extra entries of queries and keys.
+- "pallas": these kernels where the program is lowered for a TPU or a GPU, and plain JAX elsewhere.
+  The default, None, means "pallas".
+
+`causal_attention` supports reverse-mode differentiation with respect to qkv and kv. Second
+derivatives are supported only by "xla", and forward mode by none; otherwise a TypeError is raised.
 """
 
 import functools
@@ -52,30 +56,32 @@ def causal_attention(
     """Compute `softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment.
 
     Args:
-      qkv: `P = H + 2 G` data vectors per token: queries of all heads, then keys, then values.
-      scale: the factor of the logits; it has no gradient.
-      slopes: the slopes of ALiBi, one per head; they have no gradient.
-      segment_ids: the segment of each token; None means that a row is one segment.
-      kv_heads: G, the number of heads of keys and of values, each for `H / G` neighbouring heads of
-        queries; None means as many as heads of queries.
-      kv: keys [B, N, G, D] and values [B, N, G, Dv] if they are separate arrays. qkv then holds
+      qkv: P = H + 2 G data vectors per token, for H query heads and G key heads: the queries of
+        all heads, then the keys, then the values.
+      scale: the factor of the logits; it gets no gradient.
+      slopes: the slopes of ALiBi, one per head; they get no gradient.
+      segment_ids: the segment of each token; None means that each batch row is one segment.
+      kv_heads: G, the number of key heads and of value heads. Each of them is shared by H / G
+        consecutive query heads. None means G = H.
+      kv: keys [B, N, G, D] and values [B, N, G, Dv], if they are separate arrays. Then qkv holds
         only the queries, and kv_heads is not needed.
-      rows: the order of rows in the kernel's layout: [B, D, P, N] ("size_major", which the
-        key-vector kernels write) or [B, P, D, N] ("head_major", which a projection writes).
-      over: a mesh axis within `jax.shard_map` over whose devices tokens are divided. qkv is then
-        this device's part, segment_ids cover all tokens, and keys are passed around in a ring.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      rows: the preferred memory order for the kernels: [B, D, P, N] ("size_major", as the
+        key-vector kernels write it) or [B, P, D, N] ("head_major", as a projection writes it).
+      over: a mesh axis, within `jax.shard_map`, along which tokens are sharded. Then qkv holds this
+        device's tokens, segment_ids cover all tokens, and keys and values are passed around a ring
+        of devices.
+      implementation: None chooses the best one for the platform that the program is lowered for.
 
     Returns:
-      One data vector per head, in qkv's dtype; logits and softmax are at least float32.
+      One data vector per token and head, in qkv's dtype. Logits and softmax are at least float32.
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: qkv does not have `H + 2 G` data vectors of floats per token, kv does not have as
-        many tokens or its heads do not divide the queries' heads, slopes do not have shape [H],
-        segment_ids do not cover all tokens, or a device has an odd number of tokens of a divided
+      UnsupportedImplementation: a named implementation does not support this call.
+      ValueError: qkv does not have `H + 2 G` floating-point vectors per token; kv has another
+        number of tokens, or a number of heads that does not divide H; slopes do not have shape [H];
+        segment_ids do not cover all tokens; or a device has an odd number of tokens of a sharded
         sequence.
-      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
+      TypeError: the op is differentiated in forward mode, or twice where a kernel may run.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
@@ -95,9 +101,10 @@ def attention_forward(
     to: Slot | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `causal_attention` and the log sum of each softmax, without a gradient.
+    """Compute `causal_attention` and each softmax's log-sum-exp, without a gradient.
 
-    If a slot is passed as `to`, the output is written into it and the slot's stack is returned.
+    If a slot is passed as `to`, the output is written into the slot, and the slot's stack is
+    returned in place of the output.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
@@ -118,7 +125,10 @@ def attention_backward(
     over: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
-    """Return the cotangent of qkv, given the results of `attention_forward`."""
+    """Return the cotangent of qkv, given `attention_forward`'s results and the output's cotangent.
+
+    The arguments `out` and `log_sums` are the results, and `d_out` is the cotangent of `out`.
+    """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
     attended = Attended(out, log_sums, d_out)
@@ -136,19 +146,18 @@ def attention_after(
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
-    """Compute `causal_attention` of tokens that also see the tokens before them.
+    """Compute `causal_attention` for new tokens that also attend to earlier, cached tokens.
 
     The gradients of qkv and `before` are computed by plain JAX, whatever the implementation.
 
     Args:
       qkv: queries, keys and values of the new tokens.
       before: keys of all G heads, then values, of the earlier tokens in order.
-      filled: the number of earlier tokens in each row; entries of `before` after these are not
-        seen.
+      filled: the number of earlier tokens in each batch row; later entries of `before` are ignored.
       scale, slopes, kv_heads, rows, implementation: as in `causal_attention`.
 
     Returns:
-      One data vector per head, in qkv's dtype.
+      One data vector per new token and head, in qkv's dtype.
 
     Raises:
       UnsupportedImplementation, ValueError: as in `causal_attention`.
@@ -167,7 +176,7 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
     most = jnp.max(filled)
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
     out, sums = _part_forward(call, Part(q, kv, scale, most, slopes, segments))
-    if slopes is not None:  # In rows with fewer earlier tokens, all keys are nearer.
+    if slopes is not None:  # Correct for rows with fewer earlier tokens, where keys are nearer.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 
@@ -181,16 +190,19 @@ def attention_to(
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
-    """Compute attention of all queries to the keys that are seen, and each softmax's log sum.
+    """Compute attention of all queries to all visible keys, and each softmax's log-sum-exp.
 
-    `merged` takes the results, so that a caller can attend to many keys one part at a time. The op
-    has no gradient.
+    `merged` combines such results, so that a caller can attend to many keys one part at a time. The
+    op has no gradient.
 
     Args:
-      q: the queries of every head.
-      before: keys of G heads, then values; or a pair of both.
-      seen: whether each key is seen.
+      q: the queries of all heads.
+      before: the keys of all G heads, then the values, in one array; or a pair (keys, values).
+      seen: whether each key is visible.
       scale, rows, implementation: as in `causal_attention`.
+
+    Returns:
+      One data vector per query and head, and each softmax's log-sum-exp.
 
     Raises:
       UnsupportedImplementation, ValueError: as in `causal_attention`.
@@ -221,7 +233,7 @@ _after.defvjp(lambda call, *given: (_attention_after(call, *given), given), _aft
 
 
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
-    """Check the arguments and return the number of heads of keys."""
+    """Check the arguments, and return the number of key heads."""
     check_array("qkv", qkv, "B N P D")
     check_tokens(qkv=qkv.shape[1])
     if over is not None and qkv.shape[1] % 2:
@@ -316,7 +328,7 @@ def _backward(call, given, attended):
 
 
 def _ops(call):
-    """Return the ops of one device, for sequences divided over devices."""
+    """Return the attention functions of a single device, for sequences sharded over devices."""
     ops = _whole_forward, _whole_backward, _part_forward, _part_backward
     return divided.Ops(*(functools.partial(op, call) for op in ops))
 

@@ -1,6 +1,8 @@
-"""Block sizes of the kernels over blocks, by rule and by table, and the check that they fit VMEM.
+"""Block sizes of the blockwise TPU kernels, from a rule or from tuning tables.
 
-With "size_major" rows, [B, D, P, N], a grid step has as many heads as fill whole tiles, or all.
+`mosaic_tpu_blocks` has the kernels. This module also checks that the blocks fit VMEM. With
+"size_major" rows, [B, D, P, N], a grid step processes enough heads to fill whole tiles, or all
+heads.
 """
 
 from typing import Any, NamedTuple
@@ -13,19 +15,28 @@ from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 from pallas_kernels.target import target
 
-# MiB (of 60) for what the kernels keep of all blocks of a sequence or of a span of it.
+# VMEM budget in MiB (of 60 MiB) for the data that the kernels keep for all blocks of a sequence, or
+# of a span of queries.
 _KEPT = 32
-# Rows of a tile; a block of size-major rows has whole tiles or all rows.
+# Number of rows in a tile. A block of size-major rows has whole tiles, or all rows.
 _TILE = 8
-# Tokens of a block, and the cost of an entry of its logits relative to the best; see `_costs`.
+# Maps the number of tokens per block to the cost of computing one logit, relative to the best block
+# size; see `_costs`.
 _BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
-# About the most entries of the logits of heads processed together, and the most heads of queries.
+# Approximate maximum number of logits, and maximum number of query heads, that are processed
+# together.
 _ENTRIES = 2**21
 MOST_HEADS = 20
 
 
 class Blocks(NamedTuple):
-    """Tokens of a block of `queries` and of `keys`, multiples of 128; `heads` of keys at a time."""
+    """The block sizes of a kernel.
+
+    Attributes:
+      queries: the number of queries per block, a multiple of 128.
+      keys: the number of keys per block, a multiple of 128.
+      heads: the number of key heads that are processed together.
+    """
 
     queries: int
     keys: int
@@ -33,7 +44,10 @@ class Blocks(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A division of a kernel's work: heads, their sizes, the order of rows, and block sizes."""
+    """A division of a kernel's work: head counts and sizes, memory order and block sizes.
+
+    The fields describe the whole operands, except for `blocks`.
+    """
 
     rows: Rows
     heads: int
@@ -45,12 +59,12 @@ class Cut(NamedTuple):
 
     @property
     def each(self) -> int:
-        """The number of heads of queries for one of keys."""
+        """The number of query heads per key head."""
         return self.heads // self.kv_heads
 
     @property
     def step(self) -> int:
-        """The number of heads of keys in a grid step."""
+        """The number of key heads per grid step."""
         own, alike = self.blocks.heads, self.heads == self.kv_heads
         if self.rows == "head_major":
             return own
@@ -59,22 +73,25 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Blocks of size-major rows in a step: queries, keys and values, or one of all rows."""
+        """The number of blocks of size-major rows that a grid step reads.
+
+        It is 3 if queries, keys and values have separate blocks, and 1 if one block has all rows.
+        """
         return 3 if self.heads == self.kv_heads and self.step % _TILE == 0 else 1
 
     @property
     def block_rows(self) -> int:
-        """Size-major rows of a block of queries, keys or values, or of a block of all rows."""
+        """The number of rows in a block of size-major rows."""
         return self.step if self.parts == 3 else self.heads + 2 * self.kv_heads
 
     @property
     def packed(self) -> int:
-        """The number of heads whose rows share a 32-bit word."""
+        """The number of heads whose rows share one 32-bit word."""
         return packed(self.dtype)
 
     @property
     def span(self) -> int:
-        """Queries whose gradients the backward kernel can keep, in whole blocks."""
+        """The number of queries, in whole blocks, whose gradients fit VMEM in the backward kernel."""
         kept = self._bytes(self.step * self.each, 4)
         room = target().vmem_part(_KEPT)
         if self.rows == "head_major":
@@ -82,11 +99,14 @@ class Cut(NamedTuple):
         return self.blocks.queries * max(1, room // kept)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
-        """Return how many blocks keep their size-major heads in VMEM: all of a sequence, or one.
+        """Return how many blocks keep their extracted size-major heads in VMEM: a sequence's, or 1.
 
-        These are the blocks that come again with every block of the other kind: blocks of keys in
-        the forward pass, blocks of queries in the backward pass (`by_keys`). `queries` is the
-        length of the sequence.
+        These are the blocks that the inner loop revisits for every block of the other kind: blocks
+        of keys in the forward pass, and blocks of queries in the backward pass (`by_keys`).
+
+        Args:
+          queries: the length of the sequence.
+          by_keys: whether this is the backward pass.
         """
         heads, item = self.step * (self.each if by_keys else 1), jnp.dtype(self.dtype).itemsize
         count = -(-queries // self.blocks.queries)
@@ -94,14 +114,17 @@ class Cut(NamedTuple):
         return count if count * need <= target().vmem_part(_KEPT) else 1
 
     def has(self, tokens: int) -> bool:
-        """Return whether the kernels take size-major rows of sequences with this many tokens."""
+        """Return whether the kernels support size-major rows for sequences of this many tokens."""
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
         fit = tokens <= self.span and self.vmem_bytes(tokens) <= target().vmem_limit
         return self.rows == "size_major" and paired and queries == keys and fit
 
     def vmem_bytes(self, tokens: int) -> int:
-        """Estimate the backward kernel's bytes: blocks in two buffers, sums, and some logits."""
+        """Estimate the backward kernel's VMEM in bytes.
+
+        It holds double-buffered blocks, the sums of gradients, and some logits.
+        """
         queries, keys, _ = self.blocks
         item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
         kept = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
@@ -114,21 +137,22 @@ class Cut(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether VMEM has room for a block of head-major queries' gradients and for the rest.
+        """Whether VMEM has room for the gradients of at least one block of head-major queries.
 
-        The span of queries is then as long as there is room for.
+        It must also hold everything else that the kernel needs. The span of queries is then chosen
+        as long as VMEM allows.
         """
         return self.vmem_bytes(self.blocks.queries) <= target().vmem_limit
 
     @property
     def _sums(self) -> int:
-        """Bytes of the sums of a block of keys, and of some logits."""
+        """The number of bytes for the gradient sums of a block of keys, and for some logits."""
         queries, keys, _ = self.blocks
         return 4 * self.step * (self.size + self.value_size) * keys + 4 * 4 * queries * keys
 
     @property
     def _moved(self) -> int:
-        """Bytes of `_sums` and of blocks of head-major rows in two buffers."""
+        """The number of bytes for `_sums` and for double-buffered blocks of head-major rows."""
         queries, keys, _ = self.blocks
         both, item = self.size + self.value_size, jnp.dtype(self.dtype).itemsize
         moved = self.step * self.each * queries * (both + self.size) + 2 * self.step * keys * both
@@ -150,10 +174,10 @@ def default_blocks(
     dtype: str,
     **others,
 ) -> Blocks:
-    """Return the blocks that a rule chooses for the device lowered for.
+    """Return the block sizes that a rule chooses for the device that the program is lowered for.
 
-    Blocks of head-major rows fit VMEM if any do, which `Cut.fits` says. `others` in the key do not
-    matter.
+    If any blocks of head-major rows fit VMEM (`Cut.fits`), the chosen ones do. Arguments in
+    `others` do not affect the choice.
     """
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
 
@@ -164,7 +188,8 @@ def default_blocks(
         return rows == "size_major" or cut(blocks).fits
 
     def of(tokens: int) -> Blocks:
-        # Work on one head hides another's latency, and all queries should fit if they can.
+        # Prefer many heads, because work on one head hides another's latency, and blocks whose span
+        # covers all queries.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         kept = [blocks for blocks in fitting if has_room(blocks) and cut(blocks).span >= N]
@@ -181,13 +206,13 @@ def default_blocks(
 
 
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
-    """Return a kernel's `_BLOCKS`, and the relative cost of entries with one head at a time.
+    """Return the `_BLOCKS` of a kernel, and the relative cost per logit with one head at a time.
 
     The numbers come from compilers' schedules: docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
-    if target().chip.unit == LANES:  # Smaller blocks compute fewer entries of a short sequence.
+    if target().chip.unit == LANES:  # Smaller blocks compute fewer masked logits.
         of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
     return _BLOCKS | {256: of_256}, alone
 

@@ -1,9 +1,9 @@
-"""Causal attention by cuDNN's fused kernels, on NVIDIA GPUs from Ampere on.
+"""Causal attention by cuDNN's fused kernels, on NVIDIA GPUs of the Ampere generation or later.
 
-XLA knows the kernels by the names of custom calls, which `jax.nn.dot_product_attention` uses too.
-That function needs a GPU and cuDNN when it is traced, returns no log sums, and takes a bias for all
-pairs of tokens in place of ALiBi and segments, which these kernels do not have. Here ALiBi and
-segments are expressed by `entries`.
+The kernels are called through XLA's custom calls, which `jax.nn.dot_product_attention` uses, too.
+That function is not used here because it needs a GPU and cuDNN at tracing time, does not return the
+log-sum-exp, and expresses ALiBi and segments only as a bias for all pairs of tokens. Here ALiBi and
+segments are expressed as extra entries of queries and keys: see `entries`.
 """
 
 import functools
@@ -19,7 +19,8 @@ from pallas_kernels.causal_attention import entries, reference
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.target import target
 
-# Device kinds by compute capability. Other kinds count as Ampere, whose limits newer ones have too.
+# Maps ten times the compute capability to substrings of device kinds. Unlisted kinds count as
+# Ampere (80), whose limits also hold for newer devices.
 _KINDS = {
     90: ("H100", "H200", "H800", "H20", "GH200"),
     100: ("B100", "B200", "GB200"),
@@ -35,10 +36,10 @@ def capability_of(kind: str) -> int:
 
 
 def most_entries(capability: int) -> int:
-    """Return the most entries of a head that serve both forward and backward.
+    """Return the maximum head size for which cuDNN has both a forward and a backward kernel.
 
-    On Blackwell the library's table (9.18) has 256 forward and 128 backward; a step with 136 or
-    more would be refused when it runs.
+    On Blackwell, cuDNN's support table (9.18) lists 256 for the forward and 128 for the backward
+    pass. A training step with 136 or more would be refused at run time.
     """
     return 256 if capability // 10 == 9 else 128
 
@@ -53,14 +54,14 @@ def refused(
     length: int,
     dtype: jnp.dtype | str,
 ) -> str | None:
-    """Return why cuDNN cannot serve heads of these sizes, in a line; None if it can.
+    """Return the reason, in one line, if cuDNN does not support such heads, else None.
 
     Args:
       capability: ten times the device's compute capability: 80 is sm_80.
       size: the size of queries and keys.
       value_size: the size of values.
-      segments: whether rows have several segments.
-      alibi: whether there is ALiBi.
+      segments: whether batch rows have several segments.
+      alibi: whether ALiBi is used.
       length: the number of keys.
       dtype: the dtype of queries.
     """
@@ -81,7 +82,7 @@ def refused(
 
 
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
-    """Return why cuDNN cannot serve the op with these arrays, in a line; None if it can."""
+    """Return the reason, in one line, if cuDNN does not support these operands, else None."""
     qkv, keys = given[0], given[0]
     value_size = qkv.shape[3]
     if isinstance(given, Part):
@@ -138,7 +139,7 @@ def part_backward(
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
     """Compute `interface`'s `part_backward`."""
     gradients = _backward(given, attended, causal=False, interpret=interpret)
-    # The caller adds these to the gradients of other parts, in float32.
+    # Return float32, because the caller adds up the gradients of several parts.
     return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
 
@@ -151,7 +152,7 @@ def _whole(given: Attention, kv_heads: int) -> Part:
 
 
 def _forward(given: Part, *, causal: bool, interpret: bool):
-    """Return the output and the log sums."""
+    """Return the output and each softmax's log-sum-exp."""
     run = _interpreted if interpret else _call
     out, sums = run("forward", causal, *_with_entries(given))
     sums = sums.swapaxes(1, 2)
@@ -176,7 +177,7 @@ def _backward(given: Part, attended: Attended, *, causal: bool, interpret: bool)
 
 
 def _with_entries(given: Part):
-    """Return queries, keys and values of one size, with ALiBi and segments as entries."""
+    """Return queries, keys and values of equal size, with extra entries for ALiBi and segments."""
     k, v = given.apart
     q, of_masks = (given.q * given.scale).astype(given.q.dtype), []
     if given.slopes is not None:
@@ -185,17 +186,20 @@ def _with_entries(given: Part):
         of_masks.append(entries.of_segments(*given.segments, q.dtype))
     q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
     k = entries.added(k, *(of_keys for _, of_keys in of_masks))
-    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # All three have the same size.
+    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # cuDNN wants equal sizes.
     return tuple(entries.padded(x, size) for x in (q, k, v))
 
 
 def _of_positions(given: Part):
-    """Return the surplus of each softmax's logits, whose ALiBi is `slope j` alone."""
+    """Return the amount by which the extra entries for ALiBi make each query's logits too large.
+
+    The entries add `slope j` in place of `-slope (i - j)`, so the difference is `slope i`.
+    """
     return given.slopes * (given.shift + jnp.arange(given.q.shape[1]))[:, None]
 
 
 def _interpreted(direction, causal, q, k, v, *saved):
-    """Compute what cuDNN computes, in plain JAX."""
+    """Compute the results of cuDNN's kernels in plain JAX."""
     length = k.shape[1]
     mask = reference.of_part(length, None)
     if causal:
@@ -210,7 +214,12 @@ def _interpreted(direction, causal, q, k, v, *saved):
 
 
 def _call(direction, causal, *arrays):
-    """Run cuDNN's kernel: return out and log sums [B, H, N], or the cotangents of q, k and v."""
+    """Run cuDNN's kernel.
+
+    Returns:
+      The output and the log-sum-exps [B, H, N] in the forward direction, and the cotangents of q, k
+      and v in the backward direction.
+    """
 
     @custom_vmap
     def run(*arrays):
@@ -231,14 +240,15 @@ def _call(direction, causal, *arrays):
 
 def _custom_call(direction, causal, q, k, v, *saved):
     B, N, H, _ = q.shape
-    # Results have tokens before heads in memory, like the operands, and include added entries.
+    # In memory, results have tokens before heads, like the operands. They include the extra
+    # entries.
     rows = lambda x: jax.ShapeDtypeStruct((B, x.shape[2], x.shape[1], x.shape[3]), x.dtype)
     if direction == "forward":
         name, results = "__cudnn$fmhaSoftmax", [rows(q)]
         others = [jax.ShapeDtypeStruct((B, H, N), jnp.float32)]
     else:
         name, results, others = "__cudnn$fmhaSoftmaxBackward", [rows(q), rows(k), rows(v)], []
-    # The last result is the memory that the kernel needs while it runs.
+    # The last result is the kernel's workspace.
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
     layouts = [(0, 2, 1, 3)] * len(results) + [None] * (len(others) + 1)
     run = jax.ffi.ffi_call(
@@ -253,7 +263,8 @@ def _custom_call(direction, causal, q, k, v, *saved):
     return tuple(tokens_first + found[len(results) :])
 
 
-# Dimensions of products as XLA numbers them: the contracted ones, then the batch ones of each side.
+# Dimension numbers of the matrix products, as XLA numbers them: the contracted ones of both sides,
+# then each side's batch dimensions.
 _PRODUCTS = {
     "forward": {
         "bmm1": ((3, 3), (0, 2), (0, 2)),
@@ -269,7 +280,7 @@ _PRODUCTS = {
 
 
 def _config(direction, causal, q, k):
-    """Return the backend config of the custom call, in the form in which JAX passes it to XLA."""
+    """Return the custom call's backend config in the form that XLA parses."""
     B, N, H, _ = q.shape
     text = lambda numbers: [str(n) for n in numbers]
     products = {

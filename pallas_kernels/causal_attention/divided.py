@@ -1,12 +1,13 @@
-"""Causal attention with tokens divided over devices; keys and values are passed around a ring.
+"""Ring attention: causal attention with tokens sharded over devices.
 
-The sequence is divided into two parts per device. To attend, device i holds part i and the i-th
-part counted from the end. In sum, as many keys lie before these two as before the two parts of any
-other device, and every step of the ring is the same work for each device. Parts that lie otherwise
-are exchanged before and after, which costs as much as one step.
+Keys and values are passed around a ring of devices. The sequence is cut into two parts per device,
+numbered in order. To balance the work, device i processes part i and the i-th part from the end.
+Together, these two parts have the same number of earlier keys on every device, so each ring step
+takes every device the same work. Before and after, parts are exchanged between this assignment and
+the usual order, which costs as much communication as one ring step.
 
-Liu, Zaharia and Abbeel 2023, Ring Attention with Blockwise Transformers; parts as in Dubey et al.
-2024, The Llama 3 Herd of Models, section 3.3.2.
+Liu, Zaharia and Abbeel 2023, Ring Attention with Blockwise Transformers. The assignment of parts
+follows Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from pallas_kernels.causal_attention.interface import Apart, Attended, Attention
 
 
 class Ops(NamedTuple):
-    """The functions that one device computes: see `interface`."""
+    """The attention functions that run on a single device: see `interface`."""
 
     whole_forward: Callable[..., Any]
     whole_backward: Callable[..., Any]
@@ -31,18 +32,18 @@ class Ops(NamedTuple):
 def forward(
     ops: Ops, axis: str, given: Attention, kv_heads: int
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
-    """Return the output of the device's own queries, and each softmax's log sum over all keys.
+    """Return the output for this device's queries, and each softmax's log-sum-exp over all keys.
 
     Args:
-      ops: the functions of one device.
-      axis: the mesh axis over which tokens are divided in order.
-      given: qkv of the device's own tokens, and the segments of all tokens.
-      kv_heads: the number of heads of keys.
+      ops: the functions of a single device.
+      axis: the mesh axis along which tokens are sharded in order.
+      given: qkv of this device's tokens, and the segments of all tokens.
+      kv_heads: the number of key heads.
     """
     ring = _Ring(axis, given)
     parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
     q, kv = _queries_and_others(*parts, kv_heads)
-    arriving = ring.passed_on(kv)  # The transfer overlaps with the work on the keys held now.
+    arriving = ring.passed_on(kv)  # This transfer overlaps with the work on the current keys.
     out, sums = ring.apart(ops.whole_forward(ring.own(*parts)))
     state = out.astype(sums.dtype), sums
     state = _add(state, 1, ops.part_forward(ring.part(q[1], _at(kv, 0), ring.high, ring.low)))
@@ -62,7 +63,7 @@ def forward(
 def backward(
     ops: Ops, axis: str, given: Attention, attended: Attended, kv_heads: int
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Return the cotangents of qkv and kv; d_kv is passed around with kv, in float32."""
+    """Return the cotangents of qkv and kv. The ring passes d_kv along with kv, in float32."""
     ring = _Ring(axis, given)
     parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
     of_queries = [ring.balanced(x) for x in attended]
@@ -95,7 +96,7 @@ def backward(
 
 
 def _queries_and_others(qkv, kv, kv_heads: int):
-    """Return queries, and keys and values: as rows of one array, or as a pair."""
+    """Return the queries, and the keys and values as one array or as a pair."""
     if kv is not None:
         return qkv, kv
     heads = qkv.shape[3] - 2 * kv_heads
@@ -107,12 +108,13 @@ def _at(tree: Any, index: Any) -> Any:
 
 
 class _Pair(NamedTuple):
-    """One product of a ring step.
+    """One call of part attention in a ring step.
 
     Attributes:
-      query: the index of the device's own queries: 0 for its low part, 1 for its high part.
-      key: the index of the keys that the device holds in this step.
-      parts: the parts of the sequence of these queries and keys.
+      query: which of this device's two parts has the queries: 0 for the low part, 1 for the high
+        part.
+      key: the index of the part with the keys, among the two parts that the device currently holds.
+      parts: the numbers of the queries' part and of the keys' part within the sequence.
     """
 
     query: Any
@@ -121,7 +123,10 @@ class _Pair(NamedTuple):
 
 
 class _Ring:
-    """A sequence in two parts per device: device i of `count` has i and 2 count - 1 - i."""
+    """A sequence in two parts per device.
+
+    Device i of `count` processes its low part, number i, and its high part, number 2 count - 1 - i.
+    """
 
     def __init__(self, axis: str, given: Attention):
         self.axis, self.count = axis, jax.lax.axis_size(axis)
@@ -133,7 +138,7 @@ class _Ring:
         return device, 2 * self.count - 1 - device
 
     def balanced(self, x: Float[Array, "B N *rest"]) -> Float[Array, "2 B half_N *rest"]:
-        """Exchange two neighbouring parts for the device's low and high part."""
+        """Exchange this device's two consecutive parts for its low and its high part."""
         halves = jnp.split(x, 2, axis=1)
         even, odd = (self._move(x, self._homes(n)) for n, x in enumerate(halves))
         swapped = self.me % 2 == 1
@@ -147,7 +152,7 @@ class _Ring:
         return jnp.concatenate([self._move(*pair) for pair in zip(halves, back, strict=True)], 1)
 
     def _homes(self, half: int) -> list[tuple[int, int]]:
-        """Return (device, home) of each part `2 device + half`; the home is for attending."""
+        """Return (device, home) for each part `2 device + half`; the home processes the part."""
         parts = (2 * device + half for device in range(self.count))
         return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]
 
@@ -160,7 +165,7 @@ class _Ring:
         return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
     def own(self, qkv: Float[Array, "2 B half_N P D"], kv: Any) -> Attention:
-        """Return the operands of attention within each of the two own parts."""
+        """Return the operands of causal attention within each of this device's two parts."""
         ids = None
         if self._given.segment_ids is not None:
             ids = jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
@@ -168,7 +173,7 @@ class _Ring:
         return self._given._replace(qkv=qkv, kv=kv, segment_ids=ids)
 
     def part(self, q: Array, kv: Array | Apart, queries: Any, keys: Any) -> Part:
-        """Return the operands of attention of one part's queries to another part's keys."""
+        """Return the operands of attention from the queries of one part to the keys of another."""
         given, segments = self._given, None
         if given.segment_ids is not None:
             segments = self._ids(queries), self._ids(keys)
@@ -176,10 +181,11 @@ class _Ring:
         return Part(q, kv, given.scale, shift, given.slopes, segments)
 
     def pairs(self, step: Int[Array, ""]) -> list[_Pair]:
-        """Return the pairs of own queries and keys held after `step` steps that see each other.
+        """Return the pairs of queries and keys that see each other after `step` ring steps.
 
-        If the keys come from an earlier device, both own parts see its low part. If they come from
-        a later device, the own high part sees both of its parts.
+        If the current keys come from an earlier device, both of this device's parts see the low
+        part of the keys. If they come from a later device, this device's high part sees both parts
+        of the keys.
         """
         other = (self.me - step) % self.count
         low, high = self._parts_of(other)
@@ -189,7 +195,7 @@ class _Ring:
         return [_Pair(which, 0, (queries, low)), _Pair(1, which, (self.high, keys))]
 
     def passed_on(self, tree: Any) -> Any:
-        """Return what the previous device in the ring had."""
+        """Send arrays to the next device in the ring, and return those from the previous device."""
         around = [(device, (device + 1) % self.count) for device in range(self.count)]
         return jax.tree.map(lambda x: self._move(x, around), tree)
 
@@ -206,13 +212,16 @@ def merged(
     one: tuple[Float[Array, "*rows D"], Float[Array, "*rows"]],
     other: tuple[Float[Array, "*rows D"], Float[Array, "*rows"]],
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Return the output and log sums over the keys of both, in the log sums' dtype."""
+    """Combine the outputs and log-sum-exps of attention to two disjoint sets of keys.
+
+    The result is as if each query had attended to both sets. It has the dtype of the log-sum-exps.
+    """
     sums = jnp.logaddexp(one[1], other[1])
     weigh = lambda x, of: x.astype(sums.dtype) * jnp.exp(of - sums)[..., None]
     return weigh(*one) + weigh(*other), sums
 
 
 def _add(state, query, found):
-    """Merge new outputs and log sums into the own ones at `query`."""
+    """Merge newly computed outputs and log-sum-exps into those at `query`."""
     after = merged(tuple(x[query] for x in state), found)
     return tuple(x.at[query].set(new) for x, new in zip(state, after, strict=True))

@@ -1,21 +1,21 @@
-"""ALiBi and segments as more entries of queries and keys, for kernels with only a causal mask.
+"""ALiBi and segments as extra entries of queries and keys, for kernels with only a causal mask.
 
-A softmax over j does not change by terms that depend only on i. So `-slope (i - j)` of ALiBi may be
-`slope j`, which is `(256 slope, slope) . (j // 256, j % 256)`: whole numbers up to 256 are exact in
-bfloat16, and so is a slope that is a power of two. Two more entries hold the rounding error of any
-other slope.
+A softmax over j does not change if a term that depends only on i is added. So ALiBi's term `-slope
+(i - j)` may be replaced by `slope j`. This is `(256 slope, slope) . (j // 256, j % 256)`. Integers
+up to 256 are exact in bfloat16, and so is a slope that is a power of two. Two more entries hold the
+rounding error of any other slope.
 
-A segment has a code `c` of signs. `512 (c_i . c_j - len(c))` is 0 within a segment, and -1024 or
-less between two segments, which is a weight of 0 in float32 as long as logits differ by less than
-about 900.
+Each segment has a code `c`, a vector of signs. `512 (c_i . c_j - len(c))` is 0 within a segment and
+at most -1024 between two segments. In float32, this gives a weight of 0 as long as logits differ by
+less than about 900.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# The longest sequence whose positions are exact in all dtypes.
+# Maximum sequence length whose positions are exact in all supported dtypes.
 POSITIONS = 65536
-# The weight of each sign. Sums are exact in bfloat16 with up to 256 signs, in float16 with up to
+# The factor of each sign. Sums are exact in bfloat16 for up to 256 signs, and in float16 for up to
 # 127.
 _APART = 512
 
@@ -23,7 +23,7 @@ _APART = 512
 def of_positions(
     slopes: Float[Array, " H"], length: int, dtype: jnp.dtype
 ) -> tuple[Float[Array, "1 1 H 4"], Float[Array, "1 K 1 4"]]:
-    """Return entries of queries and of keys whose products are `slope j`."""
+    """Return extra entries for queries and for keys whose dot product is `slope j`."""
     high = slopes.astype(dtype)
     low = (slopes - high.astype(slopes.dtype)).astype(dtype)
     of_queries = jnp.stack([256 * high, high, 256 * low, low], axis=-1)
@@ -35,12 +35,15 @@ def of_positions(
 def of_segments(
     queries: Int[Array, "B Q"], keys: Int[Array, "B K"], dtype: jnp.dtype
 ) -> tuple[Float[Array, "B Q 1 E"], Float[Array, "B K 1 E"]]:
-    """Return entries of queries and of keys whose products are 0 within a segment."""
+    """Return extra entries for queries and for keys whose dot product is 0 within a segment.
+
+    Between two segments it is at most -1024.
+    """
     length = keys.shape[1]
     bits = jnp.arange(code_size(length))
 
     def signs(ids):
-        # A segment is identified by its first key, or by `length` if it has no key.
+        # A segment's code encodes the index of its first key, or `length` if it has no key.
         here = jnp.where(ids[:, :, None] == keys[:, None, :], jnp.arange(length), length)
         return (2 * (jnp.min(here, axis=2)[..., None] >> bits & 1) - 1).astype(dtype)
 
@@ -52,17 +55,17 @@ def of_segments(
 
 
 def code_size(length: int) -> int:
-    """Return the number of signs of a segment's code, to which one more entry is added."""
+    """Return the number of signs in a segment's code; the extra entries are these and one more."""
     return length.bit_length()
 
 
 def added(x: Float[Array, "B N H D"], *entries: Float[Array, "#B #N #H _"]) -> Array:
-    """Append these entries to x's own, and zeros up to a multiple of 8."""
+    """Append extra entries to those of x, and zeros up to a multiple of 8."""
     entries = (jnp.broadcast_to(e, (*x.shape[:3], e.shape[-1])) for e in entries)
     return padded(jnp.concatenate([x, *entries], axis=-1))
 
 
 def padded(x: Array, size: int | None = None) -> Array:
-    """Append zeros to the entries of x, up to `size` of them or to a multiple of 8."""
+    """Append zeros to each vector of x, up to `size` entries or to a multiple of 8."""
     missing = -x.shape[-1] % 8 if size is None else size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)])

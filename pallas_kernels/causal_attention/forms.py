@@ -1,4 +1,4 @@
-"""The form of attention for an NVIDIA GPU, by the sizes of heads: docs/gpu_attention.md."""
+"""The default form of attention on NVIDIA GPUs for given head sizes: see docs/gpu_attention.md."""
 
 from typing import Literal, NamedTuple
 
@@ -6,11 +6,12 @@ from pallas_kernels.causal_attention import cudnn
 
 
 class Form(NamedTuple):
-    """The form of attention that is used, and why it is not cuDNN.
+    """A form of attention, and the reason why it is not cuDNN.
 
     Attributes:
-      name: "cudnn", or "online": plain JAX, with an online softmax if there are many logits.
-      why: the reason in one line; None if cuDNN serves.
+      name: "cudnn", or "online" for plain JAX, which uses an online softmax if there are many
+        logits.
+      why: the reason in one line; None for "cudnn".
     """
 
     name: Literal["cudnn", "online"]
@@ -27,15 +28,15 @@ def form(
     length: int = 2048,
     dtype: str = "bfloat16",
 ) -> Form:
-    """Return the form that attention takes by default, forward and backward.
+    """Return the form that attention takes by default, in the forward and the backward pass.
 
     Args:
       capability: ten times the device's compute capability: 80 is sm_80.
       size: the size of queries and keys.
       value_size: the size of values.
       segments: whether the documents of a row are separate segments, as in training.
-      alibi: whether there is ALiBi.
-      length: the number of tokens of a row.
+      alibi: whether ALiBi is used.
+      length: the number of tokens per row.
       dtype: the dtype of queries.
     """
     why = cudnn.refused(

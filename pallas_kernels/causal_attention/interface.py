@@ -1,17 +1,19 @@
 """The functions and operands of every implementation of causal attention.
 
-An implementation is a module with these functions. `kv_heads` is the number of heads of keys and of
-values, and `rows` the preferred order if the implementation has kernels for both orders:
+An implementation is a module with these functions. `kv_heads` is the number of key heads and of
+value heads. `rows` is the preferred memory order, if the implementation has kernels for both
+orders:
 
     attention_forward(Attention, *, kv_heads, rows) -> (out [B, N, H, Dv], log_sums [B, N, H])
     attention_backward(Attention, Attended, *, kv_heads, rows) -> cotangents of qkv and kv
     part_forward(Part) -> (out [B, Q, H, Dv], log_sums [B, Q, H])
     part_backward(Part, Attended) -> cotangents of q and kv, at least float32
-    unsupported(op, *operands) -> why it cannot serve these, in a line, or None
+    unsupported(op, *operands) -> the reason in one line if they are not supported, or None
 
-Outputs are in the dtype of queries, log sums are at least float32. If `to` is a slot, the output is
-written into the slot and the stack is returned instead. With weights p:
-`ds = p (d_out v - sum(out d_out))`.
+Outputs are in the dtype of the queries. `log_sums` holds each softmax's log-sum-exp, at least
+float32. If `to` is a slot, the output is written into the slot, and the slot's stack is returned in
+place of the output. In the backward pass, with logits s and weights p: `ds = p (d_out v - sum(out
+d_out))`, where the sum runs over an output vector's entries.
 """
 
 from typing import Literal, NamedTuple
@@ -24,18 +26,20 @@ from pallas_kernels.arguments import Slot
 Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
 Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
-# Keys and values as separate arrays, whose sizes may differ.
+# Keys and values as separate arrays; their vector sizes may differ.
 Apart = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 
 
 class Attention(NamedTuple):
-    """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment.
+    """The operands of causal attention: `softmax_j(scale q_i . k_j - slope (i - j)) v_j`.
+
+    Query i sees key j if `j <= i` and both are in the same segment.
 
     Attributes:
-      qkv: queries of all heads, then keys, then values; or queries alone.
+      qkv: the queries of all heads, then keys, then values; or only the queries.
       scale: the factor of the logits.
-      slopes: the slopes of ALiBi.
-      segment_ids: the segment of each token.
+      slopes: the slopes of ALiBi, or None.
+      segment_ids: the segment of each token, or None if each batch row is one segment.
       kv: keys and values, if they are separate arrays.
       to: the slot that the output is written into, or None.
     """
@@ -49,20 +53,22 @@ class Attention(NamedTuple):
 
     @property
     def segments(self) -> Segments | None:
-        """The segments of queries and of keys."""
+        """The segments of the queries and of the keys, or None."""
         return None if self.segment_ids is None else (self.segment_ids, self.segment_ids)
 
 
 class Part(NamedTuple):
-    """Attention to an earlier part of the sequence: a query sees all keys of its segment.
+    """The operands of attention from one part of a sequence to another, without a causal mask.
+
+    A query sees all keys of its segment.
 
     Attributes:
-      q: queries.
-      kv: keys of all heads, then values; or a pair of both.
+      q: the queries.
+      kv: the keys of all heads, then the values, in one array; or a pair (keys, values).
       scale: the factor of the logits.
-      shift: the first query's position minus the first key's.
-      slopes: the slopes of ALiBi.
-      segments: the segments of queries and of keys.
+      shift: the first query's position minus the first key's position.
+      slopes: the slopes of ALiBi, or None.
+      segments: the segments of the queries and of the keys, or None.
     """
 
     q: Float[Array, "B Q H D"]
@@ -74,16 +80,22 @@ class Part(NamedTuple):
 
     @property
     def apart(self) -> Apart:
-        """Keys and values as separate arrays."""
+        """The keys and values as separate arrays."""
         return self.kv if isinstance(self.kv, tuple) else tuple(jnp.split(self.kv, 2, axis=2))
 
     def like_kv(self, k: Array, v: Array) -> Array | Apart:
-        """Return arrays of keys and of values in the form of `kv`."""
+        """Return keys and values in the form that `kv` has: one array or a pair."""
         return (k, v) if isinstance(self.kv, tuple) else jnp.concatenate([k, v], axis=2)
 
 
 class Attended(NamedTuple):
-    """Output and log sums of attention over all parts of the keys, and the output's cotangent."""
+    """The results of attention and the output's cotangent, which the backward pass needs.
+
+    Attributes:
+      out: the output of attention to all keys, including the keys of other parts.
+      log_sums: each softmax's log-sum-exp over all keys.
+      d_out: the cotangent of the output.
+    """
 
     out: Float[Array, "B Q H Dv"] | Slot
     log_sums: Float[Array, "B Q H"]

@@ -1,8 +1,9 @@
-"""Causal attention on TPU: over a whole sequence at a time if that is faster, else over blocks.
+"""Causal attention on TPUs, by the faster of two kernels.
 
-Both kernels read and write rows in either order. The kernels over blocks cannot take "size_major"
-rows with an odd number of heads in bfloat16, or if VMEM cannot keep the gradients of all queries;
-XLA then transposes them to "head_major".
+One kernel processes a whole sequence at a time, the other one blocks of it. Both read and write
+rows in either memory order. The blockwise kernel cannot use "size_major" rows if there is an odd
+number of bfloat16 heads, or if the gradients of all queries do not fit VMEM. In these cases XLA
+transposes the rows to "head_major".
 """
 
 import math
@@ -23,12 +24,13 @@ from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
-# Up to this length the whole-sequence kernel is faster, although half of its logits are masked.
+# Maximum length for which the whole-sequence kernel is faster, although half of its logits are
+# masked.
 _WHOLE = 1024
 
 
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
-    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
+    """Return the reason, in one line, if the kernels do not support these operands, else None."""
     if isinstance(given, Part):
         queries, keys = given.q.shape[1], given.apart[0].shape[1]
         if queries % LANES or keys % LANES:
@@ -50,7 +52,11 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
 
 
 def _heads(given: Attention | Part, *attended: Attended) -> tuple[int, int]:
-    """Return the heads of queries and of keys; assume equal numbers if one array holds both."""
+    """Return the numbers of query heads and of key heads.
+
+    They are assumed to be equal if one array holds queries, keys and values and `attended` is not
+    given.
+    """
     if isinstance(given, Part):
         return given.q.shape[2], given.apart[0].shape[2]
     rows = given.qkv.shape[2]
@@ -70,7 +76,7 @@ def attention_forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward`, with `blocks` if they are given."""
+    """Compute `interface`'s `attention_forward`, with the given `blocks` if they are not None."""
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_forward(given, rows=rows, interpret=interpret)
     cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
@@ -87,7 +93,7 @@ def attention_backward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Compute `interface`'s `attention_backward`, with `blocks` if they are given."""
+    """Compute `interface`'s `attention_backward`, with the given `blocks` if they are not None."""
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
@@ -126,7 +132,7 @@ def part_backward(
     d_out = tokens_last(attended.d_out, "head_major")
     options = {"blocks": blocks, "interpret": interpret}
     d_q, d_k, d_v = by_blocks.attention_backward(of_part, *sums, d_out, **options)
-    # The caller adds these to the gradients of other parts, in float32.
+    # Return float32, because the caller adds up the gradients of several parts.
     gradients = (tokens_first(x.astype(jnp.float32), "head_major") for x in (d_q, d_k, d_v))
     d_q, *d_kv = gradients
     return d_q, given.like_kv(*d_kv)
@@ -138,14 +144,14 @@ def _delta(attended: Attended) -> Float[Array, "B Q H"]:
 
 
 def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
-    """Return the operands of the kernels over blocks, and blocks that divide both lengths."""
+    """Return the operands of the blockwise kernels, and block sizes that divide both lengths."""
     k, v = given.apart
     heads, kv_heads = given.q.shape[2], k.shape[2]
     blocks = _blocks(kernel, given, _key(given, (heads, kv_heads), "head_major"))
     tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], k.shape[1])
     if isinstance(given.kv, tuple):
         kv = (by_blocks.Heads(tokens_last(x, "head_major")) for x in given.kv)
-    else:  # Both are rows of one array.
+    else:  # Keys and values are rows of one array.
         rows = tokens_last(given.kv, "head_major")
         kv = by_blocks.Heads(rows), by_blocks.Heads(rows, kv_heads)
     of_part = by_blocks.Given(
@@ -162,7 +168,7 @@ def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
 
 
 def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[str, Any]:
-    """Return the key under which tables list block sizes."""
+    """Return the key under which tuning tables list block sizes."""
     return {
         "heads": heads[0],
         "kv_heads": heads[1],
@@ -176,7 +182,7 @@ def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[st
 
 
 def _blocks(kernel: str, given: Attention | Part, key: dict[str, Any]) -> Blocks:
-    """Return the blocks of the table, else the default."""
+    """Return the block sizes in the tuning table, or else the default ones."""
     tokens = given[0].shape[1]
     default = block_sizes.default_blocks(kernel, tokens, **key)
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
@@ -190,7 +196,10 @@ def _is_whole(given: Attention, kv_heads: int, rows: Rows) -> bool:
 
 
 class _Cut:
-    """Arrays in the blocks' layout, padded to whole blocks; the padding lies after all queries."""
+    """Operands in the layout of the blockwise kernels, padded at the end to whole blocks.
+
+    No query sees the padding, because it is later than all queries.
+    """
 
     def __init__(self, kernel: str, given: Attention, kv_heads: int, rows: Rows, blocks):
         _, self.length, P, D = given.qkv.shape

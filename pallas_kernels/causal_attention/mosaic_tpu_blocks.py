@@ -1,29 +1,29 @@
-"""Causal attention of any length on TPU: a grid over blocks of queries and keys, online softmax.
+"""Blockwise causal attention for any length on TPUs, with an online softmax.
 
-Tokens lie in the lanes, [D, N] for a head: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
-grid goes over the rows of the batch, heads of keys, and pairs of a block of queries and a block of
-keys that it sees. The list of pairs is known when the program is traced, so that nothing above the
-diagonal is copied or computed. A head of keys comes with all its heads of queries (Ainslie et al.
-2023).
+Tokens are in the lanes, and a head is [D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
+grid runs over batch rows, key heads, and pairs of a block of queries with a block of keys that it
+sees. The list of pairs is static, so nothing above the diagonal is copied or computed. A key head
+is processed together with all its query heads (Ainslie et al. 2023).
 
-The order of rows is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
-key-vector kernels write it, if queries, keys and values are equally long and in one array. Heads
-of a block of size-major rows are extracted once in VMEM, and kept there for all pairs that have the
-block.
+The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
+key-vector kernels write it. The latter requires queries, keys and values of equal length in one
+array. The heads in a block of size-major rows are extracted once, and stay in VMEM for all pairs
+that contain the block.
 
-In the forward pass, a pair's weights are relative to the largest logit so far, and earlier sums are
-scaled when a larger logit comes (Milakov and Gimelshein 2018; Dao et al. 2022). In the backward
-pass, pairs are ordered by key block. The gradients of a key block's keys and values are summed over
-its queries. The gradients of all queries are kept in VMEM until their last key block; if they do
-not fit, the queries are processed in spans. Weights are computed again from the log sums. This
-takes five products per pair instead of the seven of two kernels.
+In the forward pass, the weights of a pair are relative to the largest logit so far, and earlier
+sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
+the backward pass, pairs are ordered by key block. The gradients of the block's keys and values are
+summed over the queries that see them. The gradients of all queries stay in VMEM until their last
+key block. If they do not fit, the queries are processed in several spans. Weights are recomputed
+from the log-sum-exps. This takes five matrix products per pair; separate kernels for the gradients
+of queries and of keys and values would take seven.
 
-Masks are applied only to the pairs that need them: on the diagonal, or with several segments. Pairs
-whose ranges of segment numbers do not overlap are not computed.
+Masks are applied only to the pairs that need them: those on the diagonal, and those with several
+segments. Pairs whose ranges of segment ids do not overlap are skipped.
 
-For T queries that see N keys each on average, H heads of size D, blocks of b queries and E bytes
-per entry: the forward kernel takes `4 T N H D` FLOPs and `2 E T D (H + G N / b)` bytes, the
-backward kernel `10 T N H D` FLOPs and about twice the bytes.
+For T queries that see N keys each on average, H query heads and G key heads of size D, blocks of b
+queries and E bytes per entry, the forward kernel takes `4 T N H D` FLOPs and moves `2 E T D (H + G
+N / b)` bytes. The backward kernel takes `10 T N H D` FLOPs and moves about twice the bytes.
 """
 
 import functools
@@ -44,22 +44,23 @@ from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
-# The properties of a pair, as bits: it is the first or the last pair of its block (of queries in
-# the forward pass, of keys in the backward pass); some of its queries lie before some of its keys;
-# it is the last pair of its queries; its other block has to be extracted from size-major rows.
+# The properties of a pair, as bits. In the forward pass, a pair belongs to its block of queries,
+# and in the backward pass to its block of keys. _FIRST and _LAST: it is the first or last pair that
+# belongs to its block. _MASKED: some of its queries are before some of its keys. _DONE: it is the
+# last pair of its block of queries. _NEW: its other block must be extracted from size-major rows.
 _FIRST, _LAST, _MASKED, _DONE, _NEW = 1, 2, 4, 8, 16
 
 
 class _Call(NamedTuple):
-    """The parameters that a kernel is compiled for; lengths are whole blocks."""
+    """The static parameters that a kernel is compiled for; lengths are multiples of the blocks."""
 
     cut: Cut
     queries: int
     keys: int
     alibi: bool
     segments: bool
-    offset: int | None  # Query i is at position `offset + i`; with None it sees all keys.
-    by_keys: bool  # In the backward pass, pairs are ordered by key block.
+    offset: int | None  # Query i is at position `offset + i`; None means that it sees all keys.
+    by_keys: bool  # Whether pairs are ordered by key block, as in the backward pass.
 
     blocks = property(lambda self: self.cut.blocks)
     dtype = property(lambda self: self.cut.dtype)
@@ -76,12 +77,12 @@ class _Call(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The result of `Cut.slots`."""
+        """The number of blocks that keep their extracted heads in VMEM: see `Cut.slots`."""
         return self.cut.slots(self.queries, by_keys=self.by_keys)
 
     @property
     def layout(self) -> Layout:
-        """The layout of a block of queries, keys or values, or of all, in size-major rows."""
+        """The layout of a block of size-major rows: of queries, keys or values, or of all three."""
         return Layout(self.cut.block_rows, self.size, self.blocks.queries, self.dtype)
 
     @property
@@ -90,32 +91,36 @@ class _Call(NamedTuple):
 
     @property
     def tables(self) -> list[str]:
-        """Names of the arrays that choose blocks, in the order in which Pallas passes them."""
+        """The names of the tables that map grid steps to blocks, in the order in which Pallas gets
+        them.
+        """
         others = ["fetched"] if self.size_major else ["done"] * self.by_keys
         return sorted(["keys", "kinds", "queries", *others])
 
 
 class Heads(NamedTuple):
-    """Rows of an array [B, rows, size, N], from `first` on."""
+    """The rows of an array [B, rows, size, N], starting at `first`."""
 
     array: Array
     first: int = 0
 
 
 class Given(NamedTuple):
-    """The operands of attention over blocks.
+    """The operands of blockwise attention.
 
     Attributes:
-      q, k, v: [B, rows, D, N] each, or all rows of one array; N is whole blocks.
-      heads: the numbers of heads of queries and of keys.
+      q, k, v: an array [B, rows, D, N] each, or rows of a common array. N is a multiple of the
+        block size.
+      heads: the numbers of query heads and of key heads.
       scale: the factor of the logits.
-      slopes: the slopes of ALiBi.
-      segments: the segments of queries and of keys; a query sees keys of the same number.
-      offset: the position of the first query among the keys; a query sees no key after its own
-        position. With None, queries see all keys.
-      shift: the same position for ALiBi; it may be known only on the device.
-      rows: the order of rows. With size-major rows, q, k and v are [B, D, P, N] and the same array,
-        and offset is 0.
+      slopes: the slopes of ALiBi, or None.
+      segments: the segments of the queries and of the keys. A query sees only keys in the same
+        segment.
+      offset: the position of the first query among the keys. A query sees no key after its own
+        position. None means that queries see all keys.
+      shift: the same position for ALiBi, which may be a traced value; None means `offset`.
+      rows: the memory order. With size-major rows, q, k and v are the same array [B, D, P, N], and
+        offset is 0.
     """
 
     q: Heads
@@ -133,11 +138,11 @@ class Given(NamedTuple):
 def attention_forward(
     given: Given, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams = False
 ) -> tuple[Float[Array, "B rows_or_Dv Dv_or_rows Nq"], Float[Array, "B H 1 Nq"]]:
-    """Compute `softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
+    """Compute `softmax(scale q.k - slope (i - j)) v`, and each softmax's log-sum-exp in float32.
 
-    The first is in the given order of rows: [B, H, Dv, Nq], or [B, Dv, H, Nq]. Queries that see no
-    key have a log sum below all others, so that their output has no weight when results over parts
-    of the keys are merged by their log sums.
+    The output has the memory order of the operands: [B, H, Dv, Nq], or [B, Dv, H, Nq]. A query that
+    sees no key gets a log-sum-exp below all others. So its output has weight 0 when results over
+    several parts of the keys are merged.
     """
     call = _call_of(given, blocks, by_keys=False)
     B, heads = given.q.array.shape[0], call.step * call.each
@@ -169,11 +174,13 @@ def attention_backward(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B H D Nq"], Float[Array, "B G D Nk"], Float[Array, "B G Dv Nk"]]:
-    """Return the cotangents of q, k and v. With weights p: `ds = p (d_out v - delta)`.
+    """Return the cotangents of q, k and v. With logits s and weights p: `ds = p (d_out v - delta)`.
 
     Args:
-      given, log_sums, d_out: operands, log sums and the output's cotangent.
-      delta: `sum(out d_out)` of each softmax.
+      given: the operands of the forward pass.
+      log_sums: each softmax's log-sum-exp.
+      delta: for each softmax, `sum(out d_out)` over the entries of the output vector.
+      d_out: the cotangent of the output.
       blocks, interpret: as in `attention_forward`.
     """
     q, (heads, _), segments = given.q, given.heads, given.segments
@@ -209,7 +216,7 @@ def attention_backward_of_rows(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B D P N"]:
-    """Return the cotangent of size-major rows, which the kernels take if `Cut.has` says so."""
+    """Return the cotangent of size-major rows. `Cut.has` says whether the kernels support them."""
     call = _call_of(given, blocks, by_keys=True)
     B, rows = given.q.array.shape[0], given.q.array.shape[2]
     inputs = _inputs(call, given) | {
@@ -230,7 +237,7 @@ def attention_backward_of_rows(
 
 
 def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
-    """Compute `attention_backward` for as many queries as fit VMEM."""
+    """Compute `attention_backward` for a span of queries whose gradients fit VMEM."""
     call = _call_of(given, blocks, by_keys=True)
     B = given.q.array.shape[0]
     inputs = _inputs(call, given) | {
@@ -281,7 +288,7 @@ def _forward_kernel(call: _Call, ref):
     @pl.when(at.is_(_LAST))
     def _():
         for head in range(call.step * call.each):
-            # If no block was seen, the output is 0.
+            # If the query saw no key, the output is 0.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
@@ -339,7 +346,7 @@ def _backward_kernel(call: _Call, ref):
 
 
 class _Pair:
-    """The blocks of queries and of keys of a grid step, and their properties as a pair."""
+    """A grid step's pair of a block of queries and a block of keys, with its properties."""
 
     def __init__(self, ref):
         self.group, self.step = pl.program_id(1), pl.program_id(2)
@@ -351,7 +358,7 @@ class _Pair:
 
 
 def _with_heads(call: _Call, ref, at: _Pair):
-    """Return all refs; heads of size-major rows are extracted if the pair's blocks are new."""
+    """Extract heads from size-major rows if the pair's blocks are new, and return all refs."""
     if not call.size_major:
         return ref
     own, others, slot = ("q",), ("k", "v"), at.key_block
@@ -365,7 +372,7 @@ def _with_heads(call: _Call, ref, at: _Pair):
 
 
 def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
-    """Run `attend(heads, masked)` for all heads, or not at all if no query sees a key."""
+    """Run `attend(heads, masked)` for all heads, unless no query of the pair sees a key."""
     attend = functools.partial(_in_parts, call, attend)
     some, every = call.offset is not None, _all_masked(call)
     if call.segments:
@@ -384,7 +391,7 @@ def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
 
 
 def _in_parts(call: _Call, attend, masked: bool) -> None:
-    """Run `attend` for all heads of the step, as many at a time as the block sizes say."""
+    """Run `attend` for all heads of the grid step, with `blocks.heads` key heads at a time."""
     count, each = call.blocks.heads, call.each
 
     def part(n, _):
@@ -399,7 +406,7 @@ def _in_parts(call: _Call, attend, masked: bool) -> None:
 
 
 def _logits(call: _Call, ref, at: _Pair, head, own, visible):
-    """Return the pair's logits [keys, queries] times log2(e), larger by `_left_out`."""
+    """Return the pair's logits [keys, queries], times log2(e) and too large by `_left_out`."""
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
     logits = dot_rows(k, q) * (ref["scalars"][0] * LOG2_E)
@@ -420,13 +427,13 @@ def _logits(call: _Call, ref, at: _Pair, head, own, visible):
 
 
 def _visible(call: _Call, ref, at: _Pair):
-    """Return a mask of the pair's keys that each query sees."""
+    """Return a mask [keys, queries] of the keys that each query of the pair sees."""
     bq, bk, _ = call.blocks
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     visible = None
     if call.offset is not None:
-        # If all masked pairs have the same distance, it is a constant. The compiler then knows
-        # which logits are masked and does not compute them.
+        # If all masked pairs have the same distance, use it as a constant. The compiler then knows
+        # which logits are masked, and does not compute them.
         behind = {
             call.offset + i * bq - j * bk
             for i in range(call.queries // bq)
@@ -453,11 +460,12 @@ def _slope(call: _Call, ref, at: _Pair, head):
 
 
 def _left_out(call: _Call, ref, at: _Pair, head):
-    """Return what the logits are too large by: the part of ALiBi that only depends on the query.
+    """Return the amount by which the logits are too large: a part of ALiBi that `_logits` omits.
 
-    A softmax over keys does not need that part. It is the slope times the query's place in the
-    block. In bfloat16 models the rounding error of such larger logits is below the rounding of the
-    weights; float32 kernels include that part in the logits.
+    The omitted part is the slope times the query's index in its block. It depends only on the
+    query, so a softmax over keys does not need it. It makes the logits larger, but in bfloat16
+    models their rounding error stays below the rounding of the weights. Float32 kernels do not omit
+    it.
     """
     if not call.alibi or _is_exact(call):
         return 0.0
@@ -488,7 +496,7 @@ def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
 
 
 def _seen(call: _Call, block: int) -> int:
-    """Return the number of blocks of keys that a block of queries sees."""
+    """Return the number of key blocks that a block of queries sees."""
     if call.offset is None:
         return call.keys // call.blocks.keys
     last = call.offset + (block + 1) * call.blocks.queries - 1
@@ -507,7 +515,11 @@ def _all_masked(call: _Call) -> bool:
 
 
 def _tables(call: _Call) -> dict[str, np.ndarray]:
-    """Return each pair's blocks and kind in grid order, and the blocks that are done or fetched."""
+    """Return each pair's blocks and kind, in grid order, with the blocks to write and to fetch.
+
+    `done` has the query block whose gradients were completed last; before any is complete, it has
+    the first that will be. `fetched` has the block of size-major rows that is in VMEM.
+    """
     seen = [_seen(call, i) for i in range(call.queries // call.blocks.queries)]
     pairs = [(i, j) for i, count in enumerate(seen) for j in range(count)]
     if call.by_keys:
@@ -546,21 +558,21 @@ def _of_keys(call: _Call, size: int, first: int = 0) -> pl.BlockSpec:
 
 
 def _of_out(call: _Call, table: str) -> pl.BlockSpec:
-    """Return the block of size-major rows of an output, or of its cotangent."""
+    """Return the block spec for the size-major rows of an output or of its cotangent."""
     layout = call.layout_out
     index = lambda b, g, p, tables: (b, 0, g, tables[table][p])
     return _spec(call, (1, layout.size, layout.rows, layout.tokens), index)
 
 
 def _of_rows(call: _Call, part: int, table: str) -> pl.BlockSpec:
-    """Return the block of size-major rows of queries, keys or values, or of all rows."""
+    """Return the block spec for the size-major rows of queries, keys or values, or of all three."""
     layout = call.layout
     index = lambda b, g, p, tables: (b, 0, part, g, tables[table][p])
     return _spec(call, (1, layout.size, 1, layout.rows, layout.tokens), index)
 
 
 def _spec(call: _Call, shape, index) -> pl.BlockSpec:
-    """Return a block whose `index(b, g, p, tables)` gets the prefetched tables as a dict."""
+    """Return a block spec; its `index(b, g, p, tables)` gets the prefetched tables as a dict."""
 
     def by_name(b, g, p, *tables):
         return index(b, g, p, dict(zip(call.tables, tables, strict=True)))
@@ -627,7 +639,10 @@ def _inputs(call: _Call, given: Given):
 
 
 def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl.BlockSpec]:
-    """Return the least and the largest id of each block, alternating, for one row at a time."""
+    """Return the smallest and the largest id in each block, alternating, with a block spec.
+
+    The block spec selects one batch row at a time.
+    """
     blocks = ids.reshape(ids.shape[0], -1, block)
     ends = jnp.stack([blocks.min(axis=-1), blocks.max(axis=-1)], axis=-1)
     ends = ends.reshape(ids.shape[0], 1, -1)

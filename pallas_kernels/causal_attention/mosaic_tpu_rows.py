@@ -1,11 +1,13 @@
-"""Heads of size-major rows, [D, rows, tokens], extracted in VMEM and put back.
+"""Extraction of heads from size-major rows, [D, rows, tokens], in VMEM, and the reverse.
 
-In the kernels over blocks, a step's block of rows is named "rows_q" and its heads, [heads, D,
-tokens] in scratch, are named "q"; the other arrays are named in the same way.
+In the blockwise kernels, the name "rows_q" denotes a step's block of size-major rows, and "q" the
+heads that are extracted from it into scratch, [heads, D, tokens]. Other arrays are named in the
+same way.
 
-A head is every `rows`-th row. Strided loads reach rows that are 32-bit words in 128 lanes. So the
-bfloat16 rows of two neighbouring heads are fetched together and split, and results are joined and
-scattered in the same way.
+A head consists of every `rows`-th row of the flattened block. Strided loads can fetch such rows
+only if these consist of 32-bit words in 128 lanes. Therefore the bfloat16 rows of two neighbouring
+heads, which share words, are loaded together and split. Results are joined and stored in the same
+way.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +20,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, round_up
 
-# Words of an entry that a view shows. A view starts at a multiple of this number.
+# Number of words per entry that a view shows. A view starts at a multiple of this number.
 VIEWED = 4
 
 
 class Layout(NamedTuple):
-    """The layout of a block of rows, and of its words in scratch, which has tiles of 128 tokens."""
+    """The layout of a block of rows, and of its 32-bit words in scratch, in tiles of 128 tokens.
+
+    An entry is one of the D components of a head's vectors.
+    """
 
     rows: int
     size: int
@@ -32,17 +37,17 @@ class Layout(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """The number of heads whose rows share a word."""
+        """The number of heads whose rows share one word."""
         return packed(self.dtype)
 
     @property
     def words(self) -> int:
-        """The number of words of an entry of all heads."""
+        """The number of words per entry, over all heads."""
         return self.rows // self.packed
 
     @property
     def stride(self) -> int:
-        """The number of words from one entry of a head to the next."""
+        """The number of words between successive entries of a head."""
         return self.words if self.words in (1, 2, 4) else round_up(self.words, 8)
 
     @property
@@ -64,14 +69,14 @@ class Layout(NamedTuple):
 
     @property
     def direct(self) -> bool:
-        """Whether strided loads reach heads in blocks of 128 tokens in place (see `view`)."""
+        """Whether strided loads can read heads from 128-token blocks without a copy (see `view`)."""
         return self.packed == 2 and self.words % 8 == 0
 
     def view(self, block: Any, first: Any) -> Any:
-        """Return a block of 128 tokens as a tile of `fetch`, from the word `first` on.
+        """Return a block of 128 tokens as words, as `fetch` arranges a tile, starting at `first`.
 
-        `first` has to be a multiple of `VIEWED`. Memory that is not scratch lies in tiles of
-        that many words, and the place of a load within a tile has to be known at compile time.
+        `first` must be a multiple of `VIEWED`. Memory outside scratch is stored in tiles of that
+        many words, and the offset of a load within a tile must be known at compile time.
         """
         words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
@@ -81,7 +86,7 @@ class Layout(NamedTuple):
         return self.take_from([words.at[tile] for tile in range(self.tokens // LANES)], row)
 
     def take_from(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
-        """Return the same heads, given the words of each tile of 128 tokens."""
+        """Return the heads that share words, given the words of each tile of 128 tokens."""
         found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
             return [found]
@@ -89,7 +94,7 @@ class Layout(NamedTuple):
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
     def put(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """Undo `take`; heads may have a wider dtype than rows."""
+        """Undo `take`. The heads may have a wider dtype than the rows."""
         found = heads[0].astype(self.dtype)
         if self.packed == 2:
             as_bits = lambda x: jax.lax.bitcast_convert_type(
@@ -111,12 +116,17 @@ class Layout(NamedTuple):
 
 
 def packed(dtype: jnp.dtype) -> int:
-    """Return the number of rows that share a 32-bit word."""
+    """Return the number of rows that share one 32-bit word."""
     return 2 if dtype == jnp.bfloat16 else 1
 
 
 def scratch(call: Any, **slots: int) -> dict[str, Any]:
-    """Return scratch for words, and for the heads of this many blocks of each named array."""
+    """Return scratch memory for words and for extracted heads.
+
+    Args:
+      call: the static parameters.
+      slots: for each named array, the number of blocks whose heads are kept.
+    """
     heads = {"k": call.step, "v": call.step}
     of_block = call.size, call.blocks.queries
     found = {
@@ -128,7 +138,7 @@ def scratch(call: Any, **slots: int) -> dict[str, Any]:
 
 
 def take_out(call: Any, ref, names: tuple[str, ...]) -> None:
-    """Extract the heads of these arrays from the blocks of rows that are in VMEM."""
+    """Extract the heads of the named arrays from their blocks of rows in VMEM."""
     fetched = None
     for name in names:
         if name == "delta":
@@ -150,7 +160,7 @@ def take_out(call: Any, ref, names: tuple[str, ...]) -> None:
 
 
 def _sum_products(call: Any, ref) -> None:
-    """Compute `delta` for all heads at a time, because rows of an entry lie next to each other."""
+    """Compute `delta` for all heads at once, since the rows of an entry are adjacent in memory."""
     layout = call.layout_out
     for start in range(0, layout.tokens, LANES):
         lanes = slice(start, start + LANES)
@@ -167,18 +177,21 @@ _ALL_ROWS = {"q": "rows_q", "k": "rows_k", "v": "rows_k"}
 
 
 def _first_rows(call: Any) -> dict[str, int]:
-    """Return the first rows of queries, keys and values among all rows."""
+    """Return the index of the first row of queries, of keys and of values among all rows."""
     return {"q": 0, "k": call.heads, "v": call.heads + call.kv_heads}
 
 
 def put_out(layout: Layout, ref) -> None:
-    """Write the heads of "out" as rows."""
+    """Write the heads of "out" to its block of rows."""
     _put(layout, ref, ref["out"].at[0], 0)
     layout.deliver(ref["words"], ref["rows_out"].at[0])
 
 
 def put_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
-    """Write a block's gradients: sums for queries, keys and values, the first two times `scale`."""
+    """Write the gradients of a block's queries, keys and values.
+
+    The gradients of queries and keys are multiplied by `scale`.
+    """
     parts = zip((d_q, ref["d_k_sum"], ref["d_v_sum"]), _first_rows(call).values(), strict=True)
     for part, (heads, first) in enumerate(parts):
         apart = call.cut.parts == 3
@@ -188,7 +201,7 @@ def put_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
 
 
 def _put(layout: Layout, ref, heads: Any, first: int, scale: Any = None) -> None:
-    """Write heads into words, from a row on."""
+    """Write heads into words, starting at the row `first`."""
     packed = layout.packed
     for group in range(heads.shape[0] // packed):
         own = [heads[group * packed + n] for n in range(packed)]

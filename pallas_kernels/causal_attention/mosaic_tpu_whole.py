@@ -1,18 +1,18 @@
-"""Causal attention over short sequences on TPU, in the layout of the key-vector kernels in place.
+"""Causal attention over short sequences on TPUs, without transposes in HBM.
 
-Tokens lie in the lanes, so a head's queries, keys and values are [D, N] tiles and everything is a
-product over rows: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. Nothing is transposed in HBM.
-The order of rows is either
+Tokens are in the lanes, so a head's queries, keys and values are [D, N] tiles. Per head, the kernel
+computes `S^T = K^T Q`, a softmax over rows, and `O = V P^T`. The memory order of the arrays is
+either
 
-- "size_major", [B, D, P, N]: as the key-vector kernels write reads; heads are extracted in VMEM;
-- "head_major", [B, P, D, N]: as a plain Transformer's projection writes.
+- "size_major", [B, D, P, N], as the key-vector kernels write reads; heads are extracted in VMEM;
+- "head_major", [B, P, D, N], as a plain Transformer's projection writes.
 
-One grid step holds a whole sequence with all heads in VMEM. Logits exist for one block of queries
-of one head at a time, and key blocks above the diagonal are never computed.
+One grid step holds a whole sequence with all heads in VMEM. At any time, only the logits of one
+block of queries of one head exist. Blocks of keys above the diagonal are never computed.
 
-For T tokens in sequences of N, H heads of size D and E bytes per entry: the forward kernel takes
-`2 T N H D` FLOPs (causal) and `4 E T H D` bytes, the backward kernel `5 T N H D` FLOPs and
-`8 E T H D` bytes.
+For T tokens in sequences of length N, with H heads of size D and E bytes per entry, the forward
+kernel takes `2 T N H D` FLOPs (causal) and moves `4 E T H D` bytes; the backward kernel takes `5 T
+N H D` FLOPs and moves `8 E T H D` bytes.
 """
 
 from typing import Any, NamedTuple
@@ -32,12 +32,13 @@ from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 from pallas_kernels.target import target
 
 _SUBLANES = 8
-# Heads whose work the compiler sees together, and blocks of logits that are computed ahead.
+# Maximum number of heads whose work the compiler can interleave, and number of blocks of logits
+# that are computed ahead.
 _TOGETHER, _AHEAD = 4, 2
 
 
 class _Call(NamedTuple):
-    """The parameters that a kernel is compiled for."""
+    """The static parameters that a kernel is compiled for."""
 
     heads: int
     size: int
@@ -46,25 +47,25 @@ class _Call(NamedTuple):
     rows: Rows
     alibi: bool
     segments: bool
-    queries: int  # The number of queries in a block.
+    queries: int  # The number of queries per block.
 
     @property
     def packed(self) -> int:
-        """The number of heads that are fetched together."""
+        """The number of heads that are loaded together."""
         return self.layout(1).packed if self.rows == "size_major" else 1
 
     @property
     def direct(self) -> bool:
-        """Whether heads are extracted from inputs in place, which then are tiles of 128 tokens."""
+        """Whether heads are extracted from the inputs in place, in tiles of 128 tokens."""
         return self.rows == "size_major" and self.layout(self.heads).direct
 
     def layout(self, vectors: int) -> Layout:
-        """Return the layout of size-major rows."""
+        """Return the layout of size-major rows of `vectors` data vectors per token."""
         return Layout(vectors, self.size, self.length, self.dtype)
 
 
 def fits(qkv: Any, rows: Rows) -> bool:
-    """Return whether the kernels serve this array, with as many heads of keys as of queries."""
+    """Return whether the kernels support this array, which has equally many query and key heads."""
     _, N, P, D = qkv.shape
     if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
         return False
@@ -72,7 +73,10 @@ def fits(qkv: Any, rows: Rows) -> bool:
 
 
 def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
-    """Estimate the backward kernel's bytes: blocks in two buffers, scratch, and some logits."""
+    """Estimate the backward kernel's VMEM in bytes.
+
+    It holds double-buffered blocks, scratch, and some logits.
+    """
     row = round_up(heads, 8) * size * length * itemsize
     return 2 * 8 * row + 8 * row + 16 * length * LANES * 4
 
@@ -80,7 +84,7 @@ def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
 def attention_forward(
     given: Attention, *, rows: Rows, queries: int | None = None, interpret: bool = False
 ) -> tuple[Float[Array, "*count B N H D"], Float[Array, "B N H"]]:
-    """Return the output, and the logarithm of each softmax's sum in float32."""
+    """Return the output, and each softmax's log-sum-exp in float32."""
     call = _call_of("attention_forward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
@@ -164,7 +168,7 @@ def _forward_kernel(call: _Call, ref):
         _each_ahead(call, len(heads), logits, mix)
         _put_each(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
         for (head, *_), parts in zip(heads, log_sums, strict=True):
-            # Whole rows are written, because Mosaic cannot write 128 tokens at a dynamic place in a
+            # Write whole rows, because Mosaic cannot write 128 tokens at a dynamic offset within a
             # wider row.
             ref["log_sums"][0, pl.ds(head, 1)] = jnp.concatenate(parts, axis=1)
 
@@ -218,10 +222,11 @@ def _backward_kernel(call: _Call, ref):
 
 
 def _each_ahead(call: _Call, heads: int, make, use):
-    """Run `use(n, start, made)` for each head n and block of queries from `start`, in that order.
+    """Run `use(n, start, made)` for each head n and each block of queries, which begins at `start`.
 
-    `made` is the result of `make(n, start)`, which runs two units ahead. The compiler keeps that
-    order, so the matrix units compute the next logits while the vector unit processes these.
+    `made` is the result of `make(n, start)`, which is called `_AHEAD` iterations in advance. The
+    compiler keeps this order, so the matrix units compute the next logits while the vector unit
+    processes the current ones.
     """
     units = [(n, start) for n in range(heads) for start in range(0, call.length, call.queries)]
     made = [make(*unit) for unit in units[:_AHEAD]]
@@ -231,7 +236,7 @@ def _each_ahead(call: _Call, heads: int, make, use):
 
 
 def _logits(call: _Call, ref, head, q, k, start):
-    """Return logits of a block of queries, [keys up to the diagonal, queries], times log2(e)."""
+    """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e)."""
     end = start + call.queries
     logits = dot_rows(k[:, :end], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
     key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
@@ -250,9 +255,10 @@ def _logits(call: _Call, ref, head, q, k, start):
 
 
 def _for_each_group(call: _Call, ref, attend):
-    """Run `attend(groups)` for all groups of heads, a few groups at a time.
+    """Run `attend(groups)` for all groups of heads that share words, a few groups at a time.
 
-    A group's number is the sum of two numbers; the compiler knows the second one.
+    A group's number is given as a pair whose sum it is; the second summand is known at compile
+    time.
     """
     if call.segments:
         ids = jnp.broadcast_to(ref["segment_rows"][0], (_SUBLANES, call.length))
@@ -270,7 +276,7 @@ def _for_each_group(call: _Call, ref, attend):
 
 
 def _fetch(call: _Call, ref, name: str, vectors: int):
-    """Copy size-major rows to words in scratch, where strided loads can reach them."""
+    """Copy size-major rows to words in scratch, from which strided loads can read heads."""
     if call.rows == "size_major" and not call.direct:
         call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 
@@ -282,7 +288,10 @@ def _deliver(call: _Call, ref, name: str, scratch: str, vectors: int):
 
 
 def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
-    """Return for each head of the groups its number and the [D, N] of each array and part."""
+    """Return each head's number and its [D, N] array from each of `arrays`, for all groups.
+
+    An element of `arrays` is a pair (name of an array, part).
+    """
     heads = []
     for group in groups:
         found = [_heads(call, ref, name, part, group) for name, part in arrays]
@@ -292,7 +301,10 @@ def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
 
 
 def _heads(call: _Call, ref, name: str, part: int, group):
-    """Return the [D, N] arrays of a group's heads; parts are queries, keys and values."""
+    """Return the [D, N] arrays of a group's heads.
+
+    `part` selects queries, keys or values: 0, 1 or 2.
+    """
     first, n = part * (call.heads // call.packed) + group[0], group[1]
     if call.rows == "head_major":
         return [ref[name][0, first + n]]
@@ -311,7 +323,7 @@ def _put_each(call: _Call, ref, name: str, part: int, groups, heads):
 
 
 def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
-    """Undo `_heads`, into an output's scratch; "d_qkv" uses the scratch of qkv."""
+    """Undo `_heads`, writing to the scratch of an output; "d_qkv" uses the scratch of qkv."""
     row = part * (call.heads // call.packed) + sum(group)
     if call.rows == "head_major":
         ref[name][0, row] = arrays[0].astype(call.dtype)
@@ -325,7 +337,7 @@ def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
 
 
 def _divisor(length: int, most: int) -> int:
-    """Return the largest multiple of LANES up to `most` that divides the length."""
+    """Return the largest multiple of LANES that divides `length` and is at most `most`."""
     return LANES * largest_divisor(length // LANES, most // LANES)
 
 
@@ -351,14 +363,18 @@ def _call_of(kernel: str, given: Attention, rows: Rows, queries: int | None) -> 
 
 
 class Blocks(NamedTuple):
-    """`queries`: the number of queries of a head that attend at a time."""
+    """The block size of a kernel.
+
+    Attributes:
+      queries: the number of queries of a head that are processed together.
+    """
 
     queries: int
 
 
 def default_blocks(kernel: str, N: int) -> Blocks:
-    """Return the blocks that a rule chooses for the device lowered for."""
-    # Longer products hide a matrix unit's latency; smaller blocks skip more of the masked logits.
+    """Return the blocks that a rule chooses for the device that the program is lowered for."""
+    # Larger blocks hide a matrix unit's latency; smaller blocks skip more of the masked logits.
     most = 512 if kernel == "attention_forward" else 256
     return Blocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))
 
@@ -392,7 +408,7 @@ def _shared_inputs(call: _Call, given: Attention):
 
 
 def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
-    """Return the named input; if heads are extracted in place, one input per 128 tokens."""
+    """Return the named input, as one input per 128 tokens if heads are extracted in place."""
     if not call.direct:
         return {name: (rows, block)}
 
@@ -404,7 +420,10 @@ def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
 
 
 def _scratch(call: _Call, written: dict[str, int], **read: int) -> dict[str, Any]:
-    """Return scratch, with words for size-major arrays; arrays that are read may be in place."""
+    """Return scratch memory, with words for size-major arrays.
+
+    The arrays in `read` need no words if their heads are extracted in place.
+    """
     scratch = {}
     if call.segments:
         scratch["segment_columns"] = pltpu.VMEM((call.length, _SUBLANES), jnp.int32)
@@ -415,7 +434,7 @@ def _scratch(call: _Call, written: dict[str, int], **read: int) -> dict[str, Any
 
 
 def tokens_last(x, rows: Rows):
-    """Transpose [.., N, P, D] to the kernels' order."""
+    """Transpose [.., N, P, D] to the memory order of the kernels."""
     *lead, n, p, d = range(x.ndim)
     return x.transpose((*lead, d, p, n) if rows == "size_major" else (*lead, p, d, n))
 
@@ -441,7 +460,7 @@ def _of_sums(call: _Call) -> pl.BlockSpec:
 
 
 def _of_slot(call: _Call, slot: Slot, vectors: int):
-    """Return a slot's stack with its block, and the prefetched index that chooses the block."""
+    """Return a slot's stack with its block spec, and the prefetched index of its block."""
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
     stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))
     return stack, {"slot": index}

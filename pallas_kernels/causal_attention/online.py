@@ -1,9 +1,9 @@
-"""Plain JAX causal attention by an online softmax, over one pair of blocks at a time.
+"""Causal attention in plain JAX, with an online softmax over pairs of blocks.
 
-The logits of only one pair of a block of queries and a block of keys exist at once, forward and
-backward. Pairs above the diagonal are left out. One loop of a known length goes over the pairs, so
-that a GPU does not wait for its host between them. The backward pass computes the weights of each
-pair again, from the log sums.
+Only the logits of one block of queries with one block of keys exist at a time, in the forward and
+in the backward pass. Pairs of blocks above the diagonal are skipped. A single loop of static length
+runs over the pairs, so that a GPU need not wait for its host between them. The backward pass
+recomputes the weights of each pair from the log-sum-exps.
 
 Milakov and Gimelshein 2018, Online normalizer calculation for softmax; Dao et al. 2022,
 FlashAttention; Rabe and Staats 2021, Self-attention Does Not Need O(n^2) Memory.
@@ -24,16 +24,18 @@ from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.platform import vary_alike
 
-# The most logits of all rows and heads that may exist at once: 128 MiB of float32.
+# Maximum number of logits, over all batch rows and heads, that may exist at once: 128 MiB in
+# float32.
 LOGITS = 2**25
-# Tokens of a block: the largest size with at most LOGITS logits is used, or the smallest size.
+# Candidate numbers of tokens per block. The largest size with at most LOGITS logits is used, or
+# else the smallest size.
 _SIZES = (512, 256, 128)
 
 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward`, in at least float32."""
+    """Compute `interface`'s `attention_forward` in float32 or wider."""
     out, log_sums = _forward(True, _whole(given, kv_heads))
     return placed(out, given.to), log_sums
 
@@ -63,20 +65,20 @@ def part_backward(
 
 
 def _whole(given: Attention, kv_heads: int) -> Part:
-    """Return the whole sequence as a `Part`; a causal mask hides later keys."""
+    """Return the whole sequence as a `Part`; later keys are hidden by a causal mask."""
     q, *kv = reference.split(given, kv_heads)
     return _apart(Part(q, tuple(kv), given.scale, 0, given.slopes, given.segments))
 
 
 def _apart(given: Part) -> Part:
-    """Return the part with separate keys and values, and with numbers as arrays."""
+    """Return the part with separate keys and values, and with its scalars as arrays."""
     scale = jnp.asarray(given.scale, jnp.result_type(given.q, jnp.float32))
     return given._replace(kv=given.apart, scale=scale, shift=jnp.asarray(given.shift, jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Return the output in q's dtype, and log sums in at least float32."""
+    """Return the output in q's dtype, and the log-sum-exps in float32 or wider."""
     blocks = _Blocks(causal, given)
     q, k, v = blocks.of_queries(given.q), *map(blocks.of_keys, given.apart)
 
@@ -90,7 +92,8 @@ def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float
         found = out / sums[..., None], largest + jnp.log(sums)
         return _put(state, i, merged(_at(state, i), found)), None
 
-    # Rows start with the least log sum, so that their first keys get all of the weight.
+    # Initialize the log-sum-exps to the smallest float, so that the first block gets all the
+    # weight.
     rows = q.shape[:-1]
     state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
     (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)
@@ -100,7 +103,10 @@ def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float
 def _backward(
     causal: bool, given: Part, attended: Attended, d_sums: Float[Array, "B Q H"] | None = None
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K G D"], Float[Array, "B K G Dv"]]:
-    """Return the cotangents of q, k and v, at least float32, from the results' cotangents."""
+    """Return the cotangents of q, k and v, in float32 or wider, from the results' cotangents.
+
+    `d_sums` is the cotangent of the log-sum-exps; None means zero.
+    """
     blocks, (out, sums, d_out) = _Blocks(causal, given), attended
     delta = jnp.sum(out.astype(blocks.dtype) * d_out, axis=-1)
     if d_sums is not None:
@@ -146,7 +152,10 @@ _forward.defvjp(_forward_kept, _pulled_back)
 
 
 class _Blocks:
-    """Blocks of queries and keys; `pairs` lists the pairs in which a query may see a key."""
+    """The division of queries and keys into blocks.
+
+    `pairs` lists the pairs (query block, key block) in which some query may see some key.
+    """
 
     def __init__(self, causal: bool, given: Part):
         (B, Q, H, _), (K, G) = given.q.shape, given.apart[0].shape[1:3]
@@ -168,13 +177,13 @@ class _Blocks:
             )
 
     def of_queries(self, x: Float[Array, "B Q H *D"]) -> Float[Array, "T B G E q *D"]:
-        """Return blocks of arrays of queries, grouped by the heads of their keys."""
+        """Cut an array of queries into blocks, and group its heads by key head."""
         x = self._cut(x, self._sizes[0])
         x = x.reshape(*x.shape[:3], *self._heads, *x.shape[4:])
         return jnp.moveaxis(x, 2, 4)
 
     def of_keys(self, x: Float[Array, "B K G D"]) -> Float[Array, "T B G k D"]:
-        """Return blocks of keys, or of values."""
+        """Cut an array of keys or of values into blocks."""
         return jnp.moveaxis(self._cut(x, self._sizes[1]), 2, 3)
 
     def queries_joined(self, x: Float[Array, "T B G E q *D"]) -> Float[Array, "B Q H *D"]:
@@ -187,11 +196,11 @@ class _Blocks:
         return self._joined(jnp.moveaxis(x, 3, 2), self._lengths[1])
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """Return the zeros that a loop adds to, varying over a mesh as the operands do."""
+        """Return zeros as a loop's initial value, with the operands' varying mesh axes."""
         return vary_alike((jnp.zeros(shape, self.dtype), self._given))[0]
 
     def product(self, spec: str, *operands: Array) -> Array:
-        """Compute `jnp.einsum` with sums of at least float32."""
+        """Compute `jnp.einsum`, accumulating in float32 or wider."""
         return jnp.einsum(spec, *operands, preferred_element_type=self.dtype)
 
     def logits(
@@ -200,12 +209,15 @@ class _Blocks:
         k: Float[Array, "B G k D"],
         pair: tuple[Int[Array, ""], Int[Array, ""]],
     ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"]]:
-        """Return a pair's logits, and a mask of the keys that are seen; -inf is not used."""
+        """Return a pair's logits, and the mask of visible keys.
+
+        Masked logits are the smallest float in place of -inf.
+        """
         given = self._given
         ranges = zip(pair, self._sizes, strict=True)
         queries, keys = (n * size + jnp.arange(size, dtype=jnp.int32) for n, size in ranges)
         distance = queries[:, None] - keys
-        # The padding of the last blocks sees nothing and is not seen.
+        # Padding of the last blocks neither sees nor is seen.
         mask = (queries < self._lengths[0])[:, None] & (keys < self._lengths[1])
         if self._causal:
             mask = mask & (distance >= 0)
@@ -221,7 +233,7 @@ class _Blocks:
         return jnp.where(mask, logits, jnp.finfo(self.dtype).min).astype(self.dtype), mask
 
     def _cut(self, x: Array, size: int) -> Array:
-        """Reshape [B, N, ...] to [blocks, B, size, ...], padded with zeros."""
+        """Reshape [B, N, ...] to [blocks, B, size, ...], padding with zeros."""
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
@@ -231,7 +243,10 @@ class _Blocks:
 
 
 def _even(length: int, most: int) -> int:
-    """Return the tokens per block, a multiple of 8, with as few blocks as possible."""
+    """Return the number of tokens per block, a multiple of 8, that divides `length` evenly.
+
+    The number of blocks is the smallest that keeps blocks at about `most` tokens.
+    """
     return round_up(-(-length // -(-length // most)), 8)
 
 

@@ -1,8 +1,8 @@
-"""Plain JAX causal attention, for calls that no kernel serves.
+"""Causal attention in plain JAX, for calls that no kernel supports.
 
-There are two forms. `reference` has all logits of a block of queries in memory, which takes few
-operations for short sequences. If a call has more logits than `online.LOGITS`, the limit of a block
-of `online`, that form is used instead: with 16 heads and one row from 1449 tokens on.
+There are two forms. `reference` holds all logits of a block of queries in memory, which takes few
+operations for short sequences. A call with more than `online.LOGITS` logits uses `online` in its
+place. With 16 heads and one batch row, this happens from 1449 tokens on.
 """
 
 import math
@@ -14,9 +14,9 @@ from pallas_kernels.causal_attention.interface import Attended, Attention, Part
 
 
 def chosen(*sizes: Any) -> ModuleType:
-    """Return the module that attends, given the numbers of rows, heads, queries and keys.
+    """Return the module to use, given the numbers of batch rows, heads, queries and keys.
 
-    Symbolic sizes of `jax.export` cannot be divided into blocks, so all logits are computed.
+    With the symbolic sizes of `jax.export`, which cannot be divided into blocks, it is `reference`.
     """
     if not all(isinstance(size, int) for size in sizes):
         return reference

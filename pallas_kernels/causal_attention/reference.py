@@ -1,4 +1,4 @@
-"""Plain JAX causal attention: a portable form, and the reference that kernels are tested against.
+"""Causal attention in plain JAX: a portable form, and the reference for testing kernels.
 
 Long sequences are processed in blocks of queries, so that the logits of all queries never exist at
 once.
@@ -21,14 +21,14 @@ from pallas_kernels.causal_attention.interface import (
     Segments,
 )
 
-# The most queries of a block, and the most logits of a head in a block.
+# Maximum number of queries per block, and of logits per head in a block.
 _QUERIES, _LOGITS = 1024, 2**23
 
 
 def visible(
     queries: Int[Array, " Q"], length: int, segment_ids: Int[Array, "B N"] | None
 ) -> Bool[Array, "B_or_1 Q N"]:
-    """Return whether query i sees key j: `j <= i` in the same segment."""
+    """Return whether query i sees key j, that is, `j <= i` and both are in the same segment."""
     mask = (queries[:, None] >= jnp.arange(length)[None, :])[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, queries, None] == segment_ids[:, None, :])
@@ -38,7 +38,7 @@ def visible(
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward`, in at least float32."""
+    """Compute `interface`'s `attention_forward` in float32 or wider."""
     parts = split(given, kv_heads)
     out, log_sums = forward(*parts, given.scale, given.slopes, 0, _causal(given))
     return placed(out, given.to), log_sums
@@ -77,7 +77,7 @@ def part_backward(
 def split(
     given: Attention, kv_heads: int
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G Dv"]]:
-    """Return queries, keys and values."""
+    """Return the queries, the keys and the values as separate arrays."""
     if given.kv is not None:
         return given.qkv, *given.kv
     heads = given.qkv.shape[2] - 2 * kv_heads
@@ -99,7 +99,7 @@ def forward(q, k, v, scale, slopes, shift, mask):
 
 
 def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
-    """Return the cotangents of q, k and v, at least float32."""
+    """Return the cotangents of q, k and v, in float32 or wider."""
     dtype, kv_heads = jnp.result_type(q, jnp.float32), k.shape[2]
     k, v = _for_each_query(q, k), _for_each_query(q, v)
     einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -124,18 +124,22 @@ def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
 
 
 def _for_each_query(q, x):
-    """Repeat heads of keys or values so that each head of queries has one."""
+    """Repeat the heads of keys or values, so that each query head has one of its own."""
     each = q.shape[2] // x.shape[2]
     return jnp.repeat(x, each, axis=2) if each > 1 else x
 
 
 def _causal(given: Attention):
-    """Return the causal mask as a function of queries."""
+    """Return the causal mask as a function of query positions."""
     return functools.partial(visible, length=given.qkv.shape[1], segment_ids=given.segment_ids)
 
 
 def of_part(length: int, segments: Segments | None):
-    """Return a mask in which queries see all keys of their segment; padding sees none."""
+    """Return a mask in which queries see all keys of their segment, as a function of query
+    positions.
+
+    Padding queries, at position -1, see no key.
+    """
 
     def mask(queries):
         inside = jnp.broadcast_to((queries >= 0)[None, :, None], (1, len(queries), length))
@@ -148,7 +152,10 @@ def of_part(length: int, segments: Segments | None):
 
 
 def _logits(q, k, scale, slopes, positions, shift, mask):
-    """Return logits of queries at these positions, [B, H, queries, keys]; -inf is not used."""
+    """Return the logits [B, H, queries, keys] of the queries at `positions`.
+
+    Masked logits are the smallest float in place of -inf.
+    """
     dtype = jnp.result_type(q, jnp.float32)
     logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
     if slopes is not None:
@@ -158,14 +165,14 @@ def _logits(q, k, scale, slopes, positions, shift, mask):
 
 
 def _over_blocks(block, carry, arrays, keys):
-    """Run `lax.scan` of `block(carry, (positions, *arrays))` over blocks of the sequence axis."""
+    """Scan `block(carry, (positions, *arrays))` over blocks along the sequence axis."""
     length = arrays[0].shape[1]
     blocks = -(-length // min(_QUERIES, max(1, _LOGITS // max(1, keys))))
     if blocks <= 1:
         return block(carry, (jnp.arange(length), *arrays))
     size = -(-length // blocks)
     missing = blocks * size - length
-    # The padding of the last block has position -1, sees no key and adds nothing.
+    # Padding of the last block has position -1: it sees no key and contributes nothing.
     positions = np.append(np.arange(length), np.full(missing, -1)).reshape(blocks, size)
 
     def split(x):

@@ -1,12 +1,14 @@
-"""The gated delta rule: attention whose memory of all tokens is one matrix per head.
+"""The gated delta rule: linear attention whose memory is one matrix per head.
 
-Kimi Team (2025), "Kimi Linear": Kimi Delta Attention. Each head has a state S of `K x V`, log
-decays g of the state's rows and a strength beta of each token's write:
+See Kimi Team (2025), "Kimi Linear", Kimi Delta Attention. Each head has a state S of shape `K x V`.
+Each token has log decays g for the K rows of the state, and a strength beta for its write to the
+state:
 
     S' = Diag(e^g_t) S_(t-1)     S_t = S' + beta_t k_t (v_t - k_t^T S')^T     o_t = scale S_t^T q_t
 
-Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (kernels for TPUs) and "pallas"
-(the kernels where there are any). The default, None, means the kernels on TPUs and "xla" elsewhere.
+Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (TPU kernels) and "pallas" (the
+kernels on platforms that have them, else plain JAX). The default, None, uses the kernels on TPUs
+and "xla" elsewhere.
 """
 
 import functools
@@ -40,28 +42,28 @@ def delta_attention(
     segment_ids: Int[Array, "batch seq"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "batch seq heads V"], Float[Array, "batch heads K V"]]:
-    """Compute `o_t = scale S_t^T q_t` of every head, and the state after the last token.
+    """Compute `o_t = scale S_t^T q_t` for every head, and the state after the last token.
 
     Args:
-      q, k: queries and keys; keys of length 1 keep the state bounded.
+      q, k: queries and keys. The state stays bounded if keys have length 1.
       v: values.
-      log_decay: g, at most 0: the log decay of each of the state's K rows at each token, applied
-        before the token's write.
-      beta: the share of `v - k^T S` that is written; 0, with a log decay of 0, leaves the state
-        unchanged.
-      state: the state before the first token; None is an empty state.
-      scale: the factor of what is read; it has no gradient.
-      segment_ids: the segment of each token. A token whose id differs from the previous token's
-        finds an empty state. None means one segment per row. The given state belongs to the first
-        token's segment.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      log_decay: g, at most 0: for each token, the log decay of each of the state's K rows, which is
+        applied before the token's write.
+      beta: the fraction of the difference `v - k^T S` that is written. With beta 0 and log decay 0,
+        the state does not change.
+      state: the state before the first token; None means zeros.
+      scale: the factor of the output; it gets no gradient.
+      segment_ids: the segment of each token. The state is reset to zeros where a token's id differs
+        from the previous token's. The initial state belongs to the first token's segment. None
+        means one segment per row.
+      implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Returns:
-      One data vector per head in v's dtype, and the state. The state, like all sums, is at least
-      float32.
+      One vector per token and head in v's dtype, and the final state. The state and all sums are at
+      least float32.
 
     Raises:
-      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
+      UnsupportedImplementation: a named implementation is unknown or does not support this call.
       ValueError: shapes or dtypes do not fit.
       TypeError: the op is differentiated in forward mode.
     """
@@ -84,7 +86,7 @@ def delta_attention(
 
 
 class _Call(NamedTuple):
-    """The parameters of a call that are fixed while it is traced."""
+    """The static parameters of a call, constant during tracing."""
 
     scale: float
     implementation: str | None

@@ -1,14 +1,15 @@
 """The functions, operands and results of every implementation of the gated delta rule.
 
-An implementation is a module with these functions, which go through the tokens in chunks of C:
+An implementation is a module with these functions, which process the tokens in chunks of C:
 
     forward(Operands, state, *, scale) -> (read, state', states)
     backward(Operands, states, d_read, d_state', *, scale) -> Gradients
 
-    read [B, T, H, V]: the vectors that tokens read, in v's dtype
-    state, state' [B, H, K, V]: before the first token and after the last, at least float32
-    states [N, B, H, V, K]: before each chunk, transposed: all that the backward pass needs in
-        addition to the operands
+    read [B, T, H, V]: the output, that is, what each token reads from the state, in v's dtype
+    state, state' [B, H, K, V]: the states before the first and after the last token, at least
+        float32
+    states [N, B, H, V, K]: the transposed state before each of N chunks; the backward pass needs
+        only these and the operands
 """
 
 from typing import NamedTuple
@@ -17,14 +18,14 @@ from jaxtyping import Array, Float, Int
 
 
 class Operands(NamedTuple):
-    """The operands of the gated delta rule for at least one token.
+    """The operands of the gated delta rule, for at least one token.
 
     Attributes:
       q, k, v: queries, keys and values.
-      log_decay: log decays of the state's rows at each token, at least float32, at most 0.
-      beta: the share of the missing part that a token writes, at least float32.
-      documents: the document of each token, counted from 0 in each row; a token sees only its own
-        document. The state before the first token belongs to document 0.
+      log_decay: the log decay of each row of the state at each token, at most 0, at least float32.
+      beta: the fraction of the difference `v - k^T S` that a token writes, at least float32.
+      documents: the document of each token, counted from 0 in each row. A token reads only what
+        tokens of its own document have written. The initial state belongs to document 0.
     """
 
     q: Float[Array, "B T H K"]
@@ -36,7 +37,10 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents in the operands' shapes and dtypes; `state` is that of the initial state."""
+    """Cotangents with the shapes and dtypes of what they belong to.
+
+    `state` is the cotangent of the initial state; the others belong to the operands.
+    """
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
@@ -47,9 +51,10 @@ class Gradients(NamedTuple):
 
 
 def chunk_size(keys: int) -> int:
-    """Return the tokens in a chunk; a chunk keeps one state, and chunks are computed in sequence.
+    """Return the number of tokens per chunk, for a key size.
 
-    Half of the work between tokens grows with the chunk. From 128 keys on, fewer states are worth
-    it.
+    One state is saved per chunk, and chunks are processed in sequence. About half of the work
+    between tokens grows with the chunk size. With keys of size 128 or more, saving fewer states is
+    worth this work.
     """
     return 128 if keys >= 128 else 64

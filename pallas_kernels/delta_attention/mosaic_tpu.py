@@ -1,13 +1,14 @@
-"""The gated delta rule on a TPU: a grid over rows, groups of heads, and chunks in sequence.
+"""The gated delta rule on TPUs, with a grid over batch rows, groups of heads, and chunks.
 
-A grid step is one chunk of tokens of a few heads, whose states stay in VMEM. Operands are
-`[B, H, T, K]`, the layout that XLA itself chooses if it may. The backward pass goes through the
-chunks from the last to the first, and computes each again from the state before it.
+A grid step processes one chunk of tokens for a group of heads. Chunks are processed in sequence,
+and the heads' states stay in VMEM. Operands are `[B, H, T, K]`, the layout that XLA chooses by
+itself if it is free to. The backward pass processes the chunks from the last to the first, and
+recomputes each chunk from the saved state before it.
 
-For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16, the forward kernel takes
-at least 0.52 ms of the matrix units and 0.33 ms of HBM, the backward kernel at least 1.07 and
-0.54 ms. Estimates are 1.13 and 2.52 ms (docs/benchmarks/kernels.md): vector arithmetic and
-registers limit both.
+For 8192 tokens with 32 heads in bfloat16 on v6e (918 TFLOP/s, 1640 GB/s), the forward kernel needs
+at least 0.52 ms of matrix-unit time and 0.33 ms of HBM transfers, and the backward kernel at least
+1.07 ms and 0.54 ms. The estimated run times are 1.13 ms and 2.52 ms (docs/benchmarks/kernels.md),
+because vector arithmetic and registers limit both kernels.
 """
 
 import functools
@@ -23,12 +24,12 @@ from pallas_kernels.call import LANES, largest_divisor, tpu_call
 from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
-# Heads of a grid step: the products of one head hide the latency of another's.
+# Maximum number of heads per grid step: the products of one head hide the latency of another's.
 _FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 
 def unsupported(op: str, operands: Operands, *others) -> str | None:
-    """Return why the kernels cannot serve this call, in a line; None if they can."""
+    """Return the reason, in one line, if the kernels do not support this call, else None."""
     keys, values = operands.k.shape[-1], operands.v.shape[-1]
     if keys != LANES or values != LANES:
         return f"heads of {keys} keys and {values} values ({LANES} of each)"
@@ -126,7 +127,7 @@ def _backward_kernel(call: "_Call", inputs, outputs, scratch):
 
 
 def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
-    """Load chunk n of the group's heads."""
+    """Load chunk n for the step's group of heads, and the masks of its tokens."""
     wide = lambda name: inputs[name][0].astype(jnp.float32)
     beta = inputs["beta"][0, 0]
     beta = jnp.stack([beta[:, head : head + 1] for head in range(call.group)])
@@ -146,7 +147,7 @@ def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
 
 
 class _Call(NamedTuple):
-    """The parameters that a kernel is compiled for."""
+    """The static parameters that a kernel is compiled for."""
 
     rows: int
     chunks: int
@@ -166,7 +167,15 @@ class _Call(NamedTuple):
 
 
 def _inputs(call: _Call, operands: Operands, at):
-    """Return operands as blocks; `at` maps a step to its chunk. Past the last token all is 0."""
+    """Return the operands as blocks, and the arrays to prefetch.
+
+    The padding after the last token is 0, except that its document is the last token's.
+
+    Args:
+      call: the static parameters.
+      operands: the operands.
+      at: maps a grid step to the chunk that it processes.
+    """
     tokens = _tokens(call, at)
     of_heads = ("q", "k", "v", "log_decay")
     inputs = {name: (_heads_first(call, getattr(operands, name)), tokens) for name in of_heads}

@@ -1,10 +1,13 @@
-"""The computation of one chunk of tokens on a TPU, for several heads at once, as in `xla`.
+"""The computation of one chunk of tokens on TPUs, for several heads at once; the maths is in `xla`.
 
-All arrays hold G heads, `[G, C, ..]`, with C a power of two. States lie transposed, `[G, V, K]`, so
-that their rows are decayed along the lanes. Tokens i > j meet at the level of the highest bit in
-which i and j differ. There `e^(G_i - G_j)` is the product of i's factor and j's, and each token has
-one factor per level, either as a row or as a column. So a level takes one exponential per element,
-one product of `[2 C, K]` with `[K, C]`, and a selection of the level's own entries.
+All arrays hold G heads, `[G, C, ..]`, where C is a power of two. States are stored transposed, `[G,
+V, K]`, so that the decays of their rows vary along the lanes.
+
+A pair of tokens i > j belongs to a level: the highest bit in which i and j differ. At that level,
+`e^(G_i - G_j)` is the product of a factor for i and a factor for j. Each token needs only one
+factor per level, because it acts there either as a row or as a column. So a level takes one
+exponential per element, one product of `[2 C, K]` with `[K, C]`, and a selection of the entries
+that belong to the level.
 """
 
 import functools
@@ -17,18 +20,18 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.products import dot
 
-# Rows of a tile of 32-bit words, and of bfloat16.
+# Number of rows in a tile of 32-bit words, and in a tile of bfloat16.
 _SUBLANES, _TILE = 8, 16
 
 
 class Masks(NamedTuple):
-    """Masks of the tokens that see each other, the same for all heads.
+    """Masks of which tokens see each other; they are the same for all heads.
 
     Attributes:
-      apart: `i xor j` for tokens i > j of one document, else 0: level n has the numbers from 2^n on
-        and below 2^(n+1).
+      apart: `i xor j` for tokens i > j of the same document, else 0. A pair at level n has a number
+        from 2^n to 2^(n+1) - 1.
       sees: 1 for tokens that see the state before the chunk, else 0.
-      stays: 1 for tokens that are seen from after the chunk, else 0.
+      stays: 1 for tokens whose writes remain visible after the chunk, else 0.
     """
 
     apart: Int[Array, "C C"]
@@ -37,7 +40,7 @@ class Masks(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The operands of a chunk in float32, with scaled queries."""
+    """The operands of one chunk in float32; queries are already multiplied by the scale."""
 
     q: Float[Array, "G C K"]
     k: Float[Array, "G C K"]
@@ -47,16 +50,22 @@ class Chunk(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Results of a chunk that both passes need; operands of products are in the narrow dtype.
+    """Intermediate results of a chunk that both passes need.
+
+    Operands of products are in the narrow dtype. M, P, U, G, S and V are as in `xla`.
 
     Attributes:
-      factors: for each level, `e` to the sum of log decays between a token and its level's middle.
-      keys, queries: keys and queries times the factors of each level.
-      of_keys: M, 0 on and above the diagonal.
+      factors: for each level, `e` to the sum of log decays between a token and the middle of its
+        block.
+      keys, queries: for each level, keys and queries times the level's factors.
+      of_keys: M, which is 0 on and above the diagonal.
       of_queries: P.
       inverse: the inverse of `I + diag(beta) M`.
-      decay, left: the decay of the earlier state up to each token, and of each token's write up to
-        the chunk's end; 0 where nothing is seen.
+      decay: the decay of the earlier state up to each token; 0 for tokens that do not see it.
+      left: the decay of each token's write up to the end of the chunk; 0 if it is not visible
+        there.
+      decayed_q, decayed_k: queries and keys times `decay`.
+      left_k: keys times `left`.
       missing: `V - (k e^G) S`.
       written: U.
     """
@@ -77,7 +86,13 @@ class _Shared(NamedTuple):
 
 
 def masks(rows, columns, before, last, keys: int) -> Masks:
-    """Return masks from documents as a row `[1, C]`, as a column, and of the tokens around."""
+    """Return the masks of a chunk.
+
+    Args:
+      rows, columns: the documents of the chunk's tokens, as a row `[1, C]` and as a column.
+      before, last: the documents of the last token before the chunk and of the last token in it.
+      keys: the size K of keys.
+    """
     size = rows.shape[-1]
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     apart = jnp.where(i > j, i ^ j, 0)
@@ -106,7 +121,7 @@ def backward(
     masks: Masks,
     narrow: jnp.dtype,
 ) -> tuple[Chunk, Float[Array, "G V K"]]:
-    """Return the cotangents of the chunk and of the earlier state."""
+    """Return the cotangents of the chunk and of the state before it."""
     narrow_state, d_after = state.astype(narrow), d_state.astype(narrow)
     own = _shared(chunk, narrow_state, masks, narrow)
     q, k, v, _, beta = chunk
@@ -197,10 +212,11 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
-    """Return three kinds of sums of x, which are made of smaller sums and use no later token.
+    """Return three kinds of sums of x, built only from smaller sums and never from differences.
 
-    The first are, for every level, the sums between a token and the middle of its block. The others
-    are the sum up to and including each token, and the sum after it.
+    Returns:
+      For every level, the sums between a token and the middle of its block; the sum up to and
+      including each token; and the sum over the tokens after it.
     """
     before, behind, total, between = x, jnp.zeros_like(x), x, []
     for half in _halves(x.shape[1]):
@@ -228,12 +244,12 @@ def _halves(size: int) -> list[int]:
 
 
 def _lower(shape, half):
-    """Return whether tokens are in the second half of their block of `2 half`."""
+    """Return whether each token is in the second half of its block of `2 half` tokens."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, 1) & half != 0
 
 
 def _sibling(x, half):
-    """Return for each token i the row `i xor half`."""
+    """Return, for each token i, the row of token `i xor half`."""
     heads, size, width = x.shape
     if half >= _SUBLANES:
         x = x.reshape(heads * size // (2 * half), 2, half, width)
@@ -247,12 +263,16 @@ def _sibling(x, half):
 
 
 def _at(apart, level):
-    """Return a mask of the pairs of tokens that meet at a level, for every head."""
+    """Return a mask of the token pairs that belong to a level; it broadcasts over heads."""
     return ((apart >= 1 << level) & (apart < 2 << level))[None]
 
 
 def _taken(x, level):
-    """Return rows that may belong to a level: second halves of blocks of whole tiles, or all."""
+    """Return the rows that may belong to a level.
+
+    These are the second halves of the level's blocks if a half has whole tiles, and otherwise all
+    rows.
+    """
     half, (heads, size, width) = 1 << level, x.shape
     if half < _TILE:
         return x
@@ -276,10 +296,11 @@ def _diagonal(apart):
 
 
 def _inverse(lower: Float[Array, "G C C"], apart, narrow) -> Float[Array, "G C C"]:
-    """Compute `(I + lower)^-1` by blocks: `-B^-1 L A^-1` lies below blocks A, B with L below them.
+    """Compute `(I + lower)^-1` block by block.
 
-    In bfloat16 the error is up to 5e-3 where keys are alike. One step of Newton's method, with
-    `lower` as a sum of two numbers, reduces it to 1e-5.
+    For diagonal blocks A and B with L below A, the inverse has -B^-1 L A^-1 below A^-1. In
+    bfloat16, this has an error of up to 5e-3 if keys are similar. One step of Newton's method, with
+    `lower` as a sum of two bfloat16 numbers, reduces the error to 1e-5.
     """
     unit = jnp.where(_diagonal(apart), 1.0, 0.0)
     inverse = (unit - jnp.where(_at(apart, 0), lower, 0)).astype(narrow)

@@ -1,7 +1,8 @@
-"""The gated delta rule as a recurrence, against which every implementation is tested.
+"""The gated delta rule as a recurrence over tokens, the reference for testing implementations.
 
-Sums are float32 (float64 for float64 inputs), whatever the inputs are. A token and head cost
-`6 K V` FLOPs, in sequence: the state is read and written at every token.
+Sums are float32 (float64 for float64 inputs), regardless of the inputs' dtype. The cost is `6 K V`
+FLOPs per token and head. Tokens are processed sequentially, and each reads and writes the whole
+state.
 """
 
 import jax
@@ -20,7 +21,7 @@ def delta_attention(
     scale: float,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq heads V"], Float[Array, "batch heads K V"]]:
-    """Return what each token reads, in v's dtype, and the state after the last: see the package."""
+    """Return what each token reads, in v's dtype, and the final state: see the package."""
     dtype = state.dtype
     fresh = jnp.zeros(q.shape[:2], bool)
     if segment_ids is not None:
@@ -46,10 +47,15 @@ def delta_step(
     *,
     scale: float,
 ) -> tuple[Float[Array, "batch heads V"], Float[Array, "batch heads K V"]]:
-    """Compute one token: `S' = e^g S`, `S'' = S' + beta k (v - k^T S')^T`, `scale q^T S''`."""
+    """Process one token: update the state, and return what the token reads and the new state.
+
+    With S the state: `S' = e^g S`, `S'' = S' + beta k (v - k^T S')^T`. The token reads `scale q^T
+    S''`, and S'' is the new state.
+    """
     q, k, values, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
     state = jnp.exp(log_decay)[..., None] * state
-    # Products with one row are sums on the vector unit, which are exact and read the state once.
+    # Compute products with a single row as sums on the vector unit: they are exact and read the
+    # state only once.
     missing = values - jnp.sum(k[..., None] * state, axis=-2)
     state = state + (beta[..., None] * k)[..., None] * missing[..., None, :]
     return (scale * jnp.sum(q[..., None] * state, axis=-2)).astype(v.dtype), state

@@ -1,20 +1,24 @@
 """The gated delta rule in chunks of tokens, in plain JAX.
 
-With G the sum of g from the chunk's first token to each, S the state before it, and i >= j:
+Within a chunk of C tokens, let G_i be the sum of the log decays g from the chunk's first token to
+token i, and S the state before the chunk. For i >= j:
 
     M_ij = sum_c k_ic k_jc e^(G_ic - G_jc), i > j     P_ij = scale sum_c q_ic k_jc e^(G_ic - G_jc)
     U = (I + diag(beta) M)^-1 diag(beta) (V - (k e^G) S)
     O = scale (q e^G) S + P U     S' = e^(G_C) S + (k e^(G_C - G))^T U
 
-`e^(G_i - G_j)` is a product, over halves of halves: rows of a lower half have the factor e to the
-sum of g from the half's first row on, columns of the upper half e to the sum of what follows them
-in that half. Sums are made of smaller sums and never of differences, no exponent is above 0
-whatever the gates are, and no token depends on a later one, not even by rounding. The inverse grows
-along the same halves, block by block: a series in powers of M would be off by orders of magnitude
-where keys are alike.
+O is what the tokens read, and S' the state after the chunk.
 
-A token and head cost about `6 K V + 2 C (K + V)` FLOPs. The backward pass keeps the state before
-each chunk, and computes the chunk again.
+To compute `e^(G_i - G_j)`, the chunk is halved recursively. For i in the second half and j in the
+first, the exponential is a product of two factors: one for row i, with the sum of g from the start
+of the second half up to i, and one for column j, with the sum of g after j in the first half. Sums
+are built from smaller sums and never from differences. So no exponent is positive, whatever the
+decays are, and no token depends on a later one, not even through rounding. The inverse is built
+from the same halves, block by block. A series in powers of M would be wrong by orders of magnitude
+if keys are similar.
+
+The cost is about `6 K V + 2 C (K + V)` FLOPs per token and head. The forward pass saves the state
+before each chunk, and the backward pass recomputes the chunk from it.
 """
 
 import functools
@@ -26,7 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
-# With products rounded to bfloat16, the inverse would be off by percents where keys are alike.
+# If products were rounded to bfloat16, the inverse would be wrong by several percent for similar
+# keys.
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -71,9 +76,10 @@ def backward(
 
 
 class _Chunks(NamedTuple):
-    """Operands in N chunks of C tokens, or in a single chunk; `before` is the document before each.
+    """The operands in N chunks of C tokens, or in a single chunk without the axis N.
 
-    Past the last token everything is 0, and the document is the last one.
+    `documents` has each token's document, and `before` the document of the last token before each
+    chunk. The padding after the last token is 0, and its document is that of the last token.
     """
 
     q: Float[Array, "*N B H C K"]
@@ -86,7 +92,7 @@ class _Chunks(NamedTuple):
 
 
 def _chunked(operands: Operands) -> _Chunks:
-    """Divide operands into chunks; for a short sequence a chunk is the next power of two."""
+    """Divide the operands into chunks. A short sequence is one chunk, padded to a power of two."""
     *floats, beta, documents = operands
     _, seq, _, keys = operands.q.shape
     size = min(chunk_size(keys), 1 << (seq - 1).bit_length())
@@ -111,7 +117,7 @@ def _tokens(x, seq):
 
 
 def _chunk(chunk: _Chunks, state, scale):
-    """Return what the tokens of one chunk read, and the state after it."""
+    """Return what the tokens of one chunk read, and the state after the chunk."""
     q, k, v, log_decay, beta, documents, before = chunk
     dtype, narrow = state.dtype, v.dtype
     q, k = scale * q.astype(dtype), k.astype(dtype)
@@ -123,7 +129,7 @@ def _chunk(chunk: _Chunks, state, scale):
     of_queries, of_keys = jnp.where(same, products, 0)
     of_queries = of_queries + own[0][..., None] * jnp.eye(q.shape[-2], dtype=dtype)
 
-    # Only tokens of the earlier state's document see that state.
+    # Only tokens in the document of the token before the chunk read the earlier state.
     sees = (documents == before[:, None])[:, None, :, None]
     decay = jnp.where(sees, jnp.exp(total), 0)
     narrow_state = state.astype(narrow)
@@ -141,13 +147,16 @@ def _chunk(chunk: _Chunks, state, scale):
 
 
 def _scores(x, k, log_decay, narrow):
-    """Return `sum_c x_ic k_jc e^(G_ic - G_jc)` for i > j, 0 elsewhere, of several x; and for i = j.
+    """Return the decayed products of rows x and keys between tokens, and the sums of log decays.
 
-    The third result is G, the fourth the sum of g over the tokens after each token.
+    Returns:
+      `sum_c x_ic k_jc e^(G_ic - G_jc)` for i > j and 0 elsewhere, for each of several x; the same
+      sum for i = j, without an exponential; G; and for each token, the sum of g over the later
+      tokens of the chunk.
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Blocks of one token, later of more.
+    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Blocks of one token at first.
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
         in_halves = (*k.shape[:-2], size // (2 * half), 2, half, width)
@@ -169,7 +178,15 @@ def _scores(x, k, log_decay, narrow):
 
 
 def _joined(blocks, lower_left):
-    """Join pairs of diagonal blocks, `[.., 2 n, b, b]`, with what is below: `[.., n, 2 b, 2 b]`."""
+    """Join pairs of diagonal blocks into larger blocks.
+
+    Args:
+      blocks: `[.., 2 n, b, b]`, the diagonal blocks.
+      lower_left: `[.., n, b, b]`, the block below each pair's first block.
+
+    Returns:
+      `[.., n, 2 b, 2 b]`, which is 0 above each pair's diagonal blocks.
+    """
     size = blocks.shape[-1]
     blocks = blocks.reshape(*blocks.shape[:-3], -1, 2, size, size)
     first, second = blocks[..., 0, :, :], blocks[..., 1, :, :]
@@ -181,7 +198,12 @@ def _joined(blocks, lower_left):
 def solve(
     lower: Float[Array, "*heads C C"], right: Float[Array, "*heads C V"]
 ) -> Float[Array, "*heads C V"]:
-    """Compute `(I + lower)^-1 right`; lower is 0 on and above its diagonal, C a power of two."""
+    """Compute `(I + lower)^-1 right`.
+
+    Args:
+      lower: a matrix that is 0 on and above its diagonal. C is a power of two.
+      right: the right-hand side.
+    """
     return _solve_forward(lower, right)[0]
 
 
@@ -195,14 +217,18 @@ def _solve_backward(saved, d_solved):
     inverse, solved = saved
     d_right = jnp.einsum("...ij,...iv->...jv", inverse, d_solved, precision=_EXACT)
     d_lower = -jnp.einsum("...iv,...jv->...ij", d_right, solved, precision=_EXACT)
-    return d_lower, d_right  # Callers use only the part below the diagonal.
+    return d_lower, d_right  # Callers ignore d_lower on and above the diagonal.
 
 
 solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _inverse(lower):
-    """Invert `I + lower`: blocks A, B with L below give A^-1, B^-1 with -B^-1 L A^-1 below."""
+    """Invert `I + lower`, with blocks that double in size.
+
+    For diagonal blocks A and B with L below A, the inverse has A^-1 and B^-1 on its diagonal and
+    -B^-1 L A^-1 below.
+    """
     size = lower.shape[-1]
     dot = functools.partial(jnp.matmul, precision=_EXACT)
     inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)

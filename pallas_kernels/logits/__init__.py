@@ -1,9 +1,9 @@
-"""Logits, with the numbers that a loss needs of each row: its log-sum and its target's logit.
+"""Logits, together with what a loss needs per token: the log-sum-exp and the target's logit.
 
-Implementations: "xla" (on any platform), "mosaic_tpu", and "pallas" (the kernel where there is
-one). The default, None, uses the kernel on TPUs for bfloat16, because XLA reads all logits again
-for their sums. The results cannot be differentiated: a loss computes its own gradient
-(`rmt_tpu/training/loss.py`).
+Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (a TPU kernel) and "pallas" (the
+kernel if there is one for the platform, else plain JAX). The default, None, uses the kernel on TPUs
+for bfloat16, because XLA would read all logits a second time to sum them. The op cannot be
+differentiated: a loss computes its own gradient (`rmt_tpu/training/loss.py`).
 """
 
 from typing import Literal
@@ -30,19 +30,19 @@ def logits_with_sums(
     multiplier: int | float = 1.0,
     implementation: Implementation | None = None,
 ) -> Logits:
-    """Compute `multiplier * x W_U`, and `log sum exp` and the target's logit of each row.
+    """Compute the logits `multiplier * x W_U`, and each row's log-sum-exp and target logit.
 
     Logits are at least float32. The op takes `2 tokens width vocab` FLOPs.
 
     Args:
       x: the input of the unembedding.
       kernel: W_U, in x's dtype.
-      targets: token ids; if one is not below vocab, its `chosen` is 0.
+      targets: the target's token id per row. If an id is not below vocab, its `chosen` is 0.
       multiplier: the factor of the logits.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Raises:
-      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
+      UnsupportedImplementation: a named implementation is unknown or does not support this call.
       ValueError: shapes or dtypes do not fit.
       TypeError: the op is differentiated with an implementation other than "xla".
     """

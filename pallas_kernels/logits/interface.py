@@ -1,7 +1,7 @@
-"""The functions and results of every implementation of logits.
+"""The functions that every implementation of logits provides, and their result.
 
 logits(x, kernel, targets, *, multiplier) -> Logits
-unsupported(op, x, kernel, targets) -> why it cannot serve these, in a line, or None
+unsupported(op, x, kernel, targets) -> the reason in one line if the call is not supported, or None
 """
 
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 
 class Logits(NamedTuple):
-    """The logits of every token and two numbers of each row, at least float32.
+    """The logits of every token, its log-sum-exp and its target's logit, all at least float32.
 
     Attributes:
       values: the logits.
-      log_sums: `log sum exp` of a token's logits.
-      chosen: the logit of a token's target.
+      log_sums: `log sum exp` of each token's logits.
+      chosen: the logit of each token's target.
     """
 
     values: Float[Array, "tokens vocab"]

@@ -1,12 +1,13 @@
-"""Logits on a TPU, whose sums are accumulated while the product is written.
+"""Logits on TPUs: a matrix product that accumulates the log-sum-exp while it writes the logits.
 
-The grid goes over blocks of tokens and, within these, of the vocabulary. Each of 128 lanes has a
-running maximum and sum of its own columns, like an online softmax. So lanes are combined only once,
-after the last block, and no logits are read again.
+The outer grid axis runs over blocks of tokens and the inner one over blocks of the vocabulary. Each
+of the 128 lanes keeps a running maximum and sum over its own columns (online softmax). Therefore
+lanes are combined only once, after the last block, and no logits are read again.
 
-For T tokens of W numbers and V words: 2 T W V FLOPs and, in bfloat16, 4 T V bytes written and
-2 (T + V ceil(T / tokens of a block)) W read. At T 8192 (four calls), W 1024, V 50257 on v5e (197
-TFLOP/s, 819 GB/s): 4.3 ms, 2.5 ms; on v6e (918, 1640): 0.9 ms, 1.3 ms.
+For T tokens of width W and a vocabulary of V: 2 T W V FLOPs and, in bfloat16, 4 T V bytes written
+and 2 (T + V ceil(T / block tokens)) W bytes read. At T 8192 (in four calls), W 1024 and V 50257,
+the arithmetic and the memory transfers take at least 4.3 ms and 2.5 ms on v5e (197 TFLOP/s, 819
+GB/s), and 0.9 ms and 1.3 ms on v6e (918 TFLOP/s, 1640 GB/s).
 """
 
 import functools
@@ -21,17 +22,18 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.logits.interface import Logits
 from pallas_kernels.target import target
 
-# The most columns of a block, and MiB (of 60) for x in one buffer, for the matrix and for logits in
-# two buffers each, and for the logits that are multiplied at a time.
+# Maximum number of columns per block, and VMEM budgets in MiB (of 60 MiB): for x in one buffer, for
+# the matrix and for the logits in two buffers each, and for the logits of one product.
 _COLUMNS, _OF_X, _OF_MATRIX, _OF_LOGITS, _OF_ROWS = 1024, 4, 32, 16, 2
-# Wider rows leave no room for a block of columns; with fewer logits a kernel does not pay off.
+# Maximum width, because wider rows leave no room for a block of columns; and minimum number of
+# logits for which the kernel is faster.
 _WIDEST, _LEAST = 8192, 2**20
-# A number below any logit, whose difference from any logit is finite.
+# A finite stand-in for -inf, below any logit; its difference from any logit is finite.
 _NONE = -1e38
 
 
 def unsupported(op: str, x, kernel, targets) -> str | None:
-    """Return why the kernel cannot serve this call, in a line; None if it can."""
+    """Return the reason, in one line, if the kernel does not support this call, else None."""
     if x.dtype != jnp.bfloat16:
         return f"x of {x.dtype} (bfloat16)"
     if x.shape[1] > _WIDEST:
@@ -40,7 +42,7 @@ def unsupported(op: str, x, kernel, targets) -> str | None:
 
 
 def wins(op: str, x, kernel, targets) -> bool:
-    """Return whether the kernel is faster according to the estimates."""
+    """Return whether the kernel is estimated to be faster than XLA for this call."""
     return unsupported(op, x, kernel, targets) is None and len(x) * kernel.shape[1] >= _LEAST
 
 
@@ -57,7 +59,7 @@ def logits(
     tokens, rows = _block(count, width)
     most = target().vmem_part(_OF_MATRIX) // (4 * width) // LANES * LANES
     columns = min(_COLUMNS, round_up(vocab, LANES), most)
-    # An id outside of the vocabulary becomes -1, which no lane matches.
+    # Replace ids outside the vocabulary with -1, which matches no lane.
     words = jnp.where(targets < vocab, targets, -1).astype(jnp.int32)
     of_tokens = lambda *shape: pl.BlockSpec((tokens, *shape), lambda i, j: (i, 0))
     values = jax.ShapeDtypeStruct((count, vocab), jnp.float32)
@@ -88,7 +90,10 @@ def logits(
 
 
 def _block(count: int, width: int) -> tuple[int, int]:
-    """Return the tokens of a block, at least one block per core, and those multiplied at a time."""
+    """Return the number of tokens per block, and the number per product within a block.
+
+    There is at least one block per core if there are enough tokens.
+    """
     own = round_up(-(-count // target().chip.cores), 16)
     most = min(
         target().vmem_part(_OF_LOGITS) // (8 * _COLUMNS), target().vmem_part(_OF_X) // (2 * width)
@@ -111,14 +116,14 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
     starts, left = range(0, columns, LANES), vocab - block * columns
 
     def add(part: jax.Array, _: None):
-        """Compute the logits of some tokens and add them to each lane's numbers."""
+        """Compute logits for one part of the block's tokens, and update the running values."""
         at = pl.ds(pl.multiple_of(part * rows, rows), rows)
         values = multiplier * jnp.dot(
             inputs["x"][at, :], inputs["kernel"][...], preferred_element_type=jnp.float32
         )
         outputs["values"][at, :] = values
         pieces = [values[:, start : start + LANES] for start in starts]
-        if vocab % columns:  # Columns past the last word may hold anything.
+        if vocab % columns:  # Columns past the end of the vocabulary hold undefined values.
             inside = [lane < left - start for start in starts]
             pieces = [jnp.where(*one, _NONE) for one in zip(inside, pieces, strict=True)]
         before = outputs["most"][at, :]
@@ -126,7 +131,7 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
         outputs["most"][at, :] = most
         sums = [jnp.exp(piece - most) for piece in pieces]
         outputs["sum"][at, :] = sum(sums, outputs["sum"][at, :] * jnp.exp(before - most))
-        # No lane matches the word of another block.
+        # A target in another block of columns matches no lane here.
         word = jnp.broadcast_to(inputs["words"][at, :] - block * columns, (rows, LANES))
         chosen = outputs["chosen"][at, :]
         for start, piece in zip(starts, pieces, strict=True):

@@ -1,4 +1,4 @@
-"""Reference of logits and their sums, computed by their definition."""
+"""A reference implementation of logits and their sums, written directly from the definition."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ def logits(
     *,
     multiplier: int | float,
 ) -> Logits:
-    """Compute logits in at least float32; sums overflow if logits are larger than about 88."""
+    """Compute logits in at least float32; sums overflow if a logit exceeds about 88."""
     wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
     values = multiplier * (wide(x) @ wide(kernel))
     log_sums = jnp.log(jnp.sum(jnp.exp(values), axis=1))

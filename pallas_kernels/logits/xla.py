@@ -1,4 +1,4 @@
-"""Logits by XLA: a product, and sums over its result."""
+"""Logits in plain JAX: a matrix product, followed by reductions over its result."""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,13 @@
-"""Rows for the choices of tokens, and sums of each token's rows: the way to experts and back.
+"""Gathering of rows for routed experts, and the sums that return rows to their tokens.
 
-All tokens have the same number of choices, and a choice may have a row at any place, or none.
-Implementations: "xla" (on any platform), "mosaic_tpu" (for sums) and "pallas" (the kernel where
-there is one). The default, None, uses the kernel on TPUs if at most half of all choices can have a
-row, as on a mesh that divides experts, because XLA reads and adds a row for every choice. The two
-ops are each other's transposes, and so are their gradients, without a scatter.
+Each token chooses the same number of experts. A choice may be assigned to any row of the experts'
+input, or to none. `rows_of_tokens` gathers the rows, and `sums_of_rows` adds up each token's rows.
+
+Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (a TPU kernel for the sums) and
+"pallas" (the kernel if there is one for the platform, else plain JAX). The default, None, uses the
+kernel on TPUs if there are at most half as many rows as choices, as on a mesh that shards experts,
+because XLA reads and adds one row for every choice. The two ops are each other's transposes, so
+each computes the other's gradient, without a scatter.
 """
 
 import functools
@@ -32,18 +35,20 @@ def rows_of_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "rows width"]:
-    """Return for each row the vector of its choice's token: `x[order // each]`.
+    """Gather, for each row, the vector of the token whose choice the row holds: `x[order // each]`.
+
+    `each` is the number of choices per token, `choices / tokens`.
 
     Args:
-      x: a vector of every token.
-      order: the choice of each row. Choices are numbered by token: the first token's are 0 to each
-        - 1, and so on.
-      places: the row of each choice, or `rows` if it has none. Entries of `order` after the rows of
-        choices are not used, but they have to be the number of a choice.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      x: one vector per token.
+      order: for each row, the number of its choice. Choices are numbered by token: the first
+        token's are 0 to each - 1, and so on. Rows at the end that hold no choice must still have a
+        valid number, which is not used.
+      places: for each choice, the index of its row, or `rows` (the number of rows) if it has none.
+      implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Raises:
-      UnsupportedImplementation: a named implementation is unknown or cannot serve the gradient.
+      UnsupportedImplementation: a named implementation is unknown or does not support the gradient.
       TypeError: the op is differentiated in forward mode.
     """
     return _rows(implementation, len(places) // len(x), x, order, places)
@@ -58,15 +63,15 @@ def sums_of_rows(
     each: int,
     implementation: Implementation | None = None,
 ) -> Float[Array, "tokens width"]:
-    """Return the sum of every token's rows, in their dtype; sums are at least float32.
+    """Return the sum of each token's rows in the rows' dtype, accumulated in float32 or wider.
 
     Args:
-      rows: the rows; a row of no choice may be anything, NaN included.
+      rows: the rows. Rows that hold no choice may have any values, including NaN.
       order, places, implementation: as in `rows_of_tokens`.
-      each: the number of choices of a token.
+      each: the number of choices per token.
 
     Raises:
-      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
+      UnsupportedImplementation: a named implementation is unknown or does not support this call.
       TypeError: the op is differentiated in forward mode.
     """
     return _sums(implementation, each, rows, order, places)

@@ -1,12 +1,13 @@
-"""Sums of rows on a TPU, where 128 tokens' sums are a product with 128 columns of ones and zeros.
+"""Sums of rows on TPUs, as a product with a one-hot matrix for each group of 128 tokens.
 
-The rows are brought into the order of their tokens, so that only existing rows are read, and are
-multiplied by JAX's megablox kernel for products with a group of rows each (Gale et al. 2023).
+The rows are first sorted by token, so that only existing rows are read. Then JAX's megablox kernel
+for grouped matrix products (Gale et al. 2023) multiplies each group's rows by its one-hot matrix.
 
-For R rows of W numbers: 256 R W FLOPs, and 7 R W bytes in bfloat16: 4 R W to reorder the rows, and
-3 R W in the kernel with half as many tokens as rows. At R 131,072, W 2304 and 65,536 tokens on v5p
-(459 TFLOP/s, 2765 GB/s): 0.17 ms, 0.76 ms. XLA's form moves a row for each of 524,288 choices;
-estimates are in docs/benchmarks/kernels.md.
+For R rows of width W in bfloat16: 256 R W FLOPs and 7 R W bytes, of which 4 R W sort the rows, and
+3 R W are moved by the kernel if there are half as many tokens as rows. At R 131,072, W 2304 and
+65,536 tokens, this takes at least 0.17 ms of arithmetic and 0.76 ms of memory transfers on v5p (459
+TFLOP/s, 2765 GB/s). XLA moves a row for each of 524,288 choices; estimates are in
+docs/benchmarks/kernels.md.
 """
 
 import jax
@@ -18,24 +19,24 @@ from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
-# Rows of a grid step; a step at the border between two groups of 128 tokens is read twice.
+# Rows per grid step. A step that spans two groups of 128 tokens is read twice.
 _TILE = 256
-# Bytes of a row of a tile. The kernel does not request VMEM, so it has 16 MiB even if a core has
-# more.
+# Maximum number of bytes per row of a tile. The kernel does not request VMEM, so it gets the
+# default of 16 MiB even if a core has more.
 _BYTES = 2**14
-# With fewer choices a kernel does not pay off.
+# Minimum number of choices for which the kernel is faster.
 _CHOICES = 1024
 
 
 def unsupported(op: str, rows, order, places) -> str | None:
-    """Return why the kernel cannot serve this call, in a line; None if it can."""
+    """Return the reason, in one line, if the kernel does not support this call, else None."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (bfloat16 or float32)"
     return checks_varying()
 
 
 def wins(op: str, rows, order, places) -> bool:
-    """Return whether the kernel is faster by the estimates: XLA reads a row for every choice."""
+    """Return whether the kernel is estimated to be faster; XLA reads a row for every choice."""
     few = 2 * len(rows) <= len(places) and len(places) >= _CHOICES
     wide = rows.shape[1] >= LANES
     return few and wide and unsupported(op, rows, order, places) is None
@@ -54,7 +55,7 @@ def sums(
     tokens = len(places) // each
     has = jnp.pad(places < count, (0, -len(places) % (LANES * each)))
     sizes = jnp.sum(has.reshape(-1, LANES * each), axis=1, dtype=jnp.int32)
-    # Rows of no choice lie after all others.
+    # Rows that hold no choice sort after all others.
     token = jnp.where(jnp.arange(count) < jnp.sum(sizes), order // each, tokens)
     by_token = jnp.argsort(token)
     own = jax.nn.one_hot(token[by_token] % LANES, LANES, dtype=rows.dtype)
@@ -65,6 +66,6 @@ def sums(
 
 
 def _columns(width: int, dtype) -> int:
-    """Return the number of columns of a tile."""
+    """Return the number of columns per tile."""
     most = _BYTES if target().chip.vmem > 2**24 else _BYTES // 2
     return min(width, most // jnp.dtype(dtype).itemsize)

@@ -1,4 +1,4 @@
-"""Sums of rows by XLA: a choice without a row has zeros, and all choices are added up."""
+"""Sums of rows in plain JAX: choices without a row read zeros, and all choices are added up."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,7 +12,6 @@ def sums(
     each: int,
 ) -> Float[Array, "tokens width"]:
     """Compute the sums: see the package."""
-    # All first choices come first, then all second ones, so that whole tiles are added up and not
-    # single rows.
+    # Order by choice and then by token, so that the sum adds whole tiles and not single rows.
     own = jnp.take(rows, places.reshape(-1, each).T, axis=0, mode="fill", fill_value=0)
     return jnp.sum(own, axis=0, dtype=jnp.promote_types(rows.dtype, jnp.float32)).astype(rows.dtype)
