@@ -5,7 +5,7 @@ A segment is a run of tokens, such as a document, that attends only to itself. I
 - "xla": plain JAX, on any platform. It uses an online softmax if the logits would take too much
   memory: see `plain`.
 - "mosaic_tpu": TPU kernels for any length, which apply ALiBi without a bias array in memory. The
-  kernel for short sequences works in the memory layout of the key-vector kernels, without copies.
+  kernel for short sequences works in the layout of `pallas_kernels.key_vector`, without copies.
 - "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
   by extra entries of queries and keys.
 - "pallas": these kernels where the program is lowered for a TPU or a GPU, and plain JAX elsewhere.
@@ -103,8 +103,8 @@ def attention_forward(
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `causal_attention` and each softmax's log-sum-exp, without a gradient.
 
-    If a slot is passed as `to`, the output is written into the slot, and the slot's stack is
-    returned in place of the output.
+    If `to` is a slot (an index in a stack of arrays), the output is written into the slot, and the
+    stack is returned in place of the output.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)

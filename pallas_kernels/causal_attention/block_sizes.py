@@ -91,7 +91,7 @@ class Cut(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The number of queries, in whole blocks, whose gradients fit VMEM in the backward kernel."""
+        """The number of queries, in whole blocks, whose gradients fit VMEM in a backward kernel."""
         kept = self._bytes(self.step * self.each, 4)
         room = target().vmem_part(_KEPT)
         if self.rows == "head_major":

@@ -108,7 +108,7 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major", interpret: bool = False
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward`."""
+    """Compute `attention_forward` as specified in `interface`."""
     out, log_sums = _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
     return placed(out, given.to), log_sums
 
@@ -121,7 +121,7 @@ def attention_backward(
     rows: Rows = "size_major",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Compute `interface`'s `attention_backward`."""
+    """Compute `attention_backward` as specified in `interface`."""
     attended = taken(attended)
     d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
     return (d_q, d_kv) if given.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
@@ -130,14 +130,14 @@ def attention_backward(
 def part_forward(
     given: Part, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `interface`'s `part_forward`."""
+    """Compute `part_forward` as specified in `interface`."""
     return _forward(given, causal=False, interpret=interpret)
 
 
 def part_backward(
     given: Part, attended: Attended, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """Compute `interface`'s `part_backward`."""
+    """Compute `part_backward` as specified in `interface`."""
     gradients = _backward(given, attended, causal=False, interpret=interpret)
     # Return float32, because the caller adds up the gradients of several parts.
     return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
@@ -193,13 +193,14 @@ def _with_entries(given: Part):
 def _of_positions(given: Part):
     """Return the amount by which the extra entries for ALiBi make each query's logits too large.
 
-    The entries add `slope j` in place of `-slope (i - j)`, so the difference is `slope i`.
+    The entries add `slope j` in place of `-slope (i - j)`, so the difference is `slope i`, with i
+    the query's position and j the key's.
     """
     return given.slopes * (given.shift + jnp.arange(given.q.shape[1]))[:, None]
 
 
 def _interpreted(direction, causal, q, k, v, *saved):
-    """Compute the results of cuDNN's kernels in plain JAX."""
+    """Compute in plain JAX what cuDNN's kernels compute, for tests without a GPU."""
     length = k.shape[1]
     mask = reference.of_part(length, None)
     if causal:

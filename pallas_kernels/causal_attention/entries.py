@@ -1,13 +1,13 @@
 """ALiBi and segments as extra entries of queries and keys, for kernels with only a causal mask.
 
-A softmax over j does not change if a term that depends only on i is added. So ALiBi's term `-slope
-(i - j)` may be replaced by `slope j`. This is `(256 slope, slope) . (j // 256, j % 256)`. Integers
-up to 256 are exact in bfloat16, and so is a slope that is a power of two. Two more entries hold the
-rounding error of any other slope.
+Let i be a query's position and j a key's. A softmax over j does not change if a term that depends
+only on i is added. So ALiBi's term `-slope (i - j)` may be replaced by `slope j`, which is the dot
+product `(256 slope, slope) . (j // 256, j % 256)`. Integers up to 256 are exact in bfloat16, and so
+is a slope that is a power of two. Two more entries hold the rounding error of any other slope.
 
-Each segment has a code `c`, a vector of signs. `512 (c_i . c_j - len(c))` is 0 within a segment and
-at most -1024 between two segments. In float32, this gives a weight of 0 as long as logits differ by
-less than about 900.
+Each segment has a code `c`, a vector of signs. The term `512 (c_i . c_j - len(c))` is 0 within a
+segment and at most -1024 between two segments. In float32, this gives a weight of 0 as long as
+logits differ by less than about 900.
 """
 
 import jax.numpy as jnp

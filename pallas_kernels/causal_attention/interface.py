@@ -41,7 +41,7 @@ class Attention(NamedTuple):
       slopes: the slopes of ALiBi, or None.
       segment_ids: the segment of each token, or None if each batch row is one segment.
       kv: keys and values, if they are separate arrays.
-      to: the slot that the output is written into, or None.
+      to: the slot (an index in a stack of arrays) that the output is written into, or None.
     """
 
     qkv: Float[Array, "B N P D"]

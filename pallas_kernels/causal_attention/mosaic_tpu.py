@@ -76,7 +76,11 @@ def attention_forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward`, with the given `blocks` if they are not None."""
+    """Compute `attention_forward` as specified in `interface`.
+
+    `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
+    sizes.
+    """
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_forward(given, rows=rows, interpret=interpret)
     cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
@@ -93,7 +97,11 @@ def attention_backward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Compute `interface`'s `attention_backward`, with the given `blocks` if they are not None."""
+    """Compute `attention_backward` as specified in `interface`.
+
+    `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
+    sizes.
+    """
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
@@ -116,7 +124,7 @@ def attention_backward(
 def part_forward(
     given: Part, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `interface`'s `part_forward`."""
+    """Compute `part_forward` as specified in `interface`."""
     of_part, blocks = _part("attention_blocks_forward", given)
     out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
     return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
@@ -125,7 +133,7 @@ def part_forward(
 def part_backward(
     given: Part, attended: Attended, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """Compute `interface`'s `part_backward`."""
+    """Compute `part_backward` as specified in `interface`."""
     of_part, blocks = _part("attention_blocks_backward", given)
     attended = attended._replace(d_out=attended.d_out.astype(given.q.dtype))
     sums = (x.swapaxes(1, 2)[:, :, None] for x in (attended.log_sums, _delta(attended)))

@@ -91,9 +91,7 @@ class _Call(NamedTuple):
 
     @property
     def tables(self) -> list[str]:
-        """The names of the tables that map grid steps to blocks, in the order in which Pallas gets
-        them.
-        """
+        """The names of the tables that map grid steps to blocks, in Pallas's argument order."""
         others = ["fetched"] if self.size_major else ["done"] * self.by_keys
         return sorted(["keys", "kinds", "queries", *others])
 

@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 
     @property
     def direct(self) -> bool:
-        """Whether strided loads can read heads from 128-token blocks without a copy (see `view`)."""
+        """Whether strided loads can read heads from a block of 128 tokens in place (see `view`)."""
         return self.packed == 2 and self.words % 8 == 0
 
     def view(self, block: Any, first: Any) -> Any:

@@ -35,7 +35,7 @@ _SIZES = (512, 256, 128)
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward` in float32 or wider."""
+    """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
     out, log_sums = _forward(True, _whole(given, kv_heads))
     return placed(out, given.to), log_sums
 
@@ -43,7 +43,7 @@ def attention_forward(
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Compute `interface`'s `attention_backward`."""
+    """Compute `attention_backward` as specified in `interface`."""
     gradients = _backward(True, _whole(given, kv_heads), taken(attended))
     d_q, *d_kv = (x.astype(given.qkv.dtype) for x in gradients)
     if given.kv is not None:
@@ -52,14 +52,14 @@ def attention_backward(
 
 
 def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `interface`'s `part_forward`."""
+    """Compute `part_forward` as specified in `interface`."""
     return _forward(False, _apart(given))
 
 
 def part_backward(
     given: Part, attended: Attended
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """Compute `interface`'s `part_backward`."""
+    """Compute `part_backward` as specified in `interface`."""
     d_q, d_k, d_v = _backward(False, _apart(given), attended)
     return d_q, given.like_kv(d_k, d_v)
 

@@ -24,25 +24,25 @@ def chosen(*sizes: Any) -> ModuleType:
 
 
 def attention_forward(given: Attention, *, kv_heads: int, **options: Any) -> Any:
-    """Compute `interface`'s `attention_forward`."""
+    """Compute `attention_forward` as specified in `interface`."""
     return _whole(given, kv_heads).attention_forward(given, kv_heads=kv_heads, **options)
 
 
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, **options: Any
 ) -> Any:
-    """Compute `interface`'s `attention_backward`."""
+    """Compute `attention_backward` as specified in `interface`."""
     run = _whole(given, kv_heads).attention_backward
     return run(given, attended, kv_heads=kv_heads, **options)
 
 
 def part_forward(given: Part) -> Any:
-    """Compute `interface`'s `part_forward`."""
+    """Compute `part_forward` as specified in `interface`."""
     return _part(given).part_forward(given)
 
 
 def part_backward(given: Part, attended: Attended) -> Any:
-    """Compute `interface`'s `part_backward`."""
+    """Compute `part_backward` as specified in `interface`."""
     return _part(given).part_backward(given, attended)
 
 

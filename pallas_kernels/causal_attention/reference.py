@@ -38,7 +38,7 @@ def visible(
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `interface`'s `attention_forward` in float32 or wider."""
+    """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
     parts = split(given, kv_heads)
     out, log_sums = forward(*parts, given.scale, given.slopes, 0, _causal(given))
     return placed(out, given.to), log_sums
@@ -47,7 +47,7 @@ def attention_forward(
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Compute `interface`'s `attention_backward`."""
+    """Compute `attention_backward` as specified in `interface`."""
     arrays = *split(given, kv_heads), *taken(attended)
     gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
     gradients = [x.astype(given.qkv.dtype) for x in gradients]
@@ -57,7 +57,7 @@ def attention_backward(
 
 
 def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `interface`'s `part_forward`."""
+    """Compute `part_forward` as specified in `interface`."""
     k, v = given.apart
     mask = of_part(k.shape[1], given.segments)
     return forward(given.q, k, v, given.scale, given.slopes, given.shift, mask)
@@ -66,7 +66,7 @@ def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B
 def part_backward(
     given: Part, attended: Attended
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """Compute `interface`'s `part_backward`."""
+    """Compute `part_backward` as specified in `interface`."""
     k, v = given.apart
     mask = of_part(k.shape[1], given.segments)
     arrays = given.q, k, v, *attended
@@ -135,8 +135,7 @@ def _causal(given: Attention):
 
 
 def of_part(length: int, segments: Segments | None):
-    """Return a mask in which queries see all keys of their segment, as a function of query
-    positions.
+    """Return a mask, as a function of query positions, under which queries see their whole segment.
 
     Padding queries, at position -1, see no key.
     """

@@ -48,7 +48,7 @@ def forward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """Compute `interface`'s `forward`."""
+    """Compute `forward` as specified in `interface`."""
     call = _Call.of(operands, scale, _FORWARD_HEADS)
     B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
     inputs, prefetch = _inputs(call, operands, lambda n: n)
@@ -73,7 +73,7 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> Gradients:
-    """Compute `interface`'s `backward`."""
+    """Compute `backward` as specified in `interface`."""
     call = _Call.of(operands, scale, _BACKWARD_HEADS)
     B, seq, H, _ = operands.q.shape
     back = lambda n: call.chunks - 1 - n

@@ -21,7 +21,10 @@ def delta_attention(
     scale: float,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq heads V"], Float[Array, "batch heads K V"]]:
-    """Return what each token reads, in v's dtype, and the final state: see the package."""
+    """Return what each token reads, in v's dtype, and the state after the last token.
+
+    The arguments are as in `pallas_kernels.delta_attention.delta_attention`.
+    """
     dtype = state.dtype
     fresh = jnp.zeros(q.shape[:2], bool)
     if segment_ids is not None:

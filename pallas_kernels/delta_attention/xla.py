@@ -38,7 +38,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 def forward(
     operands: Operands, state: Float[Array, "B H K V"], *, scale: float
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """Compute `interface`'s `forward`."""
+    """Compute `forward` as specified in `interface`."""
 
     def of_chunk(state, chunk):
         read, after = _chunk(chunk, state, scale)
@@ -56,7 +56,7 @@ def backward(
     *,
     scale: float,
 ) -> Gradients:
-    """Compute `interface`'s `backward`."""
+    """Compute `backward` as specified in `interface`."""
 
     def of_chunk(d_state, given):
         *chunk, documents, before, state, d_read = given

@@ -54,7 +54,7 @@ def logits(
     multiplier: int | float,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Logits:
-    """Compute the logits: see the package."""
+    """Compute the logits and their sums, as specified in `pallas_kernels.logits`."""
     (count, width), vocab = x.shape, kernel.shape[1]
     tokens, rows = _block(count, width)
     most = target().vmem_part(_OF_MATRIX) // (4 * width) // LANES * LANES

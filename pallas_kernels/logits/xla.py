@@ -14,7 +14,7 @@ def logits(
     *,
     multiplier: int | float,
 ) -> Logits:
-    """Compute the logits: see the package."""
+    """Compute the logits and their sums, as specified in `pallas_kernels.logits`."""
     dtype = jnp.result_type(x, jnp.float32)
     values = multiplier * jnp.einsum("tw,wv->tv", x, kernel, preferred_element_type=dtype)
     is_target = jax.lax.broadcasted_iota(targets.dtype, values.shape, 1) == targets[:, None]

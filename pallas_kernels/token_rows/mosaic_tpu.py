@@ -50,7 +50,7 @@ def sums(
     each: int,
     interpret: bool = False,
 ) -> Float[Array, "tokens width"]:
-    """Compute the sums: see the package."""
+    """Compute each token's sum of rows, as specified in `pallas_kernels.token_rows`."""
     count, width = rows.shape
     tokens = len(places) // each
     has = jnp.pad(places < count, (0, -len(places) % (LANES * each)))

@@ -255,7 +255,7 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
         yield Request(tokens[start : stop - scored], tokens[stop - scored : stop])
 
 
-# What they give ------------------------------------------------------------------------------
+# Results -------------------------------------------------------------------------------------
 
 
 class Total(NamedTuple):

@@ -35,7 +35,7 @@ class Metric:
 
     @property
     def influence(self) -> Float[np.ndarray, " documents"]:
-        """The influence of each document on the rate: the documents' values sum to 0."""
+        """The influence of each document on the rate, to first order; these values sum to 0."""
         return (self.total - self.rate * self.weight) / math.fsum(self.weight)
 
     @property

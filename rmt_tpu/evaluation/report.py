@@ -191,7 +191,7 @@ def _draw_positions(axes: Any, texts: Mapping[str, Result]) -> None:
 
 
 def by_position(sums: np.ndarray) -> tuple[list[float], list[float]]:
-    """Return nats per token by the number of preceding tokens in the window.
+    """Return nats per token by the number of tokens that precede a token in its window.
 
     Positions are grouped into ranges whose bounds grow by a factor of sqrt(2).
 

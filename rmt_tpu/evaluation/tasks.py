@@ -34,7 +34,7 @@ class Document(NamedTuple):
 
 
 class Hub(NamedTuple):
-    """A dataset on the hub."""
+    """A dataset on the Hugging Face hub: its path, configuration name and split."""
 
     path: str
     name: str | None

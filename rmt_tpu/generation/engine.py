@@ -150,7 +150,7 @@ class Engine:
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         kept, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        try:  # without stop tokens, each text has a second token, which compiles `steps`
+        try:  # stop tokens are disabled, so that each text has a second token and runs `steps`
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
             # After the longest prompt, the steps need more room than the program that reads the
             # prompt.

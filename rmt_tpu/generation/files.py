@@ -57,7 +57,7 @@ class Output:
         self._folder.check(write=True)
         found = self._folder.read(self._name, limit=2**32)
         text = found.data.decode(errors="replace") if found else ""
-        # # An interrupted run may have left its last line incomplete.
+        # An interrupted run may have left its last line incomplete.
         self._broken = text[text.rfind("\n") + 1 :] != ""
         self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
 

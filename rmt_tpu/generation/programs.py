@@ -86,7 +86,7 @@ class Ends(NamedTuple):
     Attributes:
       stop: the stop tokens; any of them ends a text.
       known: the bound of token ids that have a text. A model may have more ids, which are never
-        chosen.
+        chosen unless they are stop tokens.
       gaps: ids below `known` that have no text and are no stop tokens.
     """
 
