@@ -56,7 +56,7 @@ class Result:
       cut: the number of requests whose context was too long and lost its beginning.
       tokens: the number of scored tokens.
       answered: the number of requests that this call answered; the others had stored answers.
-      seconds: the time that this call spent on answering them.
+      seconds: this source's share of the time that the call spent on answering requests.
       by_position: for texts, [2, positions]: the sum of nats and the number of tokens, by the
         number of tokens that precede a token in its window.
     """

@@ -106,7 +106,7 @@ class Ends(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is requested for a prompt of one row.
+    """The requested generation for a prompt of one row.
 
     Attributes:
       lengths: the length of the prompt.
