@@ -1,6 +1,6 @@
-"""Checks of the ops' arguments, and `Slot`, an argument that names one slice of a stack.
+"""Checks of the ops' arguments, and `Slot`, an argument that selects one slice of a stacked array.
 
-An error message is one line that names the argument that does not fit and says what is legal.
+Each error message is one line that names the invalid argument and lists the legal values.
 """
 
 import math
@@ -16,10 +16,10 @@ FRACTION_BITS_RANGE = range(0, 21)
 
 
 class Slot(NamedTuple):
-    """The slice `stack[index]` of a stack of arrays, which a kernel uses in place.
+    """The slice `stack[index]` of a stacked array, passed to an op in place of an array.
 
-    A slot can be passed to an op instead of an array. The result is the same; a kernel then reads
-    the slice where it lies in the stack, for example within a loop.
+    The op's result is the same as for the slice itself. A kernel reads the slice directly from the
+    stack, so a loop over the slices, for example, need not copy each slice first.
     """
 
     stack: Float[Array, "count *shape"]
@@ -40,14 +40,14 @@ class Slot(NamedTuple):
 
 
 def placed(x: Array, to: Slot | None) -> Array:
-    """Write x into its slot and return the updated stack; return x if `to` is None."""
+    """Write `x` into the slot `to` and return the updated stack; return `x` if `to` is None."""
     if to is None:
         return x
     return jax.lax.dynamic_update_index_in_dim(to.stack, x.astype(to.dtype), to.index, 0)
 
 
 def taken(x: Any) -> Any:
-    """Return the tree with every slot replaced by the array that it selects."""
+    """Return the tree `x` with every `Slot` replaced by the array that the slot selects."""
     is_slot = lambda x: isinstance(x, Slot)
 
     def take(x: Any) -> Any:
@@ -59,16 +59,16 @@ def taken(x: Any) -> Any:
 
 
 def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None:
-    """Check that `x` is an array of floats with these axes.
+    """Check that `x` is a floating-point array with the given axes.
 
     Args:
       name: the argument's name, for the error message.
       x: the value that was passed.
-      axes: the names of the axes, as in "P K"; "..." stands for any number of axes.
-      or_int16: whether int16 is legal too.
+      axes: the names of the axes, such as "P K"; "..." stands for any number of axes.
+      or_int16: whether int16 arrays are legal too.
 
     Raises:
-      ValueError: `x` is not such an array.
+      ValueError: `x` is not an array, or its number of axes or its dtype is not legal.
     """
     names = axes.split()
     legal = f"{name} [{', '.join(names)}] must be an array of floats"
@@ -89,7 +89,7 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
 
 
 def check_tokens(**counts: Any) -> None:
-    """Raise ValueError if a number of tokens is symbolic, as `jax.export` allows in shapes."""
+    """Raise ValueError if a number of tokens is one of `jax.export`'s symbolic dimensions."""
     for name, count in counts.items():
         if not isinstance(count, int):
             raise ValueError(
@@ -99,10 +99,10 @@ def check_tokens(**counts: Any) -> None:
 
 
 def check_epsilon(name: str, value: Any) -> None:
-    """Raise ValueError if a norm's epsilon is not a finite number of at least 0."""
+    """Raise ValueError unless a norm's epsilon is a finite number and at least 0."""
     if isinstance(value, jax.Array):
         raise ValueError(f"{name} must be a number, which an array or a traced value is not")
-    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:  # NaN is neither
+    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:  # NaN fails both
         raise ValueError(f"{name}={value!r} must be a finite number, 0 or above")
 
 

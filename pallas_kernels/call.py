@@ -1,4 +1,4 @@
-"""Pallas calls with named operands, which all kernels use, and helpers for sizes."""
+"""Wrappers of `pallas_call` with named operands, used by all kernels, and helpers for sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from pallas_kernels.target import target
 LANES = 128
 
 
-# An array, or the shape of an output that is yet to be computed.
+# An array, or the shape and dtype of an output that is not computed yet.
 Shaped = Array | jax.ShapeDtypeStruct
 Blocked = Mapping[str, tuple[Shaped | Slot, pl.BlockSpec]]
 
@@ -43,24 +43,26 @@ def tpu_call(
 ) -> dict[str, Array]:
     """Run `kernel(inputs, outputs, scratch)` over a grid on a TPU and return the outputs by name.
 
-    The kernel gets three dicts of refs.
+    The kernel receives three dicts that map operand names to refs.
 
     Args:
-      kernel: the body of a grid step.
+      kernel: the function that runs at every grid step.
       name: the kernel's name in the compiled program.
-      inputs, outputs: for each name an array (or its shape) and its block spec. An input may also
-        be a slot, whose blocks are then read from the stack in place.
-      scratch: the scratch shapes by name.
-      grid, semantics: the number of steps along each grid dimension, and how these may be ordered.
-      flops, moved, transcendentals: the cost estimate for XLA; `moved` is in bytes. The default of
-        `moved` counts every input and output once. It counts one slice of a stack whose blocks
-        leave out the first axis. If blocks are chosen by prefetched arrays, it does not count
-        arrays in memory space ANY, because only a chosen block of them is written.
-      aliased: for the name of an input, the name of the output that overwrites it.
-      prefetch: int32 arrays [n] that choose blocks. The index functions get them as last arguments,
-        in the order of their names; the kernel gets them among its inputs.
-      interpret: whether to run the kernel in plain JAX, or the parameters of the interpreter that
-        models more of a TPU.
+      inputs, outputs: each maps a name to a pair: an array (or its shape) and its block spec. An
+        input may also be a `Slot`, whose blocks are read directly from the stack.
+      scratch: maps the name of each scratch buffer to its shape.
+      grid: the number of steps along each grid dimension.
+      semantics: the dimension semantics of each grid dimension ("parallel" or "arbitrary").
+      flops, transcendentals: the number of each kind of operation, for XLA's cost estimate.
+      moved: the number of bytes moved, for XLA's cost estimate. The default counts every input and
+        output once, with two exceptions. If an operand's block spec squeezes the first axis, only
+        one slice along that axis is counted. If prefetched arrays select blocks, operands in memory
+        space ANY are not counted, because the kernel writes only a selected block of them.
+      aliased: maps the name of an input to the name of the output that overwrites its buffer.
+      prefetch: int32 arrays [n] that select blocks. The block specs' index maps receive them as
+        their last arguments, sorted by name; the kernel receives them among its inputs.
+      interpret: whether to run the kernel in Pallas's interpreter; `InterpretParams` selects the
+        interpreter that also simulates TPU memory and DMAs.
     """
     inputs, tables = _in_stacks(inputs, prefetch or {})
     if moved is None:
@@ -95,8 +97,9 @@ def tpu_call(
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,
     )
-    # A vmap adds an axis to the grid. Arrays without blocks, and arrays that choose blocks, cannot
-    # follow such an axis, so calls that map one of them are mapped by a loop.
+    # `jax.vmap` batches a kernel by adding a grid dimension. An array without blocks and a
+    # prefetched array cannot be indexed by that dimension, so if one of these is batched, the
+    # kernel is called once per batch element in a loop.
     whole = lambda blocked: {k: spec.block_shape is None for k, (_, spec) in blocked.items()}
     alone = [True] * len(tables), whole(inputs)
     if any(whole(outputs).values()):
@@ -108,15 +111,17 @@ def tpu_call(
 
 
 def _mapped(run: Callable[..., Any], alone: Any) -> Callable[..., Any]:
-    """Return a kernel call that `jax.vmap` maps by another grid axis, or else by a loop.
+    """Return `run` with a batching rule that adds a grid dimension where it can, or else loops.
 
     Args:
-      run: the call.
-      alone: a tree like the arguments, True for each argument that only a loop can map.
+      run: the kernel call.
+      alone: a tree with the structure of the arguments. It is True for each argument that forces a
+        loop if `jax.vmap` maps over it.
     """
 
     def narrow(*args: Any) -> Any:
-        # The mapped call is traced again, possibly where `jax_enable_x64` is on.
+        # Batching traces the call again, possibly with `jax_enable_x64` on, but kernels count in 32
+        # bits.
         with jax.enable_x64(False):
             return run(*args)
 
@@ -158,12 +163,16 @@ def gpu_call(
 ) -> dict[str, Array]:
     """Run `kernel(refs)` over a grid on a GPU and return the outputs by name.
 
-    The kernel finds each whole array as `refs.<name>`; `refs.barrier()` waits for the program's
-    other threads. `warps` is the number of warps of a program, `stages` the depth of its load
-    pipeline. The other arguments are as in `tpu_call`.
+    Args:
+      kernel: the function that runs at every grid step. `refs.<name>` is the whole array `name`,
+        and `refs.barrier()` synchronises the threads of a program.
+      warps: the number of warps per program.
+      stages: the number of stages of the software pipeline for loads.
+      name, inputs, outputs, grid, flops, moved, transcendentals, aliased, interpret: as in
+        `tpu_call`, except that inputs and outputs have no block specs.
     """
     names = (*inputs, *outputs)
-    # The interpreter runs a program in one thread, which never has to wait.
+    # The interpreter runs each program in a single thread, so it needs no barrier.
     barrier = (lambda: None) if interpret else triton.plgpu.debug_barrier
 
     def body(*refs):
@@ -188,7 +197,11 @@ def gpu_call(
 
 
 def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):
-    """Return the inputs with stacks instead of slots, and all arrays that choose blocks by name."""
+    """Replace slots by their stacks, and add the slots' indices to the prefetched arrays.
+
+    Returns:
+      The inputs without slots, and all prefetched arrays by name, sorted by name.
+    """
     slots = {name: x.index for name, (x, _) in inputs.items() if isinstance(x, Slot)}
     of_slots = {f"slot_{k}": jnp.asarray(i, jnp.int32).reshape(1) for k, i in slots.items()}
     tables = dict(sorted((prefetch | of_slots).items()))
@@ -215,7 +228,7 @@ def nbytes(x: Shaped) -> int:
 
 
 def widen(column: Array, width: int) -> Array:
-    """Widen a column that is repeated over 128 lanes, [.., 128], to [.., width]."""
+    """Widen `column` [.., 128], whose last axis repeats one value, to [.., width]."""
     return jnp.concatenate([column] * (width // LANES), axis=-1)
 
 
@@ -242,7 +255,10 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
 
 
 def _declared(outputs: Mapping[str, Shaped], given: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the outputs' shapes, varying in all mesh axes in which an array of `given` varies."""
+    """Return the outputs' shapes, marked as varying over every mesh axis that `given` varies over.
+
+    The marks are those that `jax.shard_map` checks.
+    """
     varies = jax.sharding.ManualAxisType(varying=varies_in(given))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)
     return {name: shape(x) for name, x in outputs.items()}

@@ -1,4 +1,4 @@
-"""Operands of TPU kernels in the form that `call.tpu_call` takes: an array and its block spec."""
+"""Helpers that build a TPU kernel's operands as `call.tpu_call` takes them: (array, block spec)."""
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -9,23 +9,32 @@ from pallas_kernels.call import Shaped
 
 
 def constant(x: Shaped | Slot) -> tuple[Shaped | Slot, pl.BlockSpec]:
-    """Return x with one block that holds all of it and is copied once."""
+    """Pair `x` with a spec of one block that holds all of `x` and is copied to VMEM only once."""
     spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
     return x, spec
 
 
 def in_smem(x: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return x as numbers [n] in SMEM, which a kernel reads one by one; x may be a scalar."""
+    """Pair `x`, flattened to [n], with a spec that places it in SMEM, where a kernel reads scalars.
+
+    `x` may itself be a scalar.
+    """
     return x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
 def anywhere(x: Shaped) -> tuple[Shaped, pl.BlockSpec]:
-    """Return x where it lies in memory, for arrays that a kernel copies itself or overwrites."""
+    """Pair `x` with a spec that leaves it where it is (memory space ANY).
+
+    This is for arrays that a kernel copies with its own DMAs or overwrites.
+    """
     return x, pl.BlockSpec(memory_space=pl.ANY)
 
 
 def of_stack(spec: pl.BlockSpec) -> pl.BlockSpec:
-    """Return `spec` for a stacked operand, whose slice the one prefetched array selects."""
+    """Adapt `spec`, the block spec for one slice, to a stack of such slices.
+
+    The call's only prefetched array holds the index of the slice that the kernel uses.
+    """
 
     def index(*ids_and_chosen):
         *ids, chosen = ids_and_chosen

@@ -1,15 +1,15 @@
-"""Choice of the implementation that fits each platform a traced program is lowered for.
+"""Selection of an op's implementation, per platform that the program is lowered for.
 
-The choice depends on the platform that the program is *lowered for*, never on the machine that
-traces it: a step compiled for a TPU on a machine without one has the TPU's kernels.
+The selection depends on the platform that the program is *lowered for*, never on the machine that
+traces it. A step that is compiled for a TPU on a machine without TPUs contains the TPU kernels.
 
-A program that `jax.export` lowers for several platforms at once contains the kernels of each. JAX
-does not export GPU kernels unless `disabled_checks` names their custom calls; with
-`implementation="xla"` or `taking_plain` a program has no kernels.
+If `jax.export` lowers a program for several platforms at once, the result contains the kernels for
+each of them. JAX refuses to export GPU kernels unless `disabled_checks` names their custom calls.
+With `implementation="xla"` or `taking_plain`, a program contains no kernels.
 
-An op has one derivative, in reverse mode. Kernels have no derivatives of their own, so the result
-of an implementation that may be a kernel cannot be differentiated further; the result of plain JAX
-(`implementation="xla"`) can.
+An op supports first-order differentiation in reverse mode. Kernels themselves cannot be
+differentiated, so a gradient that a kernel may have computed cannot be differentiated again. A
+gradient computed in plain JAX (`implementation="xla"`) can.
 """
 
 import contextlib
@@ -33,7 +33,10 @@ Platform = str  # "tpu" or "cuda"
 
 
 class UnsupportedImplementation(ValueError):
-    """A named implementation cannot serve this call; the message says why and what can."""
+    """The error for a call that the requested implementation does not support.
+
+    The message gives the reason and names implementations that support the call.
+    """
 
 
 def choose(
@@ -45,12 +48,12 @@ def choose(
     """Run `kernels[platform](*args)` on platforms with a kernel, and `portable(*args)` elsewhere.
 
     Args:
-      kernels: the kernels by platform.
-      portable: the function for every platform without a kernel.
+      kernels: maps each platform that has a kernel to a function that calls it.
+      portable: the function that is used on all other platforms.
       args: arrays, or trees of arrays.
-      refused: for each platform the reason why its kernel cannot serve this call, or None. When the
-        call is lowered for a platform with a reason, `portable` is used and one warning gives the
-        reason.
+      refused: maps a platform to the reason why its kernel does not support this call, or to None
+        if it does. If there is a reason and the call is lowered for that platform, `portable` is
+        used and a warning gives the reason.
     """
     refused = {platform: why for platform, why in refused.items() if why is not None}
     branches = {
@@ -68,7 +71,7 @@ def choose(
 
 
 Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
-# The platform of each kernel implementation.
+# Maps the name of each kernel implementation to its platform.
 _PLATFORMS: dict[str, Platform] = {"mosaic_tpu": "tpu", "triton": "cuda", "cudnn": "cuda"}
 
 
@@ -80,7 +83,10 @@ _preferred = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def preferring(implementation: str) -> Iterator[None]:
-    """Make implementation=None mean this implementation in the context, for ops that have it."""
+    """Make `implementation` the default in this context, for every op that has it.
+
+    The default is what `implementation=None` selects.
+    """
     with _preferred(implementation):
         yield
 
@@ -90,19 +96,25 @@ _plain = jax.make_user_context(default_value=())
 
 @contextlib.contextmanager
 def taking_plain(ops: Iterable[str]) -> Iterator[None]:
-    """Make None mean "xla" for ops with these `Implementations.name`s; takes precedence."""
+    """Make "xla" the default in this context for the given groups of ops.
+
+    Args:
+      ops: the groups, each by its `Implementations.name`. For these groups `preferring` has no
+        effect.
+    """
     with _plain(tuple(sorted({*_plain.value, *ops}))):
         yield
 
 
 class Called(NamedTuple):
-    """A call that a kernel serves.
+    """A traced call of an op that at least one kernel supports.
 
     Attributes:
-      name: the name of the group of ops, as in `taking_plain`.
-      op: the op of that group.
-      platforms: the platforms whose kernels serve the call.
-      args: shapes and dtypes, in trees; a slot is described by the slice that it selects.
+      name: the name of the group that the op belongs to, as in `taking_plain`.
+      op: the op's name within the group.
+      platforms: the platforms whose kernels support the call.
+      args: the shapes and dtypes of the arguments, in the arguments' tree structure. A `Slot` is
+        replaced by the shape of the slice that it selects.
       options: the keyword arguments.
     """
 
@@ -118,7 +130,10 @@ _collectors = threading.local()
 
 @contextlib.contextmanager
 def collecting_calls() -> Iterator[list[Called]]:
-    """Collect all calls that this thread traces in the context and that a kernel serves."""
+    """Yield a list that collects this thread's traced calls that a kernel supports.
+
+    Calls are collected until the context ends.
+    """
     calls: list[Called] = []
     before = getattr(_collectors, "lists", ())
     _collectors.lists = (*before, calls)
@@ -133,9 +148,10 @@ _interpreted = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Interpret kernels on this machine in the context where a TPU would run them, to check them.
+    """Run TPU kernels in Pallas's interpreter on this machine while in the context, to test them.
 
-    A backward pass is traced where the gradient is taken, so that has to be in the context too.
+    A backward pass is traced when the gradient is computed, so `jax.grad` must be called in the
+    context too.
     """
     with _interpreted(True):
         yield
@@ -143,15 +159,17 @@ def interpreting() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Implementations:
-    """The implementations of an op: modules, or objects with the same functions.
+    """The implementations of a group of ops: modules, or objects with the same functions.
 
     Attributes:
-      portable: the implementation for any platform.
-      kernels: the kernel implementations by name, one for a platform. Each has `unsupported(op,
-        *args)`, which returns the reason in one line or None. If it is not used by default it also
-        has `wins(op, *args)`, which says whether it is faster, by a table or by estimates.
+      portable: the implementation in plain JAX, which works on every platform.
+      kernels: maps names to kernel implementations, at most one per platform. Each has a function
+        `unsupported(op, *args)`, which returns the reason why the kernel does not support the call,
+        in one line, or None if it does. A kernel of a platform that is not in `by_default` also has
+        `wins(op, *args)`, which returns whether a table or an estimate says that it is faster than
+        `portable`.
       by_default: the platforms whose kernels are known to be faster and are used by default.
-      name: the name of the group of ops, for `taking_plain`.
+      name: the name of the group, which `taking_plain` takes.
     """
 
     portable: Any
@@ -161,22 +179,24 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """The implementation names that can be requested, and the platforms of their kernels."""
+        """Maps each implementation name that a caller may request to its kernels' platforms."""
         alone = {name: (_PLATFORMS[name],) for name in self.kernels}
         return {"xla": (), **alone, "pallas": tuple(self._on)}
 
     @property
     def _on(self) -> dict[Platform, Any]:
-        """The kernels by platform."""
+        """Maps each platform to its kernel implementation."""
         return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
     def run(self, implementation: str | None, op: str, *args: Any, **options: Any) -> Any:
-        """Run `module.op(*args, **options)` with the module of the requested implementation.
+        """Run `module.op(*args, **options)`, where `module` is the requested implementation.
+
+        If `implementation` is None, the fastest implementation is selected for each platform.
 
         Raises:
-          UnsupportedImplementation: the implementation is unknown, or cannot serve this call, or
-            (when the program is lowered) is not for the platform lowered for.
-          TypeError: the result is differentiated, although it may come from a kernel.
+          UnsupportedImplementation: the implementation is unknown, does not support this call, or
+            (raised during lowering) belongs to another platform than the one lowered for.
+          TypeError: the result is differentiated, although a kernel may have computed it.
         """
         if implementation is None and self.name in _plain.value:
             implementation = "xla"
@@ -190,7 +210,7 @@ class Implementations:
         platforms = (
             self._unasked(op, args) if implementation is None else self.names[implementation]
         )
-        # A norm with an epsilon of 0 would divide by zero where all entries are zero.
+        # With an epsilon of 0, a norm would divide by zero if all its inputs are zero.
         options |= {k: max(x, _LEAST) for k, x in options.items() if k in _EPSILONS}
         run = lambda module: functools.partial(getattr(module, op), **options)
         portable = run(self.portable)
@@ -226,7 +246,10 @@ class Implementations:
                 calls.append(called)
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
-        """Return the default platforms, and the platforms whose kernel `wins`."""
+        """Return the platforms on which to use a kernel if no implementation is requested.
+
+        They are the platforms in `by_default`, and those whose kernel `wins`.
+        """
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
             return self.by_default
         others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}
@@ -235,17 +258,20 @@ class Implementations:
 
 
 def _symbolic(args: tuple) -> str | None:
-    """Return why kernels cannot serve symbolic shapes of `jax.export`; None if none is symbolic."""
+    """Return the reason to refuse kernels if a shape has symbolic dimensions, or else None.
+
+    Symbolic dimensions come from `jax.export`.
+    """
     shapes = (jnp.shape(leaf) for leaf in jax.tree.leaves(args))
     unknown = next((s for s in shapes if not all(isinstance(size, int) for size in s)), None)
     return None if unknown is None else f"an array of the symbolic shape {unknown}"
 
 
 def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel traced with `jax_enable_x64` off, because it counts and shifts in 32 bits.
+    """Return `kernel` wrapped to be traced with `jax_enable_x64` off.
 
-    The results are marked as varying over the mesh axes of the arguments, which a library's kernel
-    does not do itself.
+    Kernels count and shift in 32 bits. The wrapper also marks the results as varying over the same
+    mesh axes as the arguments, because a kernel from a library does not do so itself.
     """
 
     def narrow(x: Any) -> Any:
@@ -263,7 +289,7 @@ def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_first(identity: Callable[[Any], Any], args: tuple) -> tuple:
-    """Return `args` with `identity` applied to the first array."""
+    """Return `args` with `identity` applied to the first array in the tree."""
     first, *others = jax.tree.leaves(args)
     return jax.tree.unflatten(jax.tree.structure(args), [identity(first), *others])
 
@@ -277,7 +303,7 @@ def _identity(name: str) -> Primitive:
     return primitive
 
 
-# An identity that warns when it is lowered for a platform whose kernel cannot serve the call.
+# An identity that warns when it is lowered for a platform whose kernel does not support the call.
 _fallback_p = _identity("kernel_fallback")
 
 
@@ -295,15 +321,18 @@ def _warn_on(platform: Platform):
 _warn_on("tpu")
 _warn_on("cuda")
 
-# An identity that can only be lowered for the platform of the implementation that was named.
+# An identity that can only be lowered for the platform of the requested implementation.
 _only_p = _identity("kernel_platform")
 
 
 def only_on(platform: Platform, implementation: str, x: Any) -> Any:
-    """Return x in a program that may be lowered for this platform only, and not differentiated.
+    """Return `x`, and restrict the program that uses it to being lowered for `platform`.
+
+    The returned array cannot be differentiated.
 
     Raises:
-      UnsupportedImplementation: (when the program is lowered) it is for another platform.
+      UnsupportedImplementation: the program is lowered for another platform (raised during
+        lowering).
     """
     return _only_p.bind(x, platform=platform, implementation=implementation)
 
@@ -328,7 +357,7 @@ def _refuse_platform(context, x, *, platform, implementation):
 
 mlir.register_lowering(_only_p, _refuse_platform)
 
-# An identity that has no derivative.
+# An identity whose differentiation raises a TypeError.
 _operand_p = _identity("kernel_operand")
 
 
@@ -346,8 +375,8 @@ def _refuse_derivative(primals, tangents, *, op):
 ad.primitive_jvps[_operand_p] = _refuse_derivative
 
 
-# A kernel call that is lowered only for its own platform in a program for several platforms. JAX
-# would lower a branch that belongs to one of them as if it were for all.
+# A kernel call that is lowered only for its own platform, also in a program that is lowered for
+# several platforms. JAX itself would lower each platform's branch for all platforms.
 _kernel_p = Primitive("kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_abstract_eval(lambda *_, jaxpr, platform: jaxpr.out_avals)
@@ -359,7 +388,10 @@ def _run_kernel(*args, jaxpr, platform):
 
 
 def _for_one(platform: Platform, kernel: Callable[..., Any], *args: Any) -> Any:
-    """Run `kernel(*args)` in a branch that is taken on this platform."""
+    """Run `kernel(*args)` as a call that is lowered only for `platform`.
+
+    This is for the branch that `platform_dependent` takes on that platform.
+    """
     leaves, tree = jax.tree.flatten(args)
     flat = lambda *leaves: kernel(*tree.unflatten(leaves))
     jaxpr, results = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -376,7 +408,7 @@ def _map_kernel(args, axes, *, jaxpr, platform):
 def _lower_kernel(context, *args, jaxpr, platform):
     module = context.module_context
     if len(module.platforms) > 1:
-        # The cached lowerings of equal calls elsewhere are for all platforms.
+        # The cache holds lowerings of equal calls outside of this branch, made for all platforms.
         module = module.replace(cached_primitive_lowerings={})
         context = context.replace(module_context=module, platforms=(platform,))
     return mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr))(context, *args)
@@ -387,9 +419,10 @@ mlir.register_lowering(_kernel_p, _lower_kernel)
 
 
 def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function with a `jax.custom_vjp` inside, so that forward mode fails with a clear line.
+    """Wrap an op that uses `jax.custom_vjp`, so that forward mode raises a clear TypeError.
 
-    The gradients are also right in a `jax.shard_map` that checks what varies: see `vary_alike`.
+    The wrapper also makes the gradients correct in a `jax.shard_map` with `check_vma=True`; see
+    `vary_alike`.
     """
 
     @functools.wraps(op)
@@ -403,7 +436,7 @@ def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def reverse_mode_alone(name: str) -> Iterator[None]:
-    """Replace JAX's error about forward mode by one line that names this function."""
+    """Replace JAX's error about forward mode by a one-line error that names the op `name`."""
     try:
         yield
     except TypeError as error:
@@ -416,11 +449,12 @@ def reverse_mode_alone(name: str) -> Iterator[None]:
 
 
 def vary_alike(given: Any) -> Any:
-    """Make each array of floats in a tree vary over all mesh axes in which any array varies.
+    """Make all floating-point arrays in a tree vary over the same mesh axes.
 
-    A result computed from several arrays varies in all of their axes, and the cotangent of a
-    custom gradient must vary as its primal does. JAX sums the gradient of an array that was made
-    to vary.
+    These are all mesh axes over which any array of the tree varies. A result that is computed from
+    several arrays varies over the axes of all of them, but a custom gradient must return cotangents
+    that vary over the same axes as their primals. JAX sums the gradient of an array over the axes
+    that this function adds.
     """
     varies = varies_in(given)
     if not varies:
@@ -435,19 +469,25 @@ def vary_alike(given: Any) -> Any:
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Return the array, varying over these mesh axes too."""
+    """Return `x`, marked as varying over the mesh axes `axes` as well as over its own."""
     missing = tuple(sorted(axes - varies_in(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varies_in(given: Any) -> frozenset[str]:
-    """Return the mesh axes in which any array of a tree varies, if `jax.shard_map` checks it."""
+    """Return the mesh axes over which any array of a tree varies.
+
+    The result is empty unless in a `jax.shard_map` that tracks this (`check_vma=True`).
+    """
     of = lambda x: jax.typeof(x).manual_axis_type.varying
     return frozenset().union(*(of(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)))
 
 
 def checks_varying() -> str | None:
-    """Return why a kernel that does not declare how its results vary cannot be traced, or None."""
+    """Return the reason to refuse kernels whose results do not declare how they vary, or else None.
+
+    A `jax.shard_map` with `check_vma=True` cannot trace such kernels.
+    """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes or not varies_in(jax.lax.axis_index(axes[0])):
         return None

@@ -1,4 +1,4 @@
-"""Products of tiles, and constants of softmaxes, for the TPU kernels."""
+"""Matrix products of tiles, and softmax constants, for the TPU kernels."""
 
 import functools
 import math
@@ -17,8 +17,8 @@ def dot(a, b, over=(1, 0), of_each=()):
 
     Args:
       a, b: the operands.
-      over: the axis of a and the axis of b that are contracted.
-      of_each: batch axes, the same in a and b.
+      over: the contracted axis of `a` and the contracted axis of `b`.
+      of_each: the batch axes, which have the same positions in `a` and `b`.
     """
     narrow = a.dtype == b.dtype == jnp.bfloat16
     return jax.lax.dot_general(

@@ -1,7 +1,8 @@
-"""Sizes of the ops, sizes of models by name, and the shapes of operands at a size.
+"""Operand shapes of the ops for given sizes, and the sizes that named models use.
 
-Reports, the search for block sizes and the tests use these shapes. A caller that needs operands on
-a device passes its own `array(dtype, *shape)`.
+Reports, the search for block sizes and the tests use these shapes. The methods return
+`ShapeDtypeStruct`s by default; a caller that needs arrays on a device passes its own
+`array(dtype, *shape)`.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Par
 from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-# Tokens of a step: 8192, in sequences as long as in the RMT paper.
+# The batch size and sequence length of a step: 8192 tokens, in sequences as long as the RMT
+# paper's.
 TOKENS = (16, 512)
 
 
@@ -22,7 +24,10 @@ def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 class KeyVector(NamedTuple):
-    """A residual of K x V with R stored and P retrieved vectors; R or P may be 0."""
+    """The sizes of a key-vector op: a K x V residual, R stored and P retrieved vectors.
+
+    R or P may be 0.
+    """
 
     K: int
     V: int
@@ -40,7 +45,10 @@ class KeyVector(NamedTuple):
         return Site(array(residual or data, *tokens, K, V), *stored, *read)
 
     def backward(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Backward:
-        """Return the operands of the backward pass; a half that is missing has none."""
+        """Return the operands of the backward pass.
+
+        The operands of the store are None if R is 0, and those of the read are None if P is 0.
+        """
         K, V, R, P = self
         site = self.site(tokens, data, residual, array)
         dtype = data if residual in (None, "int16") else residual
@@ -51,7 +59,7 @@ class KeyVector(NamedTuple):
         return Backward(site, _statistics(tokens, array), d_residual, d_retrieved)
 
     def again(self, tokens, array: Array = array) -> Again:
-        """Return the operands of a read of P vectors from a residual that is rebuilt."""
+        """Return the operands of a read of P vectors from the residual that `undo` rebuilds."""
         read = array("float32", self.K, self.V), array("float32", self.P, self.K)
         return Again(*read, _statistics(tokens, array))
 
@@ -62,14 +70,17 @@ def _statistics(tokens, array: Array) -> Statistics:
 
 
 class Heads(NamedTuple):
-    """The number and size of heads of attention or linear attention."""
+    """The number of heads, and the size of a head, in attention or linear attention."""
 
     heads: int
     size: int
 
 
 class Depth(NamedTuple):
-    """S sites that read N sources with D numbers per token."""
+    """The sizes of depth attention: S sites read N sources with D entries per token.
+
+    A site is a place in a network that reads a weighted sum of earlier outputs, the sources.
+    """
 
     S: int
     N: int
@@ -82,12 +93,15 @@ class Depth(NamedTuple):
         return Partial(*sources, mixed if prior else None)
 
     def scored(self, tokens, dtype="bfloat16", *, array: Array = array) -> Scored:
-        """Return backward operands, with gradients that the sources' gradients are added to."""
+        """Return the operands that only a backward pass has.
+
+        They include gradients to which the gradients of the sources are added.
+        """
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
         return Scored(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
 
     def merge(self, tokens, dtype="bfloat16", *, array: Array = array) -> Merge:
-        """Return the operands of a merge at one of the sites."""
+        """Return the operands of a merge at one of the S sites."""
         parameter, token = array("float32", self.D), array(dtype, *tokens, self.D)
         mixed, sums = array(dtype, self.S, *tokens, self.D), array("float32", *tokens)
         site, active = array("int32"), array("bool")
@@ -98,7 +112,8 @@ class Depth(NamedTuple):
         return given, MergeCotangents(given.current, given.mixed, given.current)
 
 
-# Sites before attention: the sizes of the RMT paper's Table 9, and one with four times the keys.
+# The sites before attention of the models in the RMT paper's Table 9, and a size with four times as
+# many key entries (K) as the largest of them.
 RMT_46M = KeyVector(32, 32, 12, 36)
 RMT_134M = KeyVector(32, 64, 12, 36)
 RMT_206M = KeyVector(48, 64, 14, 42)
@@ -107,7 +122,8 @@ RMT_LARGE = KeyVector(256, 64, 16, 48)
 
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
 
-# One site over all blocks (of two widths) or over all sublayers, and all sites of a block at once.
+# One site that reads the outputs of all blocks (for two widths) or of all sublayers, and the sites
+# of a block computed together.
 OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS = Depth(1, 9, 2048), Depth(1, 9, 7168), Depth(1, 33, 1024)
 ONE_SITE = OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS
 ALL_SITES = Depth(8, 9, 2048)

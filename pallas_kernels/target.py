@@ -1,6 +1,6 @@
-"""The device that a program is compiled for: its kind, its figures and the limits of kernels on it.
+"""The kind of device that a program is compiled for, with its hardware figures and kernel limits.
 
-`target()` is the only function that says what a program is compiled for.
+All code that needs to know this device calls `target()`.
 """
 
 import contextlib
@@ -11,23 +11,24 @@ import jax
 
 Platform = Literal["tpu", "cuda"]
 
-# Kernels use at most the 64 MiB of VMEM that a v5p has, less a part that is left to XLA.
+# Bytes. On every chip, kernels use at most the 64 MiB of VMEM that a TPU v5p has, less a share that
+# is left to XLA.
 _MOST_VMEM = 2**26
 
-# Other names that JAX has for the same chips.
+# Maps other names that JAX has for a chip to the chip's slug.
 _ALIASES = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
 
 
 class Chip(NamedTuple):
-    """A device as JAX counts devices, with its maker's figures. A TPU7x chip has two devices.
+    """The published hardware figures of one JAX device. A TPU7x chip consists of two devices.
 
     Attributes:
-      peak_flops: peak dense bfloat16 rate in FLOP/s.
-      bandwidth: HBM bandwidth in bytes/s; 0 if nothing in this package needs it.
-      clock: a TPU's clock in Hz, at which its matrix units reach `peak_flops`.
-      vmem: bytes of VMEM of a TPU core.
-      cores: the TPU cores that share a program's work.
-      unit: the number of rows of a TPU's matrix unit.
+      peak_flops: the peak dense bfloat16 rate in FLOP/s.
+      bandwidth: the HBM bandwidth in bytes/s; 0 if nothing in this package needs it.
+      clock: the clock frequency in Hz at which a TPU's matrix units reach `peak_flops`.
+      vmem: bytes of VMEM per TPU core.
+      cores: the number of TPU cores that share a program's work.
+      unit: the number of rows in a TPU's matrix unit.
     """
 
     peak_flops: float
@@ -38,8 +39,8 @@ class Chip(NamedTuple):
     unit: int = 0
 
 
-# Devices by the start of their kind, written as `slug` does. All code that needs figures of a
-# device takes them from here.
+# Maps the start of a device kind's slug (see `slug`) to the device's figures. All code that needs
+# figures of a device takes them from this table.
 CHIPS = {
     "tpu_v4": Chip(275e12, 1228e9, 1.05e9, 2**24, 2, 128),
     "tpu_v5_lite": Chip(197e12, 819e9, 1.5e9, 2**27, 1, 128),
@@ -54,23 +55,26 @@ CHIPS = {
     "nvidia_b200": Chip(2250e12),
 }
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
-# The largest figures of any TPU.
+# The largest value of each figure among all TPUs.
 _MOST = Chip(*map(max, zip(*_TPUS.values(), strict=True)))
 
 
 def slug(device_kind: str) -> str:
-    """Return a device kind as tables name it: "TPU v5 lite" and "TPU v5e" are tpu_v5_lite."""
+    """Return the slug of a device kind: its name in tables and file names.
+
+    For example, both "TPU v5 lite" and "TPU v5e" become "tpu_v5_lite".
+    """
     name = device_kind.lower().replace(" ", "_")
     return _ALIASES.get(name, name)
 
 
 def platform_of(device: str) -> Platform | None:
-    """Return the platform of a slug's kernels; None if this package has no kernels for it."""
+    """Return the platform of a device slug; None if this package has no kernels for the device."""
     return "tpu" if device.startswith("tpu") else "cuda" if device.startswith("nvidia") else None
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip of a device kind as JAX names it, like "TPU v5 lite"; None if unknown."""
+    """Return the figures of a device kind as JAX names it ("TPU v5 lite"); None if unknown."""
     name = slug(device_kind)
     matches = [kind for kind in CHIPS if name.startswith(kind)]
     return CHIPS[max(matches, key=len)] if matches else None
@@ -80,19 +84,19 @@ class Target(NamedTuple):
     """A kind of device to compile for.
 
     Attributes:
-      kind: the device kind as JAX names it, like "TPU v5 lite".
+      kind: the device kind as JAX names it, such as "TPU v5 lite".
     """
 
     kind: str
 
     @property
     def slug(self) -> str:
-        """The kind as tables name it."""
+        """The kind's name in tables and file names."""
         return slug(self.kind)
 
     @property
     def platform(self) -> Platform | None:
-        """The platform whose kernels may serve this target; None if there is none."""
+        """The platform whose kernels can run on this device; None if there are no such kernels."""
         return platform_of(self.slug)
 
     @property
@@ -102,43 +106,49 @@ class Target(NamedTuple):
 
     @property
     def chip(self) -> Chip:
-        """The figures of the TPU. Unknown kinds get the largest figures of any TPU."""
+        """The figures of the TPU. For an unknown kind, each is the largest value among all TPUs."""
         return _TPUS.get(self.slug, _MOST)
 
     @property
     def unknown(self) -> str | None:
-        """The reason why kernels cannot serve a TPU of an unknown kind, or None."""
+        """The reason to refuse kernels if the device is a TPU of an unknown kind, or else None."""
         if not self.on_tpu or self.slug in _TPUS:
             return None
         return f"a TPU of kind {self.kind!r} is not known here; known: {', '.join(_TPUS)}"
 
     @property
     def vmem_limit(self) -> int:
-        """Bytes of VMEM that a kernel may use; the rest is left to XLA."""
+        """Bytes of VMEM that a kernel may use. The remaining VMEM is left to XLA."""
         return min(self.chip.vmem, _MOST_VMEM) // 64 * 60
 
     def vmem_part(self, mib: int) -> int:
-        """Return the share `mib` / 60 of the chip's VMEM limit, in bytes."""
+        """Return `mib` / 60 of `vmem_limit`, in bytes.
+
+        On a chip whose limit is 60 MiB, the result is `mib` MiB.
+        """
         return self.vmem_limit * mib // 60
 
 
-# The device kind that `target` returns, whatever devices exist. It is a user context, whose value
-# is part of the cache key of jitted functions.
+# The device kind that `target` returns, whatever devices exist; None for the actual device. It is a
+# user context because the value of a user context is part of the cache key of jitted functions.
 _kind = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def lowering_for(device_kind: str) -> Iterator[None]:
-    """Trace for devices of this kind, which need not exist or be in a mesh."""
+    """Make `target` return this kind of device in the context.
+
+    No device of this kind needs to exist or to be in the mesh.
+    """
     with _kind(device_kind):
         yield
 
 
 def target() -> Target:
-    """Return the device that is being traced for, as far as it is known; the call is cheap.
+    """Return the kind of device that the current trace is expected to be compiled for.
 
-    This is the device of the mesh in use, which may consist of devices that do not exist on this
-    machine; without a mesh it is the default device.
+    It is the kind given to `lowering_for`, or else that of the devices in the current mesh, which
+    need not exist on this machine, or else that of the default device. The call is cheap.
     """
     if _kind.value is not None:
         return Target(_kind.value)

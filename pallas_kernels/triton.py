@@ -1,7 +1,7 @@
 """Access to Pallas's Triton backend.
 
-JAX announces since version 0.11 that the backend will be removed; then the portable implementations
-serve GPUs.
+Since version 0.11, JAX warns that this backend will be removed. Once it is removed, GPUs use the
+portable implementations.
 """
 
 import warnings
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 try:
-    # Lowering rules have no public name.
+    # JAX has no public function that registers a lowering rule.
     from jax._src.pallas.core import register_lowering_rule
     from jax.experimental.pallas import triton as plgpu
 except ImportError:
@@ -18,7 +18,7 @@ except ImportError:
 else:
 
     class CompilerParams(plgpu.CompilerParams):
-        """Parameters of this package's kernels, which lower without JAX's deprecation warning."""
+        """Triton's compiler parameters, with which lowering emits no deprecation warning."""
 
     def _lower(ctx, *operands, **params):
         from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
@@ -32,15 +32,16 @@ else:
 
 
 def no_triton() -> str | None:
-    """Return why no kernels for GPUs are available; None if they are."""
+    """Return the reason why GPU kernels are unavailable, or None if they are available."""
     return "this version of jax has no Triton backend for Pallas" if plgpu is None else None
 
 
 def dot(a, b, *, transpose_a=False, transpose_b=False):
-    """Multiply a and b on tensor cores with float32 sums.
+    """Multiply `a` and `b` on tensor cores, accumulating in float32.
 
-    A float32 operand is split into three bfloat16 terms. The products of terms that are left out
-    are as small as float32's own rounding. Smaller products are added first.
+    Float32 operands are each split into three bfloat16 terms, and six of the nine products of terms
+    are summed, smallest first. The three products that are left out are no larger than float32's
+    rounding error.
     """
     dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
     multiply = lambda a, b: jax.lax.dot_general(
@@ -54,11 +55,11 @@ def dot(a, b, *, transpose_a=False, transpose_b=False):
 
 
 def _thirds(x):
-    """Split x into three bfloat16 terms of falling size whose sum is exactly the float32 x."""
+    """Split float32 `x` into three bfloat16 terms, largest first, whose sum is exactly `x`."""
     parts = []
     for _ in range(3):
-        # The low bits are cut off directly, because a compiler may remove a cast to bfloat16 and
-        # back.
+        # The low bits are masked off, because a compiler may remove a pair of casts to bfloat16 and
+        # back to float32.
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
         part = jax.lax.bitcast_convert_type(bits, jnp.float32)
         parts.append(part.astype(jnp.bfloat16))

@@ -1,28 +1,30 @@
-"""Key-vector ops: write outer products into a residual matrix, normalise it, read it with keys.
+"""Key-vector ops: write vectors to a residual matrix under keys, normalise it and read it by key.
 
-Mak and Flanigan (2025), "Residual Matrix Transformers", equations 12, 13 and 18 to 27. Between two
-sublayers the first one's output is written to the residual matrix and the second one's input is
-read from it. `store_norm_retrieve` computes both at once, so that an implementation can read and
-write the large residual only once.
+Mak and Flanigan (2025), "Residual Matrix Transformers" (RMT), equations 12, 13 and 18 to 27.
+Between two sublayers, the output vectors of the first are written ("stored") to each token's
+residual matrix, and the input vectors of the second are read ("retrieved") from it. This package
+calls such a place a *site*. `store_norm_retrieve` computes a whole site at once, so that an
+implementation can read and write the large residual only once.
 
-Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (TPU kernels), "triton" (GPU
-kernels) and "pallas" (the kernels of the platform that the program is lowered for, plain JAX on
-other platforms). The default, None, means the TPU kernels on a TPU and "xla" elsewhere; GPU kernels
-have to be requested until they are measured.
+Implementations: "xla" is plain JAX and runs on every platform; "mosaic_tpu" has TPU kernels;
+"triton" has GPU kernels; "pallas" uses the kernels for the platform that the program is lowered
+for, and plain JAX on platforms without kernels. The default, None, selects the TPU kernels on a TPU
+and "xla" elsewhere. GPU kernels must be requested, because they have not been measured yet.
 
-`store_norm_retrieve`, `store` and `norm_retrieve` have gradients of every array in reverse mode:
-jax.grad, jax.vjp, jax.jacrev. The gradients can be differentiated again only with "xla". Forward
-mode first (jax.jvp, jax.jacfwd) raises a TypeError that says so. The other ops have no gradient;
-the ops for a backward pass that a caller writes itself are in `rebuilding`.
+`store_norm_retrieve`, `store` and `norm_retrieve` support reverse-mode differentiation (jax.grad,
+jax.vjp, jax.jacrev) with respect to all array arguments. Second derivatives are supported only by
+"xla". Forward mode (jax.jvp, jax.jacfwd) raises a TypeError that says so. The other ops have no
+gradients; the ops in `rebuilding` are building blocks for a caller's own backward pass.
 
-With a `key_axis` an op is the work of one device in `jax.shard_map(.., check_vma=False)`, where K
-is divided over that mesh axis of n devices. The residual then holds the B = n b rows of all devices
-of the axis and the device's own slice of K: [B, N, K / n, V]. Keys and gain are the device's own
-slices. Data, retrieved vectors and their cotangents belong to the device's own b rows:
-[b, N, .., V]. Gradients of keys and gain are complete for the own slice and these rows. A site
-costs an all-gather of the data, a reduce-scatter of the retrieved vectors and an all-gather of two
-float32 per token. Its backward pass costs an all-gather of the cotangents, a reduce-scatter and an
-equally small all-gather. See `sharded`.
+Sharded keys: if `key_axis` names a mesh axis of n devices, an op runs on each device within
+`jax.shard_map(.., check_vma=False)`, and K is sharded over that axis. Each device passes its own
+slices of the keys and the gain, along K. It passes the residual of the B = n b batch rows of all n
+devices, restricted to its slice of K: [B, N, K / n, V]. The data, the retrieved vectors and their
+cotangents are [b, N, .., V]: they belong to the device's own b batch rows. The gradients of keys
+and gain cover the device's slice of K and all B rows. A site communicates an all-gather of the
+data, a reduce-scatter of the retrieved vectors, and an all-gather of two float32 numbers per token.
+Its backward pass communicates an all-gather of the cotangents, a reduce-scatter of the data's
+cotangents, and an all-gather of at most two float32 numbers per token. See `sharded`.
 """
 
 import functools
@@ -93,32 +95,41 @@ def store_norm_retrieve(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*own_tokens P V"]]:
-    """Compute `X' = X + sum_r w_r (x) y_r` and `z_p = r_p . (gain * norm(X'))`: a site of an RMT.
+    """Compute a site of an RMT: write vectors to the residual, normalise it and read vectors.
+
+    With X the residual, w the store keys, y the data and r the read keys, a token's result is
+
+        X' = X + sum_r w_r (x) y_r          z_p = r_p . (gain * norm(X'))
+
+    where (x) is the outer product.
 
     Args:
-      residual: X, one `K x V` matrix per token, with any leading token axes; any float dtype, or
-        int16 fixed point, whose writes `undo` reverts exactly. A token reads NaN if its int16
-        residual leaves the range or spreads over less than two steps.
-      store_keys: w, the key vectors of the R data vectors that are written.
-      data: y, the R data vectors of each token.
-      gain: the norm's gain; the norm runs over all `K * V` entries of a token together.
-      read_keys: r, the key vectors of the P data vectors that are retrieved.
-      norm: "layernorm" subtracts the mean first, "rmsnorm" does not.
+      residual: X, one `K x V` matrix per token, with any leading token axes. The dtype is any float
+        dtype, or int16 fixed point, for which `undo` recovers X exactly. If a token's int16
+        residual overflows, or the standard deviation of its entries is less than two steps, the
+        token's z is NaN.
+      store_keys: w, the keys under which the R data vectors are written.
+      data: y, the R data vectors per token.
+      gain: the norm's gain. The norm is computed over all `K * V` entries of a token together.
+      read_keys: r, the keys with which P vectors are retrieved.
+      norm: "layernorm" subtracts the mean first; "rmsnorm" does not.
       epsilon: the number added to the variance (layernorm) or mean square (rmsnorm); at least 0.
-      fraction_bits: the fraction bits of an int16 residual. Its step is `2^-fraction_bits` and its
-        range 2^15 steps to either side: 1/512 and 64 for the default of 9. All calls on a residual
-        must use the same number.
-      key_axis: the mesh axis over which K is divided, or None. With an axis there are exactly two
-        token axes, and data and z belong to the device's own rows (see the module's docstring).
-      implementation: None picks the best one for the platform that the program is lowered for.
+      fraction_bits: the number of fraction bits of an int16 residual. The step is then
+        `2^-fraction_bits`, and the range is 2^15 steps to either side of 0. For the default of 9,
+        these are 1/512 and 64. All calls on one residual must use the same number.
+      key_axis: the mesh axis over which K is sharded, or None. With an axis there must be exactly
+        two token axes, and data and z belong to the device's own batch rows (see the module's
+        docstring).
+      implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
-      `X'` in the residual's dtype, and z in the data's dtype. Statistics and sums are at least
-      float32; z is read from X' as rounded to the residual's dtype.
+      `X'` in the residual's dtype and z in the data's dtype. Statistics and sums are computed in
+      at least float32. z is read from X' after rounding to the residual's dtype.
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call, or an int16 residual
-        is differentiated: JAX has no gradients of integers (`undo` gives them).
+      UnsupportedImplementation: the requested implementation does not support this call, or the op
+        is differentiated with an int16 residual. JAX has no gradients with respect to integers;
+        use `undo` instead.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
       TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
@@ -144,23 +155,23 @@ def store_norm_retrieve_at(
     size_major: tuple[bool, bool] = (False, False),
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
-    """Compute `store_norm_retrieve` for a few tokens at one layer of stacked keys and gains.
+    """Compute `store_norm_retrieve` for a few tokens, with one layer's slice of stacked parameters.
 
-    The op serves decoding. The TPU's kernel reads the layer's keys and gain where they lie in the
-    stacks. Its time grows with each token: from 128 tokens in a sequence on, `store_norm_retrieve`
-    is faster. The op is differentiable only with "xla".
+    This op is for decoding. The TPU kernel reads the layer's keys and gain directly from the stacks
+    of all layers. Its time grows with every token, so for sequences of 128 tokens or more
+    `store_norm_retrieve` is faster. The op is differentiable only with "xla".
 
     Args:
-      layer: the index of the layer, below L.
-      residual, data, norm, epsilon: as in `store_norm_retrieve`, but without int16 residuals;
-        there is no `key_axis`.
-      store_keys, gain, read_keys: the parameters of all layers.
-      size_major: whether data and the retrieved vectors lie in memory as [V, R] and [V, P], like
-        the vectors of a feed-forward network. It does not change the result.
+      layer: the index of the layer, less than L.
+      residual, data, norm, epsilon: as in `store_norm_retrieve`, but int16 residuals are not
+        supported.
+      store_keys, gain, read_keys: the parameters of all L layers, stacked.
+      size_major: whether the data and the retrieved vectors are stored in memory as [V, R] and
+        [V, P], as the vectors of a feed-forward network are. This does not change the result.
       implementation: as in `store_norm_retrieve`, but this op has no "triton".
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call.
+      UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
       TypeError: the op is differentiated where it may be a kernel.
     """
@@ -193,7 +204,10 @@ def store(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
-    """Compute the write of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
+    """Compute the write alone: `X + sum_r w_r (x) y_r` (equations 18 to 23).
+
+    X is the residual, w the store keys and y the data, as in `store_norm_retrieve`.
+    """
     call = Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
     call = calls.checked(call, Site(residual, store_keys, data), reads=False)
     return _store(call, Site(_flat(residual), store_keys, _flat(data))).reshape(residual.shape)
@@ -212,7 +226,11 @@ def norm_retrieve(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*own_tokens P V"]:
-    """Compute the read: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
+    """Compute the read alone: `r_p . (gain * norm(X))` (equations 22, 25, 27).
+
+    X is the residual and r the read keys, as in `store_norm_retrieve`. The result has the dtype
+    `dtype`, or that of the residual if `dtype` is None.
+    """
     site = Site(residual, gain=gain, read_keys=read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
     call = call._replace(dtype=jnp.dtype(dtype or residual.dtype))
@@ -233,7 +251,8 @@ def _store_norm_retrieve(call, site):
 
 def _store_norm_retrieve_forward(call, site):
     _refuse_integers(site.residual)
-    # The write is not in place: a differentiated caller often needs the old residual as well.
+    # The write is not in place, because a caller that is differentiated often needs the old
+    # residual as well.
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
     stored, retrieved, statistics, read = calls.forward(call, False, site)
     return (stored, retrieved), (site._replace(residual=stored), statistics, read)
@@ -246,7 +265,7 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 
 
 def _of_parameters(site, d_residual, d_data, g):
-    """Return the cotangents of a site, with keys and gain in their parameters' dtypes."""
+    """Return the cotangents of `site`, those of keys and gain cast to their parameters' dtypes."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
     return Site(
         d_residual,

@@ -1,4 +1,4 @@
-"""Block sizes of the TPU kernels, and the check that a block fits VMEM."""
+"""Block sizes of the key-vector TPU kernels, and the check that the blocks fit in VMEM."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -9,13 +9,17 @@ from pallas_kernels import tuned
 from pallas_kernels.call import LANES, divisors, round_up
 from pallas_kernels.target import target
 
-# MiB (of 60) that `vmem_bytes` may reach; it does not count every temporary of the compiler.
+# The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
+# `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 58
-# The most rows times tokens of an intermediate, all of which is unrolled into one loop body.
+# Maximum number of elements (rows times tokens) of an intermediate: the code for a whole
+# intermediate is unrolled into one loop body.
 _LARGEST_INTERMEDIATE = 2**20
-# The most rows times tokens of a loop body: independent products hide each other's latency.
+# Maximum number of elements (rows times tokens) per loop body. A body is unrolled up to this size,
+# because independent matrix products hide each other's latency.
 _UNROLLED = 2**21
-# Cost per token relative to the best tile: products of fewer tokens wait longer for their results.
+# Maps the tokens per tile to the cost per token, relative to the best tile. Smaller tiles cost more
+# because shorter matrix products hide less of their latency.
 _TILES = {512: 1.0, 256: 1.15, 128: 1.5}
 
 Op = Literal["forward", "backward", "rebuild"]
@@ -24,9 +28,14 @@ _NAME = "key_vector_"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The numbers that a kernel is specialised to. R, P or A is 0 if there is no such operand.
+    """The sizes and dtypes that a kernel is specialised to.
 
-    A is the number of vectors that are read again from a rebuilt residual.
+    Attributes:
+      K, V: the sizes of a token's residual matrix.
+      R: the number of stored vectors; 0 if the kernel stores none.
+      P: the number of retrieved vectors; 0 if the kernel retrieves none.
+      residual_dtype, data_dtype: the dtypes of the residual and of the data.
+      A: the number of vectors that a backward pass reads from the rebuilt residual; 0 if none.
     """
 
     K: int
@@ -51,7 +60,10 @@ class Sizes:
 
     @property
     def keeps_operand(self) -> bool:
-        """Whether a store keeps the read's operand, which is slow to compute again from int16."""
+        """Whether the store keeps the residual in the data's dtype for the read.
+
+        This is done for int16 residuals, because converting them a second time is slow.
+        """
         kept = self.residual_dtype == "int16" and self.data_dtype == "bfloat16"
         return kept and self.R > 0 and self.P > 0
 
@@ -61,11 +73,12 @@ class BlockSizes:
     """The block sizes of a kernel.
 
     Attributes:
-      tokens: the tokens of a tile, a multiple of 128.
-      slab: the values of v that are in VMEM at a time; it divides V.
-      store_unroll, read_unroll: the values of v in the body of a loop that stores or reads.
-      keep: whether a backward pass with a single slab keeps an intermediate as large as the
-        residual instead of computing it twice.
+      tokens: the number of tokens per tile, a multiple of 128.
+      slab: the number of indices along V that are in VMEM at a time (a slab); it divides V.
+      store_unroll, read_unroll: the number of indices along V per loop iteration, in loops that
+        store and in loops that read.
+      keep: whether a backward pass that processes all of V in one slab keeps an intermediate of the
+        residual's size in VMEM instead of computing it twice.
     """
 
     tokens: int
@@ -76,7 +89,10 @@ class BlockSizes:
 
 
 def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
-    """Return the tuned sizes for the device lowered for, else the default; None if none fits."""
+    """Return the block sizes for the target device: tuned ones if a table has them, or the default.
+
+    Returns None if no block sizes fit in VMEM.
+    """
     default = default_block_sizes(op, sizes, N)
     if default is None:
         return None
@@ -84,7 +100,7 @@ def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
 
 
 def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
-    """Return the sizes that a rule chooses; None if none fits VMEM."""
+    """Return the block sizes that the heuristic selects; None if no block sizes fit in VMEM."""
 
     def cost(tokens):
         return -(-N // tokens) * tokens * _TILES[tokens]
@@ -104,7 +120,10 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
 
 
 def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
-    """Estimate the bytes of a grid step: moved blocks count twice for the pipeline, others once."""
+    """Estimate the VMEM of a grid step, in bytes.
+
+    Blocks that the pipeline copies count twice, because it double-buffers them; others count once.
+    """
     s, tokens, slab = sizes, blocks.tokens, blocks.slab
     item = jnp.dtype(s.data_dtype).itemsize
     residual = slab * round_up(s.K, sublanes(s.residual_dtype)) * tokens
@@ -112,7 +131,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
     of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
-    # Keys and gains as they are given, and the gains a second time in rows of v.
+    # The keys and gains as passed, and a second copy of the gains that is transposed to [V, K].
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
     if op == "forward":
@@ -126,7 +145,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
 
 
 def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
-    """Return the sizes for a slab; None if a loop's intermediate would be too large."""
+    """Return the block sizes for a tile and a slab; None if an intermediate would be too large."""
     if tokens * sizes.K > _LARGEST_INTERMEDIATE:
         return None
     unroll = min(64, max(1, _UNROLLED // (sizes.K * tokens)))
@@ -134,7 +153,7 @@ def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
 
 
 def sublanes(dtype) -> int:
-    """Return the number of rows of a tile of this dtype."""
+    """Return the number of rows (sublanes) that a register tile of `dtype` has."""
     return 32 // jnp.dtype(dtype).itemsize
 
 

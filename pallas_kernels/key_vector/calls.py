@@ -1,8 +1,8 @@
-"""Calls of key-vector ops: their checks, their dispatch, and the exchange between devices.
+"""Calls of key-vector ops: argument checks, dispatch to an implementation, and communication.
 
-Devices that divide keys exchange data and cotangents. In this module `data` belongs to the rows of
-all devices, and the retrieved vectors to a device's own rows. Without a key axis both are the same,
-and `read` is None.
+If keys are sharded over a mesh axis (the key axis), devices exchange data and cotangents. In this
+module, `data` holds the batch rows of all devices along that axis, and the retrieved vectors hold
+this device's rows. Without a key axis there is only one set of rows, and `read` is None.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,15 @@ from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site
 from pallas_kernels.platform import Implementations
 
-# A kernel becomes the default once it is measured to be faster: see docs/benchmarks/kernels.md.
+# A platform's kernels become the default once they are measured to be faster than plain JAX; see
+# docs/benchmarks/kernels.md.
 _IMPLEMENTATIONS = Implementations(
     xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",), name="key_vector"
 )
 
 
 class Call(NamedTuple):
-    """The parameters of a call that are not arrays."""
+    """The static parameters of a call, constant during tracing."""
 
     norm: Norm
     epsilon: int | float
@@ -39,12 +40,15 @@ class Call(NamedTuple):
 
 
 def run(call: Call, op: str, *operands, **options):
-    """Run the op with the requested implementation, or with the best one."""
+    """Run `op` with the requested implementation, or with the fastest one if none is requested."""
     return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
 def checked(call: Call, site: Site, *, reads: bool = True) -> Call:
-    """Check a call's operands and return it with a key axis of None if the axis divides nothing."""
+    """Check a call's parameters and operands, and return the call.
+
+    In the returned call, `key_axis` is None if the axis has only one device.
+    """
     residual, store_keys, data, gain, read_keys = site
     check_norm(call.norm)
     check_fraction_bits(call.fraction_bits)
@@ -92,7 +96,10 @@ def _check_store(residual, store_keys, data, key_axis) -> None:
 
 
 def of_all_rows(site: Site, key_axis: str | None) -> Site:
-    """Return the site with the data of all devices along the axis, if there is an axis."""
+    """Return `site` with the data gathered from all devices along `key_axis`.
+
+    Without an axis, `site` is returned unchanged.
+    """
     if key_axis is None:
         return site
     site = taken(site)
@@ -100,7 +107,7 @@ def of_all_rows(site: Site, key_axis: str | None) -> Site:
 
 
 def read_options(call: Call) -> dict:
-    """Return the options of a forward pass that reads."""
+    """Return the options to pass to `forward` of an implementation for a call that reads."""
     return {
         "norm": call.norm,
         "epsilon": call.epsilon,
@@ -110,19 +117,27 @@ def read_options(call: Call) -> dict:
 
 
 def forward(call: Call, in_place: bool, site: Site):
-    """Run a whole site and return the stored residual, retrieved vectors, statistics and `read`."""
+    """Compute a whole site.
+
+    Returns:
+      The stored residual, the retrieved vectors, the statistics, and `read` for `backward`.
+    """
     out = run(call, "forward", site, in_place=in_place, **read_options(call))
     return out.residual, *_of_all_slices(call, site, out)
 
 
 def read(call: Call, site: Site):
-    """Run a read alone and return the retrieved vectors, the statistics and `read`."""
+    """Compute a read without a store.
+
+    Returns:
+      The retrieved vectors, the statistics, and `read` for `backward`.
+    """
     out = run(call, "forward", site, dtype=call.dtype, **read_options(call))
     return _of_all_slices(call, site, out)
 
 
 def _of_all_slices(call, site, out):
-    """Return retrieved vectors and statistics over all of K, and the `read` of `backward`."""
+    """Combine all devices' slices of K, and return retrieved vectors, statistics and `read`."""
     if call.key_axis is None:
         return out.retrieved, out.statistics, None
     args = (out.retrieved, out.statistics, site.gain, site.read_keys, call.key_axis)
@@ -133,7 +148,10 @@ def _of_all_slices(call, site, out):
 
 
 def backward(call: Call, given: Backward, read, *, rebuild=False) -> Gradients:
-    """Run the backward pass of a whole site; over a key axis, compute all slices' means first."""
+    """Compute the backward pass of a whole site.
+
+    With a key axis, the means that the gradient needs are first computed over all slices of K.
+    """
     of_all = to_all_slices(call, given.site.residual, read, given.d_retrieved)
     given = given._replace(d_retrieved=of_all[0], means=of_all[1])
     options = {"rebuild": rebuild, "fraction_bits": call.fraction_bits}
@@ -142,7 +160,10 @@ def backward(call: Call, given: Backward, read, *, rebuild=False) -> Gradients:
 
 
 def to_all_slices(call: Call, residual, read, d_retrieved):
-    """Return the cotangents of all rows, and their means over all slices; None without an axis."""
+    """Return the retrieved vectors' cotangents for all devices' rows, and the `Means` over all K.
+
+    Without a key axis, the cotangents are returned unchanged and the means are None.
+    """
     if read is None:
         return d_retrieved, None
     K = residual.shape[2] * sharded.size(call.key_axis)

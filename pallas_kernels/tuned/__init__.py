@@ -1,4 +1,7 @@
-"""Tables of block sizes that were found by search, by device kind and kernel, and their look-up."""
+"""Look-up of kernels' block sizes in tables, which a search fills for each device kind and kernel.
+
+In this package, a kernel's "blocks" are its block sizes and other tunable parameters.
+"""
 
 from pallas_kernels.tuned.lookup import (
     KERNELS,

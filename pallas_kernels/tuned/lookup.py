@@ -1,8 +1,9 @@
-"""Choice of the block sizes of a kernel: from a table for the device lowered for, or by a rule.
+"""Selection of a kernel's block sizes for the device that a program is compiled for.
 
-Later tables win over earlier ones: the package's, the user's file, and the tables of
-`with tuned(table)`, where the innermost wins. This module does not tune, and a table that cannot be
-used costs only a warning.
+The sizes come from the first table with a usable entry, or else from the kernel's own rule (its
+heuristic). Tables are searched in this order: those of `with tuned(table)`, innermost first; the
+user's file; the table that is shipped with the package. This module never searches for better
+sizes. A table that cannot be read causes a warning, not an error.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from pallas_kernels.target import Platform, target
 from pallas_kernels.tuned.table import Entry, Items, Table, Value, items, parse
 
 VARIABLE = "RMT_TPU_TUNED"
-Blocks = Any  # A kernel's frozen dataclass or NamedTuple of integers and booleans.
+# A kernel's block sizes: a frozen dataclass or a NamedTuple whose fields are integers and booleans.
+Blocks = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +34,15 @@ class Kernel:
     """A kernel that can be tuned.
 
     Attributes:
-      platform: the platform of the devices that it is for.
+      platform: the platform that the kernel is for.
       name: the kernel's name, unique on its platform.
-      version: a number that changes if blocks change their meaning or the kernel is rewritten;
-        entries of other versions are ignored.
-      blocks: the class of its blocks.
-      key: the names of the values that it is specialised to, except for tokens.
+      version: a number that changes when the kernel is rewritten or its blocks change meaning.
+        Table entries with another version are ignored.
+      blocks: the class that holds the kernel's block sizes.
+      key: the names of the sizes and options that the kernel is specialised to, without the number
+        of tokens.
       refused: a function of `(key, tokens, blocks)` that returns in a few words why these blocks
-        cannot be compiled or would give other results; None if they can be used.
+        cannot be compiled or would change the results, or None if they can be used.
     """
 
     platform: Platform
@@ -50,10 +53,10 @@ class Kernel:
     refused: Callable[[dict[str, Value], int, Blocks], str | None]
 
     def made(self, values: Mapping[str, Value]) -> Blocks:
-        """Return blocks with these values as fields.
+        """Return an instance of the class of blocks with these field values.
 
         Raises:
-          ValueError: the names or types do not match the fields.
+          ValueError: the names or types do not match the fields, or an integer is less than 1.
         """
         kinds = field_types(self.blocks)
         if values.keys() != kinds.keys():
@@ -65,16 +68,16 @@ class Kernel:
 
 
 def field_types(blocks: type) -> dict[str, type]:
-    """Return the types of the fields of a class of blocks, by name."""
+    """Return a dict that maps the field names of a class of blocks to their types."""
     return dict(blocks.__annotations__)
 
 
 def fields(blocks: Blocks) -> dict[str, Value]:
-    """Return blocks as a table lists them: a value for each field."""
+    """Return blocks as a dict from field names to values, the form that tables store."""
     return {name: getattr(blocks, name) for name in field_types(type(blocks))}
 
 
-# The kernels of the packages that have been imported, by platform and name.
+# Maps (platform, name) to each tunable kernel whose package has been imported.
 KERNELS: dict[tuple[str, str], Kernel] = {}
 
 
@@ -87,7 +90,11 @@ def register(
     *,
     version: int = 1,
 ) -> dict[str, Kernel]:
-    """Register one package's kernels; `refused` gets the name first, else it is as in `Kernel`."""
+    """Register the tunable kernels of one package, and return them by name.
+
+    The arguments are as in `Kernel`, except that `refused` takes the kernel's name as an additional
+    first argument.
+    """
     made = {
         name: Kernel(platform, name, version, blocks, tuple(key), functools.partial(refused, name))
         for name in names
@@ -98,15 +105,15 @@ def register(
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A request for blocks while something was traced, and its answer.
+    """A look-up of a kernel's blocks during tracing, and its result.
 
     Attributes:
-      device: the slug of the device kind lowered for.
-      kernel, key, tokens: the kernel that needed blocks, its key and its number of tokens.
-      default: the blocks of the rule.
-      chosen: the blocks that were chosen.
-      source: the source of the chosen blocks, as in an entry; "heuristic" means the rule.
-      table: the name of the table that lists them, or "".
+      device: the slug of the device kind that the program is compiled for.
+      kernel, key, tokens: the kernel, its key and its number of tokens.
+      default: the blocks that the kernel's heuristic selects.
+      chosen: the blocks that the look-up returned.
+      source: the source of `chosen`, as in `Entry`; "heuristic" if no table had a usable entry.
+      table: the name of the table that lists `chosen`, or "" if there is none.
     """
 
     device: str
@@ -119,7 +126,7 @@ class Look:
     table: str = ""
 
     def entry(self) -> Entry:
-        """Return the answer as an entry."""
+        """Return the result as a table entry."""
         return Entry(
             self.device,
             self.kernel.name,
@@ -132,14 +139,17 @@ class Look:
         )
 
 
-# The value of a user context is part of the cache key of jitted functions: a function that was
-# traced without a table is traced again with it.
+# This is a user context because its value is part of the cache key of jitted functions: a function
+# that was traced without a table is traced again when a table is added.
 _overlays = jax.make_user_context(default_value=())
 
 
 @contextlib.contextmanager
 def tuned(*tables: Table) -> Iterator[None]:
-    """Use these tables before all others for what is traced in the context; the last one first."""
+    """Search these tables before all others for kernels that are traced in the context.
+
+    If several tables have a usable entry, the last one of them is used.
+    """
     with _overlays((*(_overlays.value or ()), *tables)):
         yield
 
@@ -149,9 +159,10 @@ _collectors = threading.local()
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Look]]:
-    """Collect this thread's look-ups in the context, each once, in order.
+    """Yield a list that collects this thread's look-ups, without duplicates and in order.
 
-    Functions that are already traced do not look up again.
+    Look-ups are collected until the context ends. They happen during tracing, so a jitted function
+    that is already traced adds none.
     """
     looks: list[Look] = []
     _collectors.lists = (*getattr(_collectors, "lists", ()), looks)
@@ -165,11 +176,11 @@ def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Bloc
     """Return the blocks to compile a kernel with.
 
     Args:
-      kernel: the kernel that needs them.
-      key: the values that it is specialised to.
-      tokens: the number of tokens. An entry for another, nearby number is used if its blocks can be
-        compiled for this one.
-      default: the blocks of the rule, for when there is no entry.
+      kernel: the kernel to compile.
+      key: the sizes and options that the kernel is specialised to.
+      tokens: the number of tokens. If the tables have no entry for this number, an entry for a
+        similar number is used, provided that its blocks can be compiled for this one.
+      default: the blocks to use if there is no usable entry.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -194,10 +205,10 @@ def _looked_up(kernel: Kernel, key: dict[str, Value], tokens: int, default, devi
 
 
 def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
-    """Return the implementation that a table lists as the fastest on the device lowered for.
+    """Return the implementation that a table lists as the fastest on the target device.
 
-    Without an entry the result is None. On a device that the kernel is for, a line of the log then
-    says once how to find out.
+    The result is None if no table has such an entry. If the kernel supports the device, a message
+    that explains how to measure this is then logged, once per device kind.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -220,9 +231,10 @@ def _tell_how(kind: str) -> None:
 
 
 def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | None:
-    """Return the entry's blocks if the kernel can be compiled with them for this many tokens.
+    """Return the entry's blocks if the kernel can be compiled with them for `tokens`, or else None.
 
-    A warning is given once if it cannot be compiled with them even for the entry's own tokens.
+    If the kernel cannot be compiled with them even for the entry's own number of tokens, the entry
+    is invalid, and one warning says so.
     """
     if not entry.blocks:
         return None
@@ -247,7 +259,7 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
 
 
 def tables(device: str, kernel: str) -> list[Table]:
-    """Return all tables that may have an entry, in the order in which to search them."""
+    """Return all tables to search for a kernel's blocks on a device, in search order."""
     within = tuple(reversed(_overlays.value or ()))
     return [*within, user_table(), package_table(device, kernel)]
 
@@ -256,7 +268,10 @@ def tables(device: str, kernel: str) -> list[Table]:
 
 
 def user_path() -> str | None:
-    """Return the user's file: $RMT_TPU_TUNED or one in the cache folder; None if that is "off"."""
+    """Return the path of the user's table, or None if $RMT_TPU_TUNED is "off".
+
+    The path is $RMT_TPU_TUNED if that is set, and otherwise a file in the user's cache folder.
+    """
     if given := os.environ.get(VARIABLE):
         return None if given == "off" else given
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
@@ -264,24 +279,25 @@ def user_path() -> str | None:
 
 
 def user_table() -> Table:
-    """Return the user's table, read when it is first requested; empty if there is no file.
+    """Return the user's table, which is read at the first request; it is empty without a file.
 
-    A file that `RMT_TPU_TUNED` names and that cannot be read gives a warning, once.
+    A file that cannot be read causes one warning, and so does a missing file if `RMT_TPU_TUNED`
+    names it. The table is then empty.
     """
     path = user_path()
     return Table("") if path is None else _read_table(path)
 
 
 def read_anew() -> None:
-    """Forget the contents of all files, so that they are read again."""
+    """Clear the caches of files, so that they are read again, and of warnings already given."""
     _read_table.cache_clear()
     package_table.cache_clear()
     _warn.cache_clear()
     _tell_how.cache_clear()
 
 
-# Functions that read files with these schemes: `(url) -> bytes, or None if there is no such file`.
-# An OSError or a ValueError becomes a warning.
+# Maps a URL scheme to the function that reads its files: it takes the URL and returns the content,
+# or None if there is no such file. If it raises an OSError or a ValueError, a warning is given.
 READERS: dict[str, Callable[[str], bytes | None]] = {}
 
 
@@ -313,7 +329,7 @@ def _read_table(path: str) -> Table:
 
 @functools.cache
 def package_table(device: str, kernel: str) -> Table:
-    """Return the table that is shipped for a kernel on a device; empty if there is none."""
+    """Return the table that the package ships for a kernel on a device; empty if there is none."""
     name = f"pallas_kernels/tuned/{device}/{kernel}.json"
     file = importlib.resources.files(__package__).joinpath(device, f"{kernel}.json")
     try:
@@ -323,7 +339,7 @@ def package_table(device: str, kernel: str) -> Table:
 
 
 def shipped() -> Iterator[tuple[str, str]]:
-    """Yield the device and the kernel of every table in the package."""
+    """Yield (device slug, kernel name) for every table that the package ships."""
     for folder in importlib.resources.files(__package__).iterdir():
         if folder.is_dir():
             for file in folder.iterdir():
@@ -332,12 +348,15 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def fingerprint() -> str:
-    """Return a hash of the package's and the user's tables; equal hashes mean equal blocks."""
+    """Return a hash of the package's tables and the user's table.
+
+    Equal hashes mean that equal look-ups return equal blocks, apart from the tables of `tuned`.
+    """
     texts = [package_table(*where).text() for where in sorted(shipped())]
     return hashlib.sha256("".join((*texts, user_table().text())).encode()).hexdigest()[:12]
 
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Give this warning once."""
+    """Emit a warning, unless the same message has been emitted before."""
     warnings.warn(message, stacklevel=2)

@@ -1,4 +1,7 @@
-"""Tables of block sizes, as JSON with one entry per line; a bad entry costs only itself."""
+"""Tables of block sizes, stored as JSON with one entry per line.
+
+If an entry is invalid, only that entry is skipped.
+"""
 
 import dataclasses
 import json
@@ -8,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 Value = str | int | bool
-Items = tuple[tuple[str, Value], ...]  # This is a mapping, sorted by name.
+Items = tuple[tuple[str, Value], ...]  # The (name, value) pairs of a mapping, sorted by name.
 Source = Literal["measured", "estimated", "heuristic"]
 
 _FORMAT = 1
-# Blocks for one number of tokens say little about numbers that differ by more than this factor.
+# The maximum ratio between an entry's number of tokens and the requested one: for a larger ratio,
+# the best blocks for one number say little about the other.
 _NEAR = 4
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
@@ -23,23 +27,25 @@ def items(values: Mapping[str, Value]) -> Items:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The blocks of one kernel at one size.
+    """The best known blocks of one kernel on one device at one size.
 
     Attributes:
       device: the slug of the device kind.
-      kernel, kernel_version: the kernel's name and version; blocks may mean something else in
-        another version.
-      key: the values that the kernel is specialised to, except for tokens.
-      tokens: the number of tokens that the blocks were chosen for.
-      blocks: the values of the blocks by name.
-      source: "measured" on a device, "estimated" from compiled programs, or the "heuristic".
-      seconds, default_seconds: the times of a call with these blocks and with the heuristic's:
-        every measurement, or the one estimate.
-      default_blocks: the heuristic's blocks when this entry was found.
-      implementation: the fastest implementation, if that is not this entry's kernel; on a GPU.
-      versions: the versions of the software that compiled and measured, by name.
+      kernel, kernel_version: the kernel's name and version. In another version, the same blocks may
+        have another meaning.
+      key: the sizes and options that the kernel is specialised to, without the number of tokens.
+      tokens: the number of tokens that the blocks were selected for.
+      blocks: the fields of the blocks and their values.
+      source: how the blocks were found: "measured" on a device, "estimated" from compiled programs,
+        or selected by the kernel's own rule, its "heuristic".
+      seconds: the times of a call with `blocks`, in seconds: all measurements, or one estimate.
+      default_seconds: the same for `default_blocks`.
+      default_blocks: the blocks that the heuristic selected when this entry was made.
+      implementation: the fastest implementation, if it is not this entry's kernel. Only entries
+        for GPUs have it.
+      versions: maps the names of the software that compiled and measured to their versions.
       date: the date of the search, as YYYY-MM-DD.
-      table: the table that the entry was taken from, if a run keeps it.
+      table: the name of the table that the entry was copied from, if it was recorded for a run.
     """
 
     device: str
@@ -59,7 +65,7 @@ class Entry:
 
     @property
     def identity(self) -> tuple[str, str, Items, int]:
-        """The key of the entry; a table has one entry for each."""
+        """The values that identify the entry; a table has at most one entry per identity."""
         return self.device, self.kernel, self.key, self.tokens
 
     def json(self) -> dict[str, Any]:
@@ -74,13 +80,13 @@ _REQUIRED = ("device", "kernel", "kernel_version", "key", "tokens", "blocks", "s
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Entries, and where they come from.
+    """A table of entries from one file or other source.
 
     Attributes:
-      name: the name of the file or other source, for messages.
-      entries: at most one entry for each identity.
-      exact: whether an entry serves only its own number of tokens.
-      faults: one line for each entry that was left out, which says what is wrong with it.
+      name: the name of the source, for messages.
+      entries: the entries, at most one per identity.
+      exact: whether an entry is used only for exactly its own number of tokens.
+      faults: messages of one line, one per entry that was skipped, that say why it is invalid.
     """
 
     name: str
@@ -89,7 +95,7 @@ class Table:
     faults: tuple[str, ...] = ()
 
     def candidates(self, device: str, kernel: str, key: Items, tokens: int) -> list[Entry]:
-        """Return entries that may serve, sorted by how near their numbers of tokens are."""
+        """Return the entries that may fit, those with the most similar number of tokens first."""
         found = [e for e in self.entries if (e.device, e.kernel, e.key) == (device, kernel, key)]
         if self.exact:
             return [e for e in found if e.tokens == tokens]
@@ -97,12 +103,12 @@ class Table:
         return sorted((e for e in found if distance(e) <= math.log2(_NEAR)), key=distance)
 
     def merged(self, entries: Iterable[Entry]) -> "Table":
-        """Return the table with these entries, which replace entries of the same identity."""
+        """Return the table with `entries` added, replacing entries that have the same identity."""
         of = {e.identity: e for e in (*self.entries, *entries)}
         return dataclasses.replace(self, entries=tuple(sorted(of.values(), key=_order)))
 
     def text(self) -> str:
-        """Return the file's content."""
+        """Return the table as the content of a JSON file."""
         lines = ",\n".join(
             json.dumps(e.json(), sort_keys=True) for e in sorted(self.entries, key=_order)
         )
@@ -114,7 +120,7 @@ def _order(entry: Entry) -> tuple[str, str, str, int]:
 
 
 def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
-    """Parse a file's content into a table; unreadable parts become `faults` and do not raise."""
+    """Parse a file's content into a table. Invalid parts are listed in `faults` and never raise."""
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
