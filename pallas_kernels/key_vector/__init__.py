@@ -106,8 +106,8 @@ def store_norm_retrieve(
     Args:
       residual: X, one `K x V` matrix per token, with any leading token axes. The dtype is any float
         dtype, or int16 fixed point, for which `undo` recovers X exactly. If a token's int16
-        residual overflows, or the standard deviation of its entries is less than two steps, the
-        token's z is NaN.
+        residual overflows, or the standard deviation (for rmsnorm, the root mean square) of its
+        entries is less than two steps, the token's z is NaN.
       store_keys: w, the keys under which the R data vectors are written.
       data: y, the R data vectors per token.
       gain: the norm's gain. The norm is computed over all `K * V` entries of a token together.

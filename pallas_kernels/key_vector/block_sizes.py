@@ -60,7 +60,7 @@ class Sizes:
 
     @property
     def keeps_operand(self) -> bool:
-        """Whether the store keeps the residual in the data's dtype for the read.
+        """Whether the store keeps the residual, converted to the data's dtype, for the read.
 
         This is done for int16 residuals, because converting them a second time is slow.
         """

@@ -1,31 +1,39 @@
-"""The functions, operands and results of every implementation of the key-vector ops.
+"""The interface that every implementation of the key-vector ops provides.
 
-An implementation is a module with these functions over arrays with exactly two token axes, a batch
-B and a sequence N. The public ops reshape to that, choose an implementation and differentiate:
+An implementation is a module with the functions below. Their arrays have exactly two token axes, a
+batch B and a sequence N. The public ops reshape their arguments to these axes, select an
+implementation and define the derivatives.
 
     forward(Site, Statistics | None = None, empty=False, *, norm, epsilon, dtype, scale=True,
             fraction_bits, in_place) -> Outcome
     backward(Backward, *, norm, rebuild, fraction_bits) -> Gradients
-    unsupported(op, *operands) -> why these cannot be served, in a line, or None: called first
+    unsupported(op, *operands) -> the reason, in one line, why the implementation does not support
+            these operands, or None; it is called before the other functions
 
-The residual given to `backward` is the stored one. With n = norm(X') and a = gain * r^T dz:
+Symbols are as in `store_norm_retrieve`: X and X' are the residual before and after the store, w and
+r the store keys and read keys, y the data, z the retrieved vectors, and dX is the cotangent of X.
+`backward` takes X'. With n = norm(X'), rstd its scale factor and a = gain * r^T dz:
 
     dX = dX' + rstd (a - mean(a) - n mean(a n))     dy = w dX         dw = sum y dX^T
     dgain = sum (r^T dz) n                          dr = sum dz (gain n)^T
 
-A site with R stored and P retrieved vectors has two halves, a store and a read. Without keys to
-store with, or without keys to read with, it is only the other half; operands and results of the
-missing half are None. The backward pass of a store alone needs no residual. A read alone may be
-given statistics from an earlier read, which are then not computed again; the read of a residual
-that a backward pass rebuilds, `again`, has them too. The vectors that a site has `retrieved` also
-give the means.
+Halves: a site consists of a store of R vectors and a read of P vectors. If the store keys or the
+read keys are None, the site is only a read or only a store, and the operands and results of the
+missing half are None. The backward pass of a store alone needs no residual.
 
-A kernel may write the new residual over the old one (`in_place`); XLA decides this itself. If a
-store alone gets `empty`, a scalar that is true, the old residual counts as zeros whatever it holds.
+Statistics: a read alone can be passed statistics from an earlier read of the same residual, which
+are then not computed again. The read of the residual that a backward pass rebuilds (`Again`) has
+such statistics too. If a backward pass is passed the `retrieved` vectors of its site, it can
+compute its means from them.
 
-If keys, gain and residual are a slice of longer keys, the read is done without `scale`: the
-retrieved vectors then lack the factor rstd, and the caller sums them over slices. `backward` is
-then given the statistics and the `Means` of the whole; otherwise it computes the means itself.
+Memory: with `in_place`, a kernel may write the new residual over the old one; XLA decides this by
+itself. If a store alone is passed `empty` and that scalar is true, the old residual is treated as
+zeros, whatever it holds.
+
+Sharded keys: if keys, gain and residual are one device's slices along K, the read is computed with
+`scale=False`: the retrieved vectors then lack the factor rstd, and the caller sums them over the
+devices. In that case `backward` is passed the statistics and the `Means` over all of K; otherwise
+it computes the means itself.
 """
 
 from typing import NamedTuple
@@ -35,15 +43,20 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments import Slot
 
-# An int16 residual holds X * 2^fraction_bits rounded: with 9 bits the step is 1/512 and the range
-# 64. Writes are then sums of integers, which can be undone without error.
+# The default number of fraction bits of an int16 residual, which holds X * 2^fraction_bits rounded
+# to integers. With 9 bits the step is 1/512 and the range is from -64 to 64. Writes are then sums
+# of integers, which can be undone without error.
 FRACTION_BITS = 9
-# The least spread of a token, in steps. Below it, rounding dominates what the token reads.
+# Minimum standard deviation of the entries of a token's int16 residual, in steps. Below it, the
+# rounding error dominates the retrieved vectors, so they are NaN instead.
 LEAST_STEPS = 2.0
 
 
 class Site(NamedTuple):
-    """The residual of a site, the operands of its write and the operands of its read."""
+    """The operands of a site: the residual, then those of the store, then those of the read.
+
+    Only one half's operands may be missing.
+    """
 
     residual: Shaped[Array, "B N K V"] | None
     store_keys: Float[Array, "R K"] | Slot | None = None
@@ -61,12 +74,13 @@ class Site(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Each token's statistics of the stored residual.
+    """The mean and the reciprocal standard deviation of each token's stored residual.
 
-    A backward pass needs nothing else saved in addition to its operands. The numbers are in the
-    units of X. `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`,
-    or NaN for a token whose int16 residual has left its range or (with `scale`) spreads over less
-    than LEAST_STEPS steps. Both are one array because kernels write and read them together.
+    A backward pass needs them in addition to the forward pass's operands, and nothing else. `mean`
+    is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, in units of X also for an int16
+    residual. It is NaN for a token whose int16 residual has overflowed, or (with `scale`) whose
+    standard deviation is less than LEAST_STEPS steps. The two are stored in one array because
+    kernels write and read them together.
     """
 
     both: Float[Array, "B 2 N"] | Slot
@@ -88,9 +102,9 @@ class Outcome(NamedTuple):
     """The results of a forward pass.
 
     Attributes:
-      residual: the stored residual in its dtype.
-      retrieved: the retrieved vectors, in `dtype` or else the data's dtype.
-      statistics: the statistics of the residual, or None if they were given.
+      residual: the stored residual, in the dtype of the residual operand.
+      retrieved: the retrieved vectors, in `dtype`, or in the data's dtype if `dtype` is None.
+      statistics: the statistics of the stored residual, or None if they were passed in.
     """
 
     residual: Shaped[Array, "B N K V"] | None
@@ -99,10 +113,14 @@ class Outcome(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Means over the entries of a token's residual, with `a = gain * r^T dz` and `n = norm(X)`.
+    """The two means over a token's `K * V` entries that the residual's gradient contains.
 
-    `a` is mean(a), or None for rmsnorm; `an` is mean(a n). They enter the gradient as
+    With `a = gain * r^T dz` and `n = norm(X')`, the gradient is
     `dX = dX' + rstd (a - mean(a) - n mean(a n))`.
+
+    Attributes:
+      a: mean(a), or None for rmsnorm, whose gradient lacks this term.
+      an: mean(a n).
     """
 
     a: Float[Array, "B N"] | None
@@ -110,7 +128,10 @@ class Means(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A read of the residual that a backward pass rebuilds, with that residual's statistics."""
+    """The operands of an additional read, from the residual that a backward pass rebuilds.
+
+    `statistics` are those of the rebuilt residual.
+    """
 
     gain: Float[Array, "K V"] | Slot
     read_keys: Float[Array, "A K"] | Slot
@@ -120,8 +141,15 @@ class Again(NamedTuple):
 class Backward(NamedTuple):
     """The operands of a backward pass; the module's docstring says which may be None.
 
-    The site holds the stored residual, to which `statistics` belong, and `d_residual` is that
-    residual's cotangent. The vectors that were `retrieved` from it can be used for its means.
+    Attributes:
+      site: the site's operands, with the stored residual X' as residual.
+      statistics: the statistics of the stored residual.
+      d_residual: the cotangent of the stored residual.
+      d_retrieved: the cotangent of the retrieved vectors.
+      means: the means over all of K, if the keys are sharded.
+      again: the operands of a read from the rebuilt residual, or None.
+      retrieved: the vectors that the forward pass retrieved, or None; they can be used to compute
+        the means.
     """
 
     site: Site
@@ -137,14 +165,14 @@ class Gradients(NamedTuple):
     """The cotangents of a site.
 
     Attributes:
-      residual: the residual's cotangent, in the dtype of the cotangent that was given (for a read
-        alone, of the residual).
+      residual: the cotangent of the residual before the store, in the dtype of the stored
+        residual's cotangent (for a read alone, in the residual's dtype).
       data: the data's cotangent, in the data's dtype.
-      store_keys, gain, read_keys: the parameters' cotangents, at least float32.
-      rebuilt: the residual before the store, if requested: exact for int16, up to rounding for
-        floats.
-      retrieved: the vectors that `again` reads from it, in the data's dtype; for a slice of longer
-        keys only the slice's share.
+      store_keys, gain, read_keys: the parameters' cotangents, in at least float32.
+      rebuilt: the residual before the store, if requested. It is exact for an int16 residual, and
+        has rounding errors for a floating-point one.
+      retrieved: the vectors that `again` reads from `rebuilt`, in the data's dtype. If the keys are
+        sharded, they are this device's terms of a sum over devices.
     """
 
     residual: Float[Array, "B N K V"]

@@ -1,7 +1,8 @@
-"""Key-vector ops for a backward pass that a caller writes itself and that rebuilds the residual.
+"""Key-vector ops for a custom backward pass that rebuilds residuals instead of saving them.
 
-These ops have no gradients. They return what such a backward pass needs, like statistics and
-cotangents, and take slots of stacks. A backward pass that keeps the writes uses them too.
+These ops have no gradients themselves. They return the statistics and cotangents that a
+hand-written backward pass needs, and accept `Slot`s in place of most arrays. They also serve a
+backward pass that saves only the written data.
 """
 
 import jax
@@ -32,10 +33,13 @@ def store_forward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N K V"]:
-    """Compute `store` with data that may lie in a stack; its backward pass is `store_backward`.
+    """Compute `store`, where the data may be a slot; `store_backward` is its backward pass.
 
-    If `empty` is true, the residual counts as zeros whatever it holds. `in_place` may overwrite the
-    residual, which costs a copy if the caller still needs it.
+    Args:
+      residual, store_keys, data, key_axis, implementation: as in `store`.
+      empty: whether to treat the residual as zeros, whatever it holds.
+      in_place: whether a kernel may overwrite the residual. This costs a copy if the caller still
+        uses the residual afterwards.
     """
     call = Call("layernorm", 0.0, implementation, None, key_axis)
     call = calls.checked(call, Site(residual, store_keys, data), reads=False)
@@ -52,10 +56,11 @@ def store_backward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R K"], Float[Array, "b N R V"]]:
-    """Return the cotangents of a store's keys and data, from the stored residual's cotangent.
+    """Return the cotangents of a store's keys and data.
 
-    `dw = sum y dX^T` and `dy = w dX`. The cotangent of the residual before the store equals that of
-    the stored one.
+    With w the keys, y the data and dX the cotangent `d_stored` of the stored residual, they are
+    `dw = sum y dX^T` (summed over tokens) and `dy = w dX`. The cotangent of the residual before the
+    store is dX itself.
     """
     call = Call("layernorm", 0.0, implementation, None, key_axis)
     call = calls.checked(call, Site(d_stored, store_keys, data), reads=False)
@@ -77,7 +82,10 @@ def store_norm_retrieve_with_statistics(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
-    """Compute `store_norm_retrieve`, and the statistics of all B rows that `undo` takes."""
+    """Compute `store_norm_retrieve`, and also return the statistics that `undo` needs.
+
+    The statistics are those of all B batch rows of the stored residual.
+    """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
     return calls.forward(call, True, calls.of_all_rows(site, call.key_axis))[:3]
@@ -96,10 +104,18 @@ def norm_retrieve_again(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "b N P V"]:
-    """Return what `store_norm_retrieve_with_statistics` retrieved from the residual it returned.
+    """Repeat the read of `store_norm_retrieve_with_statistics`.
 
-    The given statistics save a pass over the residual. With a `key_axis` they are not used, because
-    they belong to the whole residual, while a slice is read about its own mean.
+    Args:
+      residual, statistics: the stored residual and the statistics which that op returned. Passing
+        the statistics saves a pass over the residual. They are not used with a `key_axis`, because
+        they belong to the whole residual, whereas each device reads its slice of K relative to the
+        slice's mean.
+      gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to that op.
+      dtype: the dtype of the result.
+
+    Returns:
+      The retrieved vectors.
     """
     site, dtype = Site(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
     call = calls.checked(Call(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site)
@@ -126,17 +142,28 @@ def undo(
     again: Again | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
-    """Return the cotangents of `store_norm_retrieve` and the residual before it, in the same pass.
+    """Compute the backward pass of `store_norm_retrieve`, and rebuild the residual before the store.
 
-    `residual` is the residual *after* the store; `Gradients.rebuilt` is `X = X' - w^T y`, exact for
-    an int16 residual, so that a backward pass needs no saved residuals. If `again` is given, the
-    rebuilt residual is also read with the statistics in `again`: `Gradients.retrieved` holds the
-    result for the device's own rows.
+    Both happen in one pass over the residual, so a caller's backward pass needs no saved residuals.
+    With a `key_axis`, the data are all-gathered again, and for layernorm a float32 array [P, V] is
+    summed over devices.
 
-    With a `key_axis`, `retrieved` is required: the vectors of the own rows that were retrieved with
-    these statistics. The data are gathered again, and for layernorm P V numbers are summed over
-    devices. Without a `key_axis`, `retrieved` saves a read of the residual in kernels that work in
-    slabs.
+    Args:
+      residual: X', the residual *after* the store.
+      statistics: the statistics of X', from `store_norm_retrieve_with_statistics`.
+      store_keys, data, gain, read_keys, norm, fraction_bits, key_axis, implementation: as passed to
+        `store_norm_retrieve_with_statistics`.
+      d_residual: the cotangent of X'.
+      d_retrieved: the cotangent of the retrieved vectors.
+      retrieved: the vectors that were retrieved for this device's batch rows. They are required
+        with a `key_axis`. Otherwise they are optional, and save a read of the residual in kernels
+        that process V in slabs.
+      again: the operands of a read from the rebuilt residual, or None.
+
+    Returns:
+      The cotangents, with `rebuilt` set to `X = X' - w^T y`, w being the store keys and y the data;
+      it is exact for an int16 residual. `retrieved` holds the vectors that `again` reads for this
+      device's batch rows.
 
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
@@ -154,7 +181,7 @@ def undo(
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)
     given = Backward(site, statistics, d_residual, d_retrieved, None, again)
-    if key_axis is None:  # With an axis, `calls.backward` takes the means over all slices.
+    if key_axis is None:  # With an axis, `calls.backward` computes the means over all slices.
         given = given._replace(retrieved=retrieved)
     g = calls.backward(call, given, read, rebuild=True)
     if again is None:

@@ -1,10 +1,11 @@
 """Plain JAX reference of the key-vector ops, against which every implementation is tested.
 
-Statistics and sums are float32 (float64 for float64 inputs), whatever the inputs are.
+Statistics and sums are computed in float32 (float64 for float64 inputs), whatever the dtype of the
+inputs.
 
-Cost of `store_norm_retrieve` for T tokens, R stored and P retrieved vectors of size V:
-`2 * T * (R + P) * K * V` FLOPs. The ideal traffic is the residual once in and once out, the data
-once in and the retrieved vectors once out: `T * (2 * K * V + R * V + P * V)` elements.
+For T tokens, K x V residuals and R stored and P retrieved vectors, `store_norm_retrieve` takes
+`2 * T * (R + P) * K * V` FLOPs. It must move at least `T * (2 * K * V + R * V + P * V)` elements:
+it reads and writes the residual once, reads the data once and writes the retrieved vectors once.
 """
 
 import jax
@@ -23,7 +24,10 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "*tokens R V"],
 ) -> Float[Array, "*tokens K V"]:
-    """Compute `X + sum_r w_r (x) y_r`, in the residual's dtype."""
+    """Compute `X + sum_r w_r (x) y_r`, with X the residual, w the store keys and y the data.
+
+    The result has the residual's dtype.
+    """
     dtype = _accumulator(residual, store_keys, data)
     written = jnp.einsum("rk,...rv->...kv", store_keys.astype(dtype), data.astype(dtype))
     return (residual.astype(dtype) + written).astype(residual.dtype)
@@ -38,7 +42,10 @@ def norm_retrieve(
     epsilon: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*tokens P V"]:
-    """Compute `r_p . (gain * norm(X))` over all K * V entries of a token together, in `dtype`."""
+    """Compute `r_p . (gain * norm(X))`, with X the residual and r the read keys.
+
+    The norm is computed over all K * V entries of a token together. The result is of dtype `dtype`.
+    """
     accumulator = _accumulator(residual, gain, read_keys)
     x = residual.astype(accumulator)
     if norm == "layernorm":
@@ -58,7 +65,10 @@ def store_norm_retrieve(
     norm: Norm,
     epsilon: float,
 ) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
-    """Compute `store`, then `norm_retrieve` of the rounded stored residual in the data's dtype."""
+    """Compute `store`, and then `norm_retrieve` from its result, in the data's dtype.
+
+    The stored residual is rounded to its dtype before it is read.
+    """
     residual = store(residual, store_keys, data)
     retrieved = norm_retrieve(
         residual, gain, read_keys, norm=norm, epsilon=epsilon, dtype=data.dtype

@@ -1,24 +1,26 @@
-"""Key-vector ops with the keys' entries K divided over the n devices along a mesh axis.
+"""Communication for key-vector ops whose keys are sharded along K over the n devices of a mesh axis.
 
-A device holds its own K / n rows of the residual matrices of all n devices' tokens, and its own
-slice of every key and of the gain. Writing is local once the device has all tokens' data. The
-retrieved vectors are a sum over slices d,
+Each device holds K / n rows of the residual matrix of every token of all n devices, and the same
+slice of every key and of the gain. A write needs no communication once the device has the data of
+all tokens. Let r be the read keys, X the residual, `G = r * gain`, and let d number the devices.
+The retrieved vectors are a sum over the devices' slices of K:
 
     z = rstd sum_k G_k (X_k - mean) = rstd (sum_d A_d + sum_d (mean_d - mean) B_d)
 
-with `G = r * gain`, `A_d` a slice's own part about its own mean, which a kernel returns without
-`scale`, and `B_d = sum_k G_k` over the slice. A site therefore costs an all-gather of the data and
-a reduce-scatter of A, which are the two halves of an all-reduce, and in addition to the latter an
-all-gather of B and of two numbers per token. A slice's own mean is subtracted before A is rounded,
-and a variance is the sum of the variance within slices and the variance of their means, so a large
-mean cancels no digits.
+`A_d` is the sum of `G_k (X_k - mean_d)` over slice d, where mean_d is the mean over that slice's
+entries; a kernel returns it if called with `scale=False`. `B_d` is the sum of `G_k` over slice d.
+A site therefore needs an all-gather of the data, a reduce-scatter of A, and an all-gather of B and
+of two numbers per token. A large mean causes no cancellation, because the slice's mean is
+subtracted before A is rounded, and because the variance is computed as the mean of the variances
+within slices plus the variance of the slices' means.
 
-The backward pass of a kernel needs the means of a and of a n, with `a = G^T dz` and `n = norm(X)`,
-over all of K. They are `<dz, sum_d B_d> / (K V)` and `<dz, z> / (K V)`: a device computes them for
-its own tokens without the residual, and they are gathered.
+The backward pass needs the means of `a` and of `a n` over all of K, with `a = G^T dz`,
+`n = norm(X)` and dz the cotangent of z. They equal `<dz, sum_d B_d> / (K V)` and
+`<dz, z> / (K V)`. Each device computes them for its own tokens, without the residual, and the
+results are all-gathered.
 
-If the key axis is None, K is not divided and nothing is exchanged. With an axis, these functions
-run in `jax.shard_map`.
+If the key axis is None, K is not sharded and these functions do not communicate. If there is an
+axis, they must run in `jax.shard_map`.
 """
 
 from typing import NamedTuple
@@ -32,10 +34,11 @@ from pallas_kernels.key_vector.interface import Means, Statistics
 
 
 class Read(NamedTuple):
-    """Results of a read that its backward pass needs, with the residual and the statistics.
+    """The results of a read that its backward pass needs in addition to residual and statistics.
 
-    `retrieved` holds the vectors of the device's own rows. `sums` is `sum_k r_pk gain_kv` over all
-    of K, or None for rmsnorm, which does not need it.
+    Attributes:
+      retrieved: the vectors retrieved for this device's batch rows.
+      sums: `sum_k r_pk gain_kv` over all of K, or None for rmsnorm, which does not need it.
     """
 
     retrieved: Float[Array, "b N P V"]
@@ -43,26 +46,30 @@ class Read(NamedTuple):
 
 
 def size(key_axis: str | None) -> int:
-    """Return the number of devices over which K is divided."""
+    """Return the number of devices over which K is sharded."""
     return 1 if key_axis is None else jax.lax.axis_size(key_axis)
 
 
 def gather(x: Shaped[Array, "b *rest"], key_axis: str | None) -> Shaped[Array, "B *rest"]:
-    """Gather each device's own rows and return the rows of all devices."""
+    """All-gather x, which holds this device's batch rows, and return the rows of all devices."""
     if key_axis is None:
         return x
     every = lambda x: jax.lax.all_gather(x, key_axis, axis=0, tiled=True)
     if x.ndim != 4:
         return every(x)
-    # A TPU's compiler would gather [b, N, P, V] in its own choice of layout and then copy all rows
-    # to the kernels' layout, that of [b, V, P, N]. This way it copies only the device's own rows.
+    # The kernels use the memory layout of [b, V, P, N]. Without these transposes, the TPU compiler
+    # would gather [b, N, P, V] in another layout and then copy the rows of all devices to the
+    # kernels' layout. With them, it copies only this device's rows.
     tokens_last = lambda x: jnp.transpose(x, (0, 3, 2, 1))
     on_tpu = lambda x: tokens_last(every(tokens_last(x)))
     return jax.lax.platform_dependent(x, tpu=on_tpu, default=every)
 
 
 def scatter_sum(x: Float[Array, "B *rest"], key_axis: str | None) -> Float[Array, "b *rest"]:
-    """Return the own rows of the sum over devices: the transpose of `gather`."""
+    """Sum x over devices and return this device's batch rows of the sum (a reduce-scatter).
+
+    This is the transpose of `gather`.
+    """
     if key_axis is None:
         return x
     return jax.lax.psum_scatter(x, key_axis, scatter_dimension=0, tiled=True)
@@ -78,19 +85,22 @@ def all_slices(
     norm: Norm,
     least: float | None = None,
 ) -> tuple[Read, Statistics]:
-    """Return what the own rows read from the whole residual, given what all rows read from a slice.
+    """Combine the devices' reads of their slices of K into the read of the whole residual.
 
     Args:
-      retrieved: A of the own slice about its own mean, without the factor rstd, for all rows.
-      statistics: the own slice's statistics, with the epsilon of the whole.
-      gain, read_keys: the own slices of the parameters.
-      key_axis: the mesh axis.
+      retrieved: A_d of the module's docstring: what the batch rows of all devices read from this
+        device's slice, relative to the slice's mean and without the factor rstd.
+      statistics: the statistics of this device's slice, with the epsilon of the whole read.
+      gain, read_keys: this device's slices of the parameters.
+      key_axis: the mesh axis over which K is sharded.
       norm: the norm of the read.
-      least: a token whose variance plus epsilon is less than this reads NaN; None for no limit.
+      least: the minimum of a token's variance plus epsilon; below it, the token's retrieved vectors
+        are NaN. None means no minimum.
 
     Returns:
-      The retrieved vectors of the own rows, in the dtype of `retrieved`; and the statistics of the
-      whole residual, for all rows. If one slice's statistics are NaN, so are the whole's.
+      The retrieved vectors of this device's batch rows, in the dtype of `retrieved`; and the
+      statistics of the whole residual, for the rows of all devices. A token's statistics are NaN if
+      those of any slice are NaN.
     """
     mean, rstd = statistics.mean, statistics.rstd
     shape, tokens = mean.shape, mean.size
@@ -99,8 +109,8 @@ def all_slices(
     if centred:
         sent += [mean, key_sums(gain, read_keys).astype(mean.dtype)]
     slices = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in sent]), key_axis)
-    # The mean of `variance + epsilon`, or of the mean square plus epsilon: epsilon is in each
-    # slice's number, and so it is in their mean.
+    # The mean over slices of `variance + epsilon`, or for rmsnorm of the mean square plus epsilon.
+    # Each slice's number contains epsilon, so their mean contains it exactly once.
     square = jnp.mean(slices[:, :tokens], axis=0).reshape(shape)
     if centred:
         means = slices[:, tokens : 2 * tokens].reshape(-1, *shape)
@@ -127,13 +137,19 @@ def all_slices(
 
 
 def key_sums(gain: Float[Array, "K V"], read_keys: Float[Array, "P K"]) -> Float[Array, "P V"]:
-    """Compute `sum_k r_pk gain_kv` over the own slice, at least float32."""
+    """Compute `sum_k r_pk gain_kv`, r being the read keys, over this device's slice of K.
+
+    The result is at least float32.
+    """
     dtype = jnp.result_type(jnp.float32, gain, read_keys)
     return jnp.einsum("pk,kv->pv", read_keys.astype(dtype), gain.astype(dtype), precision="highest")
 
 
 def means(d_retrieved: Float[Array, "b N P V"], read: Read, K: int, key_axis: str) -> Means:
-    """Return all rows' means over the whole residual of `K * V` entries, from the own rows."""
+    """Compute the backward pass's `Means` over all `K * V` entries of each token.
+
+    Each device computes them for its own batch rows; the result holds the rows of all devices.
+    """
     dtype = jnp.result_type(jnp.float32, d_retrieved)
     dz, count = d_retrieved.astype(dtype), K * d_retrieved.shape[3]
     own = [jnp.sum(dz * read.retrieved.astype(dtype), axis=(2, 3)) / count]
