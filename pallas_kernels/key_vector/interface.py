@@ -55,7 +55,7 @@ LEAST_STEPS = 2.0
 class Site(NamedTuple):
     """The operands of a site: the residual, then those of the store, then those of the read.
 
-    Only one half's operands may be missing.
+    At most one of the two halves may be missing; its operands are then None.
     """
 
     residual: Shaped[Array, "B N K V"] | None

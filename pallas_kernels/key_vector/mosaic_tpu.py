@@ -1,24 +1,27 @@
-"""TPU kernels of the key-vector ops, which read and write the residual in HBM once.
+"""TPU kernels of the key-vector ops, which read and write the residual in HBM only once.
 
-Inside the kernels, tokens lie in the lanes and rows are v-major: residual [B, V, K, N], data
-[B, V, R, N], retrieved [B, V, P, N]. XLA itself gives this layout to a carried [B, N, K, V] array,
-so the transposes around a kernel cost nothing. Nothing is padded, no sum crosses lanes, and every
-product contracts over rows.
+Layout: inside the kernels, the lanes hold tokens, and V is the slowest axis after the batch:
+residual [B, V, K, N], data [B, V, R, N], retrieved [B, V, P, N]. XLA itself gives this layout to a
+[B, N, K, V] array that a loop carries, so the transposes around a kernel cost nothing. No array is
+padded, no sum crosses lanes, and every matrix product contracts over rows.
 
-- Store and read are a product with short keys for each v. The product's rows are held by the matrix
-  unit and the keys stream through it. Several v in a block diagonal would stream as many rows, half
-  of them 0.
-- The statistics are summed while storing, around a shift for each token, so that they do not cancel
-  where the mean is large compared to the spread.
-- Gain and norm fold into the keys and the result: with `G[v] = r * gain[:, v]` rounded to the
-  data's dtype, `z = rstd (G (X' - s) - (mean - s) sum_k G)` for any shift s.
+- For each index v along V, the store and the read are matrix products with the keys. The matrix
+  unit holds the product's [rows, tokens] operand, and the few keys stream through it. Combining
+  several v in a block-diagonal operand would not help: as many rows would stream, half of them 0.
+- The statistics are summed during the store, as differences from a shift per token, so that they do
+  not lose precision to cancellation if the mean is large compared to the standard deviation.
+- The gain is folded into the read keys r, and the norm is applied to the result: with
+  `G[v] = r * gain[:, v]`, rounded to the data's dtype,
+  `z = rstd (G (X' - s) - (mean - s) sum_k G)` for any shift s.
 
-If a tile of tokens does not fit VMEM, it is processed in slabs of v. The forward pass then moves no
-more bytes (except the keys `G` once per tile), but the backward pass reads the residual twice.
+If a tile of tokens does not fit in VMEM, it is processed in slabs, which are ranges of v. The
+forward pass then moves no additional bytes (except the keys `G`, once per tile), but the backward
+pass reads the residual twice.
 
-For T tokens with E bytes per entry, store_norm_retrieve takes `2 T (R + P) K V` FLOPs and
-`E T V (2 K + R + P)` bytes. The backward pass takes `4 T (R + P) K V` FLOPs and
-`E T V (3 K + 2 R + P)` bytes, and to rebuild the residual `2 T R K V` and `E T K V` more.
+For T tokens with E bytes per entry, store_norm_retrieve takes `2 T (R + P) K V` FLOPs and moves
+`E T V (2 K + R + P)` bytes to or from HBM. The backward pass takes `4 T (R + P) K V` FLOPs and
+moves `E T V (3 K + 2 R + P)` bytes. Rebuilding the residual adds `2 T R K V` FLOPs and `E T K V`
+bytes.
 """
 
 import dataclasses
@@ -62,9 +65,9 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 
 def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
-    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
+    """Return the reason, in one line, why the kernels do not support these operands, or None."""
     site, *others = given if isinstance(given, Backward) else (given, *others)
-    # The backward pass of a store alone has only the cotangent.
+    # The backward pass of a store alone has no residual; its cotangent has the same shape.
     residual = given.d_residual if site.residual is None else site.residual
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
     N, K = residual.shape[1:3]
@@ -81,7 +84,7 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
         dtype = given.d_retrieved.dtype
     sizes = _sizes_of(site, residual, dtype, given.again if op == "backward" else None)
     needed = ("forward",)
-    if op == "backward":  # In slabs, the backward pass also runs a forward read.
+    if op == "backward":  # A backward pass in slabs also runs a forward read.
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
@@ -102,11 +105,11 @@ def forward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """Run the forward pass: see `interface`.
+    """Compute `forward` of the key-vector interface (see `interface`).
 
-    It takes `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes; a read has `K + P` in place
-    of the sum in brackets. `in_place` writes X' over X, which costs a copy if a caller still needs
-    X.
+    For T tokens with E bytes per entry, it takes `2 T (R + P) K V` FLOPs and moves
+    `E T V (2 K + R + P)` bytes; a read alone moves `E T V (K + P)`. `in_place` writes X' over X,
+    which costs a copy if a caller still uses X.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sizes = _sizes_of(site, site.residual, compute)
@@ -125,13 +128,18 @@ def backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Run the backward pass: see `interface`.
+    """Compute `backward` of the key-vector interface (see `interface`).
 
-    `dG[v] = sum dz n` gives the gradients of both the gain and the read keys. For T tokens with E
-    bytes per entry it takes `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes; a read has
-    `2 K + P` and a store `K + 2 R` in place of the sum in brackets. Rebuilding takes `2 T R K V`
-    and `E T K V` more, reading A vectors again `2 T A K V` and `E T A V`. If `means` are given, a
-    is computed once and not kept.
+    The gradients of the gain and of the read keys both follow from `dG[v] = sum dz n`, summed over
+    tokens, with dz the cotangent of the retrieved vectors and n = norm(X').
+
+    For T tokens with E bytes per entry, the pass takes `4 T (R + P) K V` FLOPs and moves
+    `E T V (3 K + 2 R + P)` bytes; a read alone moves `E T V (2 K + P)` and a store alone
+    `E T V (K + 2 R)`. Rebuilding the residual adds `2 T R K V` FLOPs and `E T K V` bytes, and
+    reading A vectors from it adds `2 T A K V` FLOPs and `E T A V` bytes.
+
+    If `means` are passed, the intermediate `a` of `interface` is used only once, so it is not kept
+    in VMEM.
     """
     site = given.site
     if site.residual is None:
@@ -150,7 +158,11 @@ def backward(
 
 
 def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
-    """Return the sizes of a site; `dtype` is that of retrieved vectors if nothing is stored."""
+    """Return the `Sizes` of a site.
+
+    `dtype` is the dtype of the retrieved vectors. It is used only if the site stores nothing;
+    otherwise they have the data's dtype.
+    """
     K, V = residual.shape[2:]
     R = site.store_keys.shape[0] if site.stores else 0
     P = site.read_keys.shape[0] if site.reads else 0
@@ -163,7 +175,7 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
     blocks = given or choose_block_sizes(op, sizes, residual.shape[1])
     if blocks is None:
         raise UnsupportedImplementation(f"no block sizes fit VMEM for {sizes}; use 'xla'")
-    if interpret:  # Unrolled loops take long to compile and run no faster in the interpreter.
+    if interpret:  # In the interpreter, unrolled loops compile slowly and run no faster.
         return dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
     return blocks
 
@@ -176,7 +188,7 @@ def _forward(
     *,
     in_place: bool = True,
 ) -> Outcome:
-    """Run the forward kernel with whichever of the two halves the site has."""
+    """Run the forward kernel for the half or halves (store, read) that the site has."""
     s, blocks = call.sizes, call.blocks
     residual, store_keys, data, gain, read_keys = site
     B, N = residual.shape[:2]
@@ -232,7 +244,7 @@ def _forward(
 
 
 def _store_operands(call: Call, by_slab, store_keys, data):
-    """Return the inputs and the scratch of a store."""
+    """Return the kernel's input operands and scratch shapes for a store."""
     s, blocks = call.sizes, call.blocks
     inputs = {
         "store_keys": store_operand(call, store_keys),
@@ -338,7 +350,11 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
 
 
 def _means(call: Call, given: Backward) -> Means:
-    """Compute `mean(a)` and `mean(a n) = mean(dz z)`; z is read here if it is not given."""
+    """Compute the `Means` of a backward pass in slabs, before its kernel runs.
+
+    `mean(a n)` equals `<dz, z> / (K V)`, where z are the retrieved vectors and dz their cotangent.
+    If the retrieved vectors were not passed in, they are read from the residual here.
+    """
     site, statistics, retrieved = given.site, given.statistics, given.retrieved
     sizes = dataclasses.replace(call.sizes, R=0, A=0)
     if retrieved is None:

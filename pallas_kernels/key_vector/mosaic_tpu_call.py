@@ -1,4 +1,4 @@
-"""Static parameters of the TPU kernels, and the order in which they process their tiles."""
+"""Static parameters of the key-vector TPU kernels, and the order in which they process tiles."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from pallas_kernels.target import target
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The parameters of a kernel that are fixed while it is traced."""
+    """The static parameters of a kernel, constant during tracing."""
 
     sizes: Sizes
     blocks: BlockSizes
@@ -27,7 +27,7 @@ class Call:
 
     @property
     def unit(self) -> float:
-        """The value of 1 in the residual's array."""
+        """The value that a stored 1 represents: the step of an int16 residual, otherwise 1."""
         return 2.0**-self.fraction_bits if self.integer else 1.0
 
     @property
@@ -36,10 +36,10 @@ class Call:
 
     @property
     def shifted(self) -> bool:
-        """Whether products take the residual less a shift, because it may not fit bfloat16 itself.
+        """Whether a shift is subtracted from the residual before it enters matrix products.
 
-        A bfloat16 residual is an exact operand without a shift; its mean is subtracted from the
-        result.
+        This keeps precision if the residual is rounded to bfloat16 for the products. A bfloat16
+        residual needs no rounding, so its mean is instead subtracted from the products' results.
         """
         return self.centred and self.sizes.residual_dtype != "bfloat16"
 
@@ -49,7 +49,13 @@ class Call:
 
 
 class Tail(NamedTuple):
-    """The number of tokens in the last tile along N, and its place; core None means every core."""
+    """The last tile along N, if it is only partly filled.
+
+    Attributes:
+      tokens: the number of tokens in it.
+      core: the TPU core that processes it; None if every core has such a tile.
+      tile: its index among the tiles of its core.
+    """
 
     tokens: int
     core: int | None
@@ -57,10 +63,17 @@ class Tail(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The order of a backward pass over the tiles of tokens [B, N].
+    """The order in which a backward pass processes the tiles of tokens [B, N].
 
-    The tiles are divided over two cores if there are two and the tiles divide evenly. Each core
-    sums the parameters' gradients on its own.
+    If a chip has two cores and the sequences, or else the tiles of a sequence, can be divided
+    evenly between them, each core processes half of the tiles and sums its own share of the
+    parameters' gradients.
+
+    Attributes:
+      cores: the number of cores that are used.
+      batches: the number of sequences per core.
+      tiles_each: the number of tiles per core and sequence.
+      by_batch: whether the sequences, not the tiles within them, are divided between cores.
     """
 
     cores: int
@@ -77,13 +90,18 @@ class Walk(NamedTuple):
         return cls(2, B, tiles // 2, False) if tiles % 2 == 0 else cls(1, B, tiles, False)
 
     def tile(self, c, i, j):
-        """Return the index of the sequence and of the tile in it."""
+        """Return the indices of the sequence and of the tile in it, for step (i, j) of core c."""
         if self.by_batch:
             return c * self.batches + i, j
         return i, c * self.tiles_each + j
 
     def tail(self, N: int, tokens: int) -> Tail | None:
-        """Return the last, partial tile; None if every tile of this number of tokens is full."""
+        """Return the last tile if it is only partly filled, or else None.
+
+        Args:
+          N: the length of a sequence.
+          tokens: the number of tokens per tile.
+        """
         if N % tokens == 0:
             return None
         last_core = None if self.by_batch or self.cores == 1 else self.cores - 1

@@ -1,12 +1,13 @@
-"""A TPU kernel that computes a site of a few tokens, as decoding needs it once per layer.
+"""A TPU kernel that computes `store_norm_retrieve` for a few tokens, for use in decoding.
 
-With tokens in the lanes (`mosaic_tpu`), 128 tokens would be computed where there is one. Here a
-token's matrix lies as in the model, [K, V] with V in the lanes, and the whole site is computed
-while the matrix is in VMEM. Keys and gain come for all layers, and the kernel reads its layer's
-where they lie: for XLA, slices of some KB cost as much as the computation with them.
+The kernels in `mosaic_tpu` hold tokens in the lanes, so they would compute 128 tokens even if there
+is only one. In this kernel, a token's matrix has the layout that it has in the model: [K, V], with
+V in the lanes. The whole site is computed while the matrix is in VMEM. The keys and gains of all
+layers are passed as stacks, from which the kernel reads one layer's slice. If XLA sliced them
+instead, copying a few KB would take as long as the computation itself.
 
-For T tokens with E bytes per entry it takes `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)`
-bytes.
+For T tokens with E bytes per entry, the kernel takes `2 T (R + P) K V` FLOPs and moves
+`E T V (2 K + R + P)` bytes.
 """
 
 import dataclasses
@@ -23,15 +24,15 @@ from pallas_kernels.key_vector.interface import Site
 from pallas_kernels.products import dot, dot_rows
 from pallas_kernels.target import target
 
-# MiB (of 60) for the matrices of a grid step, inputs and outputs.
+# Maximum VMEM for a grid step's input and output matrices, in sixtieths of the VMEM limit.
 _LARGEST = 8
-# Rows that are computed together, because a single one mostly waits for its results.
+# Number of tokens per loop iteration. Several independent tokens hide each other's latency.
 _TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The parameters of the kernel that are fixed while it is traced."""
+    """The static parameters of the kernel, constant during tracing."""
 
     norm: Norm
     epsilon: int | float
@@ -40,7 +41,7 @@ class _Call:
 
 
 def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
-    """Return why the kernel cannot serve the op with these arrays, in a line; None if it can."""
+    """Return the reason, in one line, why the kernel does not support these operands, or None."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
     if _row_bytes(site.residual) > target().vmem_part(_LARGEST):
@@ -57,11 +58,11 @@ def at_layer(
     size_major: tuple[bool, bool] = (False, False),
     interpret: bool = False,
 ) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
-    """Run the kernel: see `xla.at_layer`. The new residual overwrites the one that is given.
+    """Compute `xla.at_layer` with the TPU kernel. The new residual overwrites the old one.
 
-    For a single token, size-major vectors are transposed in the kernel, because XLA takes longer
-    for the transpose than for the rest. For several tokens XLA copies them to a new layout in
-    either case.
+    For a single token, vectors that are stored size-major are transposed in the kernel, because
+    transposing them in XLA would take longer than the kernel itself. For several tokens they are
+    transposed outside of the kernel, because XLA copies them to another layout in either case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

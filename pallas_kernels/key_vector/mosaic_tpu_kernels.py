@@ -1,6 +1,7 @@
-"""Bodies of the TPU kernels, each for one tile of tokens in VMEM. See `mosaic_tpu`.
+"""Bodies of the key-vector TPU kernels; each call processes one tile of tokens in VMEM.
 
-Every array is [V, rows, tokens]: tokens in the lanes, v-major.
+Every array is [V, rows, tokens], with the tokens in the lanes. `v` is an index along V. See
+`mosaic_tpu` for the algorithm.
 """
 
 import functools
@@ -16,16 +17,17 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import Keys, store_columns, store
 from pallas_kernels.products import dot, dot_columns, dot_rows
 
 _LARGEST = 2**15 - 1
-# Adding this to a float32 leaves no bits for a fraction: the sum's low bits are the rounded
-# integer.
+# Adding this to a float32 leaves no bits for a fraction, so the low bits of the sum are those of
+# the rounded integer. `_ROUND_BITS` is the bit pattern of `_ROUND`.
 _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 
 
 def forward(inputs, outputs, scratch, *, call: Call):
-    """Store if there are `store_keys`, then normalise and read if there are `read_keys`.
+    """Compute the forward pass of a tile.
 
-    The read uses the `statistics` among the inputs if they are given.
+    It stores if the inputs include `store_keys`, and then normalises and reads if they include
+    `read_keys`. If they include `statistics`, the read uses these instead of computing them.
     """
     s, blocks = call.sizes, call.blocks
     stores, reads = "store_keys" in inputs, "read_keys" in inputs
@@ -49,13 +51,14 @@ def forward(inputs, outputs, scratch, *, call: Call):
         if stores:
             x = x + _written(call, *write, v)
         if steps:
-            # The integers are larger by `_ROUND_BITS` here; as floats they are larger by `_ROUND`.
+            # The integers have an offset of `_ROUND_BITS` here. Reinterpreted as float32, they are
+            # the residual's values with an offset of `_ROUND`.
             value = jax.lax.bitcast_convert_type(x, jnp.float32)
             if not reads:
                 x = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
                 _put(stored, v, jax.lax.bitcast_convert_type(x, jnp.int32))
                 return sums
-            # Values that leave the range are not clipped; their token reads NaN.
+            # Values that overflow are not clipped, because the retrieved vectors become NaN anyway.
             _put(stored, v, x)
             least = functools.reduce(jnp.minimum, _by_eight(value), sums[2])
             most = functools.reduce(jnp.maximum, _by_eight(value), sums[3])
@@ -136,14 +139,13 @@ def forward(inputs, outputs, scratch, *, call: Call):
 
 
 def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
-    """Compute all cotangents from the stored residual, or only for the half whose keys are given.
+    """Compute the cotangents of a tile, for the half or halves whose keys are among the inputs.
 
-    With a = G^T dz, rstd folded into dz, and n = norm(X):
-    `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all entries of a token first.
-    They are given as `means`, without rstd, or a first pass over VMEM computes them, and keeps a if
-    there is room.
-
-    `tail` is None if every tile is full.
+    With dz the retrieved vectors' cotangents times rstd, a = G^T dz and n = norm(X'):
+    `dX = dX' + a - mean(a) - n mean(a n)`. The two means are over all entries of a token, so they
+    must be known before dX is computed. They are either passed as `means`, without the factor rstd,
+    or computed by a first pass over the tile, which keeps `a` in VMEM if it fits. `tail` is the
+    last tile if it is only partly filled; it is None if every tile is full.
     """
     s, blocks = call.sizes, call.blocks
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
@@ -199,7 +201,10 @@ def _of_again(refs):
 
 
 def _read_again(statistics, keys: Keys, residual, retrieved, first):
-    """Read an earlier residual with its own statistics and write the values from `first` on."""
+    """Read from a residual whose statistics are known.
+
+    The vectors' entries are written to `retrieved` starting at index `first` along V.
+    """
     call = keys.call
     mean, rstd = statistics[0, 0:1] / call.unit, statistics[0, 1:2]
 
@@ -213,11 +218,16 @@ def _read_again(statistics, keys: Keys, residual, retrieved, first):
 
 
 def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
-    """Add to the gradients of read keys and gain; return the function v -> `dX - dX'` of v."""
+    """Accumulate the gradients of read keys and gain, and prepare the residual's gradient.
+
+    Returns:
+      A function from an index v along V to the rows of `dX - dX'` at v, which is the gradient that
+      reaches the residual through the read.
+    """
     keys = Keys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
-    # The mean is in the units of the residual's array.
+    # The mean is converted to the units of the residual's array, which are steps for int16.
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
     shift = mean if call.shifted else None
@@ -237,11 +247,11 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
 
     def folded_and_sums(v, sums):
         dz = d_scaled[0, v]
-        # Computed from the same shifted values, the operand and the sums share that work.
+        # The operand and the sums below both use these shifted values, so they are computed once.
         x = None if as_it_is else _shifted(call, residual, v, shift)
         d_folded = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
-            # sum_tokens dz (x - mean)
+            # This yields sum_tokens dz (x - mean).
             d_folded = d_folded - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
         keys.add_gradients(outputs, v, d_folded)
         if "means" in inputs:
@@ -267,8 +277,8 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
 
     slope = -(rstd * rstd * call.unit) * mean_an
     offset = -mean_a if call.centred else jnp.zeros_like(mean_an)
-    # A float32 residual's mean may be so large that only differences from it are exact. An int16
-    # residual's mean is at most 2^15 steps, which is not too large.
+    # A float32 residual's mean may be so large that it must be subtracted before multiplying, to
+    # avoid cancellation. An int16 residual's mean is at most 2^15 steps, which is small enough.
     less_mean = call.shifted and not call.integer
     if not less_mean:
         offset = offset - slope * mean
@@ -286,28 +296,30 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
 
 
 def _written(call, keys, data, v):
-    """Compute `sum_r w_r (x) y_r` in the residual's units.
+    """Compute the write `sum_r w_r (x) y_r` at index v, in the units of the residual's array.
 
-    For an int16 residual the sum is rounded, as int32, and larger by `_ROUND_BITS`.
+    w are the store keys and y the data. For an int16 residual, the result is the sum rounded to an
+    int32, plus an offset of `_ROUND_BITS`.
     """
     y = data[0, v]
     if not call.integer:
         return dot(keys, y)
-    # The product is over 128 tokens at a time whatever the tile is: to be undone exactly, it has to
-    # be the same product again.
+    # Whatever the tile size, each matrix product covers 128 tokens. A write can be undone exactly
+    # only if the backward pass, which may have another tile size, computes identical products.
     of_tokens = [y[:, t : t + LANES] for t in range(0, y.shape[1], LANES)]
     if y.dtype == jnp.bfloat16:
         return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))
-    # A float32 product is a sum of several. For a tile of one part the compiler would add `_ROUND`
-    # to the first of them, so that each one is rounded. With a subtraction it does not do so.
+    # The compiler computes a float32 product as a sum of several bfloat16 products. If the tile has
+    # only 128 tokens, it would add `_ROUND` to the first of these and so round every partial sum.
+    # Writing the addition as a subtraction prevents this.
     parts = [_ROUND - dot(-keys, part) for part in of_tokens]
     return jax.lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), jnp.int32)
 
 
 def _shift(call, residual, write):
-    """Return a number near each token's mean, the mean of v = 0 as stored: [1, tokens].
+    """Return a number near each token's mean, [1, tokens]: the mean of the stored rows at v = 0.
 
-    For an int16 residual it is a whole number.
+    For an int16 residual it is rounded to an integer.
     """
     x = _values(residual, 0)
     if not call.centred:
@@ -325,7 +337,11 @@ def _add_to_sums(sums, x):
 
 
 def _statistics(call, sums, shift):
-    """Return the mean in X's units, the mean relative to the operands' shift, and rstd."""
+    """Compute the statistics from the sums of differences from `shift` and of their squares.
+
+    Returns:
+      The mean in units of X, the mean relative to the shift of the products' operands, and rstd.
+    """
     count = call.sizes.K * call.sizes.V
     total, squares = sums[0] / count, sums[1] / count
     above = total if call.centred else jnp.zeros_like(total)
@@ -333,8 +349,8 @@ def _statistics(call, sums, shift):
     variance = jnp.maximum(spread, 0) * call.unit**2
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
-        # A NaN fails both comparisons. The NaN cannot go into the variance instead: on some chips
-        # the maximum of NaN and a number is not NaN.
+        # A NaN fails both comparisons. It is tested here because `jnp.maximum` above may have
+        # removed it from the variance: on some chips, the maximum of NaN and a number is not NaN.
         held = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
         if len(sums) > 2:
             held &= sums[2] == 0
@@ -348,46 +364,60 @@ def _is_operand(call, ref):
 
 
 def _shifted(call, ref, v, shift):
-    """Return a value's rows, less the shift if products take them so."""
+    """Return the rows at v, minus `shift` if `call.shifted`."""
     x = _values(ref, v)
     return x - shift if call.shifted else x
 
 
 def _operand(call, ref, v, shift, exists=None, x=None):
-    """Return `_shifted`, or x, as an operand of a product: [K, tokens] in the data's dtype."""
+    """Return the rows at v as an operand of a matrix product: [K, tokens] in the data's dtype.
+
+    Args:
+      call, ref, v, shift: as in `_shifted`.
+      exists: a mask of the tokens that exist, to zero the others; None if all exist.
+      x: the result of `_shifted`, if it is already computed.
+    """
     if exists is None and _is_operand(call, ref):
         return ref[0, v]
     x = _shifted(call, ref, v, shift) if x is None else x
     return (x if exists is None else jnp.where(exists, x, 0)).astype(call.sizes.data_dtype)
 
 
-# Rows of a v ---------------------------------------------------------------------------------
+# Rows at a v ---------------------------------------------------------------------------------
 
 
 def _values(ref, v, dtype=jnp.float32):
-    """Return the rows of v in a block [1, V, rows, tokens], in 32 bits."""
+    """Return the rows at v of a block [1, V, rows, tokens], converted to a 32-bit dtype."""
     rows = ref[0, v]
     return (rows.astype(jnp.int32) if rows.dtype == jnp.int16 else rows).astype(dtype)
 
 
 def _put(ref, v, value):
-    """Write to the first rows of v in a block; for int16 the value is rounded."""
+    """Write `value` to the rows at v of a block; rows of `value` beyond the block are dropped.
+
+    A float32 value is rounded if the block is int16.
+    """
     if ref.dtype == jnp.int16 and value.dtype == jnp.float32:
         value = _low_bits(value)
     ref[0, v] = value[: ref.shape[2]].astype(ref.dtype)
 
 
 def _low_bits(x):
-    """Round x and return it as int32, larger by `_ROUND_BITS` (low 16 bits 0), for |x| < 2^22.
+    """Round x to int32 and add `_ROUND_BITS`, whose low 16 bits are 0; |x| must be below 2^22.
 
-    Beyond that range, and for NaN, the result less `_ROUND_BITS` does not fit int16 either. A
-    conversion takes longer, and XLA would drop an addition of `_ROUND` that is undone.
+    For larger x and for NaN, the result minus `_ROUND_BITS` does not fit in int16 either, so it
+    counts as an overflow. The offset is not removed here because a conversion to int32 would be
+    slower, and XLA would optimise away an addition of `_ROUND` that is followed by its subtraction.
     """
     return jax.lax.bitcast_convert_type(x + _ROUND, jnp.int32)
 
 
 def _aligned(ref, padded):
-    """Return a block whose rows are whole tiles, with zeros in the rows past the data."""
+    """Copy the block `ref` to the scratch buffer `padded`, with zeros in the additional rows.
+
+    The buffer's number of rows is a multiple of the register tile's. If `padded` is None, `ref`
+    needs no padding and is returned.
+    """
     if padded is None:
         return ref
     padded[...] = jnp.zeros_like(padded)
@@ -397,10 +427,10 @@ def _aligned(ref, padded):
 
 
 def _zero_tail(call, inputs, tail, core, j):
-    """Zero the inputs past the last token, and return a mask of the tokens that exist.
+    """Zero the inputs beyond the last token, and return a mask of the tokens that exist.
 
-    The memory past the last token holds anything, and sums over tokens would include it. Inputs
-    that are also outputs are not zeroed, because that would be written to them.
+    The memory beyond the last token holds arbitrary values, which sums over tokens would include.
+    Inputs whose buffers are also outputs are not zeroed, because that would change the outputs.
     """
     last = j == tail.tile
     if tail.core is not None:
@@ -420,7 +450,10 @@ def _zero_tail(call, inputs, tail, core, j):
 
 
 def _fold(x):
-    """Sum rows into 8 rows, without crossing sublanes."""
+    """Sum the rows in groups so that 8 partial sums remain, without crossing sublanes.
+
+    If the number of rows is not a multiple of 8, one row remains.
+    """
     if x.shape[0] % 8:
         return jnp.sum(x, axis=0, keepdims=True)
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)

@@ -1,8 +1,9 @@
-"""Keys and gain in the TPU kernels, which take them as they are given and use them value by value.
+"""Keys and gain in the key-vector TPU kernels.
 
-For a value v a product takes `G[v] = r * gain[:, v]`, rounded once to the data's dtype. It is
-computed where it is used, because the matrix units leave the vector unit time for it. The dozen
-small arrays that XLA would compute around each kernel instead take a tenth of the kernel's time.
+For each index v along V, a read multiplies by `G[v] = r * gain[:, v]`, rounded once to the data's
+dtype, where r are the read keys. The kernels receive r and the gain and compute `G[v]` where it is
+used: the vector unit has time for this while the matrix units work. If XLA precomputed such arrays
+around each kernel, a dozen small computations would take a tenth of the kernel's time.
 """
 
 from collections.abc import Mapping
@@ -24,18 +25,18 @@ def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, p
 
 
 def store_rows(call: Call, store_keys):
-    """Return `w` [R, K], rounded as products take it."""
+    """Return the store keys w [R, K] in the data's dtype, the dtype of products' operands."""
     return store_keys[...].astype(call.sizes.data_dtype)
 
 
 def store_columns(call: Call, store_keys):
-    """Return `w^T` [K, R], divided by the step of a fixed-point residual."""
+    """Return the transposed store keys [K, R], divided by the step of an int16 residual."""
     columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 
 
 def read_operands(call: Call, gain, read_keys):
-    """Return the inputs and the scratch of a read."""
+    """Return the kernel's input operands and scratch shapes for a read."""
     s = call.sizes
     inputs = {
         "gain": operand.constant(_whole(gain, s.K)),
@@ -45,7 +46,7 @@ def read_operands(call: Call, gain, read_keys):
 
 
 class Keys:
-    """The keys and the gain of a read, in a kernel; `first` is the first v of its slab."""
+    """The read keys and the gain in a kernel. `first` is the slab's first index along V."""
 
     def __init__(self, call: Call, inputs, scratch, first):
         self.call, self.read_keys, self.gain = call, inputs["read_keys"], scratch["gain_rows"]
@@ -56,15 +57,19 @@ class Keys:
         return self.gain[pl.ds(self.first + v, 1)]
 
     def folded(self, v):
-        """Return `G` [P, K] of the slab's value v."""
+        """Return `G` [P, K] at index v of the slab, in the data's dtype."""
         return (self.read_keys[...] * self.of_gain(v)).astype(self.call.sizes.data_dtype)
 
     def sums(self, v):
-        """Return the sums of `G` over K, [P, 1]."""
+        """Return the sums over K of `G` at index v of the slab: [P, 1]."""
         return jnp.sum(self.folded(v).astype(jnp.float32), axis=1, keepdims=True)
 
     def add_gradients(self, outputs, v, d_folded):
-        """Add `dr += dG[v] * gain[:, v]` and `dgain[:, v] += sum_p dG[v] * r`."""
+        """Accumulate the gradients of the read keys r and of the gain from `d_folded`.
+
+        With dG[v] = `d_folded` in units of X: `dr += dG[v] * gain[:, v]` and
+        `dgain[:, v] += sum_p dG[v] * r`.
+        """
         d = d_folded * self.call.unit
         outputs["d_read_keys"][0] += d * self.of_gain(v)
         d_gain = jnp.sum(d * self.read_keys[...], axis=0, keepdims=True)
@@ -72,7 +77,10 @@ class Keys:
 
 
 def gradient_outputs(call: Call, cores: int) -> Blocked:
-    """Return the outputs for each core's gradients of keys and gain; the gain's in rows of v."""
+    """Return the output operands for the gradients of gain and read keys, one slice per core.
+
+    The gain's gradient is transposed: [cores, V, K].
+    """
     s = call.sizes
     shapes = {"d_gain": (cores, s.V, s.K), "d_read_keys": (cores, s.P_padded, s.K)}
     return {
@@ -85,12 +93,15 @@ def gradient_outputs(call: Call, cores: int) -> Blocked:
 
 
 def read_gradients(call: Call, out: Mapping[str, jax.Array]):
-    """Return the gradients of the gain and of the read keys, summed over cores."""
+    """Return the gradients of the gain and of the read keys, each summed over the cores."""
     return jnp.sum(out["d_gain"], axis=0).T, jnp.sum(out["d_read_keys"], axis=0)[: call.sizes.P]
 
 
 def _whole(x: Array | Slot, rows: int) -> Array | Slot:
-    """Return x in float32 with `rows` rows, padded with zeros; x itself if it already has both."""
+    """Return x in float32, padded with zeros to `rows` rows.
+
+    If x already has that dtype and size, it is returned unchanged and may be a slot.
+    """
     if x.dtype == jnp.float32 and x.shape[0] == rows:
         return x
     x = taken(x).astype(jnp.float32)

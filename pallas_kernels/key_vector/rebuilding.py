@@ -1,8 +1,8 @@
 """Key-vector ops for a custom backward pass that rebuilds residuals instead of saving them.
 
 These ops have no gradients themselves. They return the statistics and cotangents that a
-hand-written backward pass needs, and accept `Slot`s in place of most arrays. They also serve a
-backward pass that saves only the written data.
+hand-written backward pass needs, and accept `Slot`s in place of most arrays. A backward
+pass that saves the written data uses them too.
 """
 
 import jax
@@ -142,7 +142,7 @@ def undo(
     again: Again | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
-    """Compute the backward pass of `store_norm_retrieve`, and rebuild the residual before the store.
+    """Compute the backward pass of `store_norm_retrieve`, and rebuild the residual before it.
 
     Both happen in one pass over the residual, so a caller's backward pass needs no saved residuals.
     With a `key_axis`, the data are all-gathered again, and for layernorm a float32 array [P, V] is

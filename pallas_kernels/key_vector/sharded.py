@@ -1,4 +1,4 @@
-"""Communication for key-vector ops whose keys are sharded along K over the n devices of a mesh axis.
+"""Communication for key-vector ops whose keys are sharded along K over a mesh axis of n devices.
 
 Each device holds K / n rows of the residual matrix of every token of all n devices, and the same
 slice of every key and of the gain. A write needs no communication once the device has the data of

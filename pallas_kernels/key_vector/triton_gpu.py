@@ -1,21 +1,24 @@
-"""GPU kernels of the key-vector ops, in Pallas through Triton, for compute capability 8.0 and up.
+"""GPU kernels of the key-vector ops, in Pallas Triton, for compute capability 8.0 and above.
 
-A program serves one token after another. It keeps a token's residual in registers between store and
-read, so that the residual is read and written once. A residual too big for that is handled in
-chunks of keys, which the program reads again from the cache right after writing them. The
-parameters stay on chip. For T tokens
+Each program processes a sequence of tokens, one at a time. It keeps a token's residual in registers
+between store and read, so that the residual is read and written only once. A residual that is too
+large for registers is processed in chunks of rows along K. The program then reads each chunk again
+for the read, usually from the cache, because it has just written it. The parameters stay on chip.
+The costs for T tokens, apart from the statistics, are:
 
-    forward    2 T (R + P) K V FLOPs       T (2 K V + R V + P V) elements
-    backward   4 T (R + P) K V FLOPs       T (3 K V + 2 R V + P V) elements, one K V more to rebuild
+    pass       FLOPs               elements moved to or from memory
+    forward    2 T (R + P) K V     T (2 K V + R V + P V)
+    backward   4 T (R + P) K V     T (3 K V + 2 R V + P V), and T K V more to rebuild the residual
 
-and the statistics. The backward pass sums parameter gradients in each program's registers, and
-then the programs' sums in a fixed order. It uses no atomics, so the result has the same bits every
-time. A residual too big for registers takes a second pass over X' and dX (5 K V in all). The
-backward passes of a store alone and of a read alone are plain JAX.
+The backward pass sums parameter gradients in each program's registers, and then sums over programs
+in a fixed order. It uses no atomics, so results are bitwise reproducible. If a residual is too
+large for registers, the backward pass reads X' and dX a second time, and moves 5 T K V elements of
+residuals and cotangents instead of 3 T K V. The backward passes of a store alone and of a read
+alone are plain JAX.
 
-Products are in the data's dtype with float32 sums: bfloat16 on tensor cores, or float32 in full.
-Triton multiplies blocks whose sides are powers of two of at least 16; other sizes are padded on
-chip.
+Operands of matrix products have the data's dtype, and sums are float32: bfloat16 products use
+tensor cores, and float32 products have full precision. Triton multiplies blocks whose sides are
+powers of two and at least 16; other sizes are padded on chip.
 """
 
 import functools
@@ -51,8 +54,8 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.triton import no_triton
 
-# The most bytes of a token's data and retrieved vectors that still compile with 99 KiB of shared
-# memory.
+# Maximum number of bytes of a token's padded data and retrieved vectors, found to compile with
+# 99 KiB of shared memory.
 _MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
 _RESIDUAL = (jnp.bfloat16, jnp.float32, jnp.int16)
@@ -62,11 +65,11 @@ class Blocks(NamedTuple):
     """The block sizes and launch parameters of a kernel.
 
     Attributes:
-      keys: rows of the residual in a tile, a power of two and at least 16; a number below K means
-        chunks.
-      warps: warps of 32 threads in a program.
-      stages: the depth of the load pipeline.
-      programs: programs in the grid; each serves every `programs`-th token.
+      keys: the number of rows (along K) of a residual that are in a tile: a power of two, at least
+        16. If it is less than K, residuals are processed in chunks.
+      warps: the number of warps (of 32 threads) per program.
+      stages: the number of stages of the software pipeline for loads.
+      programs: the number of programs in the grid. Each processes every `programs`-th token.
     """
 
     keys: int
@@ -76,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, given: Site | Backward, *others) -> str | None:
-    """Return why these kernels cannot serve the op with these operands; None if they can."""
+    """Return the reason, in one line, why the kernels do not support these operands, or None."""
     site, *others = given if isinstance(given, Backward) else (given, *others)
     if why := no_triton():
         return why
@@ -104,7 +107,8 @@ def unsupported(op: str, given: Site | Backward, *others) -> str | None:
         if not 0 < count <= 256:
             return f"{count} key vectors are not 1 to 256"
     for array in data:
-        width = 2 if array.dtype == jnp.bfloat16 else 6  # A float32 is split into three bfloat16.
+        # Bytes per element: a float32 is split into three bfloat16.
+        width = 2 if array.dtype == jnp.bfloat16 else 6
         size = sum(map(padded, counts)) * padded(V) * width
         if size > _MOST_BYTES:
             return f"a token's vectors, padded, take {size} bytes on chip, more than {_MOST_BYTES}"
@@ -129,12 +133,12 @@ def wins(op: str, given: Site | Backward, *others) -> bool:
 
 
 def _is_plain(op: str, site: Site) -> bool:
-    """Return whether this is the backward pass of half a site, for which there is no kernel."""
+    """Return whether plain JAX is used: for the backward pass of a store alone or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 
 def _name(site: Site) -> str:
-    """Return the name of the forward kernel."""
+    """Return the name of the forward kernel for the half or halves that the site has."""
     halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
     return f"key_vector_{halves[site.stores, site.reads]}"
 
@@ -142,21 +146,23 @@ def _name(site: Site) -> str:
 def default_blocks(
     kernel: str, *, K: int, V: int, R: int, P: int, dtype: DTypeLike, tokens: int
 ) -> Blocks:
-    """Return blocks, chosen by rule, that compile without spilled registers.
+    """Return blocks that compile without register spills, by a fixed rule.
 
-    Forward kernels have 32 values of a tile per thread, backward kernels 16, because they hold sums
-    and cotangents too. The grid fills every multiprocessor of today's largest GPUs (about 150) more
-    than twice. The backward grid is smaller, because each program writes its own sums.
+    Forward kernels hold 32 elements of a tile per thread. Backward kernels hold only 16, because
+    they also hold sums and cotangents. A forward grid has up to 1056 programs, several for each
+    multiprocessor of current GPUs (up to about 150). A backward grid has up to 264, because every
+    program writes its own sums of parameter gradients to memory.
     """
     columns, narrow = padded(V), jnp.dtype(dtype) == jnp.bfloat16
     backward_ = kernel.startswith("key_vector_backward")
-    # This is a thread's share of a tile. A float32 takes three registers of tensor core operands.
+    # The maximum number of elements in a tile. It is smaller for float32, which needs three times
+    # as many registers for the operands of tensor cores.
     largest, wide = (4096 if narrow else 1024), columns
     if kernel == "key_vector_backward_sums":
         largest, wide = largest // 2, columns + padded(R) + padded(P)
     keys = max(16, min(padded(K), pl.next_power_of_2(largest // wide + 1) // 2))
     warps = 4 if narrow and not backward_ else 8
-    # The next token's vectors are fetched ahead if shared memory can hold two tokens' vectors.
+    # The next token's vectors are prefetched if shared memory can hold the vectors of two tokens.
     vectors = (padded(R) + padded(P)) * columns * (2 if narrow else 6)
     stages = 2 if vectors <= 80 * 1024 else 1
     return Blocks(keys, warps, stages, min(264 if backward_ else 1056, tokens))
@@ -179,9 +185,10 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """Run the forward pass: see `interface`.
+    """Compute `forward` of the key-vector interface (see `interface`).
 
-    Statistics that are given are computed again, which costs this kernel next to nothing.
+    Statistics that are passed in are not used: computing them again takes this kernel almost no
+    time.
 
     Raises:
       UnsupportedImplementation: a read alone has a `dtype` other than bfloat16 and float32.
@@ -226,9 +233,10 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Run the backward pass: see `interface`.
+    """Compute `backward` of the key-vector interface (see `interface`).
 
-    The pass of half a site is plain JAX, and the read `again` is a kernel of its own.
+    The backward pass of a store alone or a read alone is plain JAX. The read `again` from the
+    rebuilt residual runs as a separate kernel.
     """
     if _is_plain("backward", given.site):
         return xla.backward(given, norm=norm, fraction_bits=fraction_bits)
@@ -299,7 +307,11 @@ def backward(
 
 
 def _again(rebuilt, again: Again, interpret, *, norm, dtype, fraction_bits):
-    """Read the rebuilt residual about the given mean; the kernel reads about its own mean."""
+    """Read from the rebuilt residual with the statistics in `again`.
+
+    The kernel subtracts the mean that it computes itself, so the result is corrected for the
+    difference from the mean in `again`.
+    """
     site = Site(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}
     read = forward(site, scale=False, interpret=interpret, **options)

@@ -1,4 +1,4 @@
-"""Bodies of the GPU kernels of the key-vector ops; `triton_gpu` says what they compute."""
+"""Bodies of the GPU kernels of the key-vector ops. `triton_gpu` describes the algorithm."""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +16,10 @@ _LARGEST = 2**15 - 1
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call; R is 0 if nothing is stored, P is 0 if nothing is read."""
+    """The static parameters of a call: T tokens, K x V residuals, R stored and P retrieved vectors.
+
+    R is 0 if the call stores nothing, and P is 0 if it reads nothing.
+    """
 
     T: int
     K: int
@@ -35,26 +38,30 @@ class Sizes(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """The number of steps of an int16 residual in 1."""
+        """The reciprocal of an int16 residual's step: the stored integer that represents 1."""
         return 2.0**self.fraction_bits
 
     def groups(self, count) -> list[tuple[int, int]]:
-        """Return (first, size) of groups of key vectors, each small enough for one product."""
+        """Split `count` key vectors into groups that are small enough for one matrix product.
+
+        Each group is a pair (index of its first vector, padded number of vectors).
+        """
         most = (16384 // self.dtype.itemsize) // padded(self.V)
         size = min(64, most, padded(count))
         return [(first, size) for first in range(0, count, size)]
 
 
 def padded(size):
-    """Return a block side that Triton can multiply: a power of two of at least 16."""
+    """Round `size` up to a block size that Triton can multiply: a power of two, at least 16."""
     return max(16, pl.next_power_of_2(size))
 
 
 def _index(shape, rows, columns):
-    """Return row and column indices of a block in a matrix, and a mask if the block sticks out.
+    """Return the row indices and column indices of a block of a matrix, and a mask.
 
-    `rows` and `columns` are (first, size). A block that starts at a multiple of its size stays
-    within a shape that its size divides.
+    `rows` and `columns` are pairs (first index, size), where the first index is a multiple of the
+    size. The mask is True for elements within the matrix. It is None if the block's sizes divide
+    the matrix's, so that no block can extend beyond the matrix.
     """
     (row, height), (column, width) = rows, columns
     i = row + jnp.arange(height)[:, None]
@@ -68,7 +75,10 @@ def _index(shape, rows, columns):
 
 
 def _load(ref, lead, rows, columns, *, transposed=False):
-    """Load a block of the matrix `ref[*lead]`, or of its transpose, with zeros outside of it."""
+    """Load a block of the matrix `ref[*lead]`, or of its transpose.
+
+    Elements of the block that lie outside of the matrix are 0.
+    """
     shape = ref.shape[-2:]
     if transposed:
         j, i, mask = _index(shape[::-1], rows, columns)
@@ -84,7 +94,10 @@ def _save(ref, lead, rows, columns, block):
 
 
 def _each_token(site, body):
-    """Return a function that runs `carry = body(token, carry)` over this program's tokens."""
+    """Return a function that maps an initial carry to the final carry of a loop over tokens.
+
+    The loop runs `carry = body(token, carry)` for each token that this program processes.
+    """
     program, programs = pl.program_id(0), pl.num_programs(0)
 
     def run(carry):
@@ -95,27 +108,33 @@ def _each_token(site, body):
 
 
 def _each_chunk(chunks, body, carry):
-    """Run `carry = body(chunk, carry)` over all chunks, without a loop if there is one chunk."""
+    """Run `carry = body(chunk, carry)` for every chunk, and return the carry.
+
+    If there is only one chunk, no loop is emitted.
+    """
     return body(0, carry) if chunks == 1 else jax.lax.fori_loop(0, chunks, body, carry)
 
 
 def _values(site, block):
-    """Return a block's values in float32, converted from the steps of an int16 residual."""
+    """Return a block of a residual in float32, multiplied by the step if it is int16."""
     values = block.astype(jnp.float32)
     return values / site.steps if block.dtype == jnp.int16 else values
 
 
 def _written(store_keys, data):
-    """Compute `sum_r w_r (x) y_r` for one chunk of keys.
+    """Compute the write `sum_r w_r (x) y_r` for one chunk of K, w being the keys and y the data.
 
-    Forward pass and rebuilding sum the same products in the same order, so that an int16 residual
-    is rebuilt without error.
+    The forward pass and the rebuilding of the residual sum the same products in the same order, so
+    that an int16 residual is rebuilt exactly.
     """
     return sum(dot(w, y) for w, y in zip(store_keys, data, strict=True))
 
 
 def _steps(site, written):
-    """Round to the steps of an int16 residual, as int32; NaN becomes a number out of range."""
+    """Return `written` as a number of steps of an int16 residual, rounded to int32.
+
+    NaN is converted to an integer that overflows int16.
+    """
     # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds, ties to even.
     limit, shifter = 2.0**21, 1.5 * 2.0**23
     steps = site.steps * written
@@ -138,13 +157,18 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
     load_read_keys = lambda c: [_load(ref.read_keys, (), group, rows(c)) for group in reads]
     load_gain = lambda c: _load(ref.gain, (), rows(c), columns).astype(jnp.float32)
     if chunks == 1:
-        # The parameters are loaded once for all of the program's tokens.
+        # The parameters fit in registers, so they are loaded once and used for all tokens.
         load_store_keys = _always(load_store_keys(0))
         if site.P:
             load_read_keys, load_gain = _always(load_read_keys(0)), _always(load_gain(0))
 
     def stored_chunk(t, c):
-        """Store a chunk; return its values as stored and the largest magnitude before clipping."""
+        """Store a chunk of a token's residual.
+
+        Returns:
+          The stored values in float32, and the maximum magnitude of an int16 chunk before clipping
+          (otherwise 0).
+        """
         x = _load(ref.residual, (t,), rows(c), columns)
         if not site.R:
             return _values(site, x), 0
@@ -187,7 +211,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            ref.barrier()  # Other threads of the program read what this one stored.
+            ref.barrier()  # Threads read elements below that other threads of the program stored.
 
         def scaled(c):
             values = kept if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -210,10 +234,11 @@ def _always(value):
 
 
 def _add_moments(site, moments, values, c, rows):
-    """Add a chunk to a shift, the sum of differences from it, and the sum of their squares.
+    """Update a token's `moments` with the values of one chunk.
 
-    The shift is the first chunk's mean. E[x^2] - E[x]^2 would cancel where the mean is large; sums
-    about the mean of a part of the token do not.
+    The moments are a shift, the sum of differences from it, and the sum of their squares. The shift
+    is the mean of the first chunk, or 0 for rmsnorm. Without a shift, E[x^2] - E[x]^2 would lose
+    precision to cancellation if the mean is large.
     """
     shift, total, squares = moments
     if site.norm == "layernorm":
@@ -238,7 +263,7 @@ def _mean_and_variance(site, moments):
 
 
 def _normalised(site, ref, t, rows, columns, mean, rstd):
-    """Return `norm(X')` of a block, 0 outside of the residual, and the block as stored."""
+    """Load a block of X', and return `norm(X')` (0 outside of the residual) and the block."""
     x = _load(ref.stored, (t,), rows, columns)
     n = (_values(site, x) - mean) * rstd
     _, _, inside = _index((site.K, site.V), rows, columns)
@@ -246,12 +271,12 @@ def _normalised(site, ref, t, rows, columns, mean, rstd):
 
 
 def _given_means(site, ref, t):
-    """Return a token's given means of a (None for rmsnorm) and of a n."""
+    """Return the means of `a` (None for rmsnorm) and of `a n` that were passed for token t."""
     return (ref.mean_a[t] if site.norm == "layernorm" else None), ref.mean_an[t]
 
 
 def _d_stored(site, d_stored, a, n, rstd, means):
-    """Compute `dX' + rstd (a - mean(a) - n mean(a n))`."""
+    """Compute the residual's cotangent, `dX' + rstd (a - mean(a) - n mean(a n))`."""
     mean_a, mean_an = means
     through_norm = a - n * mean_an
     if site.norm == "layernorm":
@@ -266,12 +291,12 @@ def _taken_back(site, stored, written):
 
 
 def backward_kernel(site, blocks, ref):
-    """Compute the whole backward pass, with a whole token in registers."""
+    """Compute the whole backward pass, with each token's whole residual in registers."""
     rows, columns = (0, blocks.keys), (0, padded(site.V))
     stores, reads = (0, padded(site.R)), (0, padded(site.P))
     store_keys = _load(ref.store_keys, (), stores, rows)
     read_keys = _load(ref.read_keys, (), reads, rows)
-    # The gain is read from the cache for every token, because there are no registers to keep it in.
+    # The gain is loaded again (from the cache) for every token, because registers cannot hold it.
     load_gain = lambda: _load(ref.gain, (), rows, columns).astype(jnp.float32)
 
     def token(t, sums):
@@ -308,7 +333,7 @@ def backward_kernel(site, blocks, ref):
 
 
 def _d_scaled(ref, t, reads, rows, columns):
-    """Compute `r^T dz` for a chunk of keys."""
+    """Compute `r^T dz` for one chunk of K, r being the read keys and dz the cotangent of z."""
     return sum(
         dot(
             _load(ref.read_keys, (), rows, group, transposed=True),
@@ -319,7 +344,11 @@ def _d_scaled(ref, t, reads, rows, columns):
 
 
 def backward_tokens_kernel(site, blocks, ref):
-    """Compute the backward pass's results for each token, in chunks of keys."""
+    """Compute the backward pass except for the parameters' gradients, in chunks along K.
+
+    This is for residuals that are too large for registers; `backward_sums_kernel` computes the
+    parameters' gradients.
+    """
     columns = (0, padded(site.V))
     chunks = pl.cdiv(site.K, blocks.keys)
     rows = lambda c: (c * blocks.keys, blocks.keys)
@@ -356,7 +385,7 @@ def backward_tokens_kernel(site, blocks, ref):
                 )
 
         _each_chunk(chunks, write, None)
-        ref.barrier()  # Other threads of the program read what this one stored.
+        ref.barrier()  # Threads read elements below that other threads of the program stored.
         for group in stores:
 
             def add(c, dy, group=group):
@@ -370,7 +399,10 @@ def backward_tokens_kernel(site, blocks, ref):
 
 
 def backward_sums_kernel(site, blocks, ref):
-    """Sum the parameter gradients of one chunk of keys over a program's tokens, from dX."""
+    """Sum the parameters' gradients for one chunk of K over the tokens of this program.
+
+    It reads dX, which `backward_tokens_kernel` has computed.
+    """
     rows, columns = (pl.program_id(1) * blocks.keys, blocks.keys), (0, padded(site.V))
     stores, reads = site.groups(site.R), site.groups(site.P)
     gain = _load(ref.gain, (), rows, columns).astype(jnp.float32)

@@ -1,13 +1,13 @@
-"""Portable implementation of the key-vector ops: plain JAX that compilers fuse well anywhere.
+"""Portable implementation of the key-vector ops: plain JAX that XLA fuses well on every platform.
 
-Three things keep the large residual from crossing memory more often than it must:
-- the statistics are computed from the residual as stored, in the pass that stores it;
-- norm and gain are elementwise on the way into the read's product, so no normalised copy is made;
-- the backward pass needs only the stored residual and two numbers per token.
+Three choices keep the traffic of the large residual low:
+- The statistics are computed from the stored residual in the same pass that stores it.
+- Norm and gain are applied elementwise to the read's operand, so no normalised copy is written.
+- The backward pass needs only the stored residual and two numbers per token.
 
-For T = 8192 tokens, K = V = 64, R = 16, P = 48 in bfloat16 a forward op is 4.3 GFLOP and its ideal
-traffic 201 MB. The TPU's compiler makes two fusions of it with 268 MB, because the second reads X'
-again.
+For T = 8192 tokens, K = V = 64, R = 16 and P = 48 in bfloat16, a forward op takes 4.3 GFLOP and
+moves at least 201 MB. The TPU compiler turns it into two fusions that move 268 MB, because the
+second reads X' again.
 """
 
 import functools
@@ -33,7 +33,13 @@ _LARGEST = 2**15 - 1
 
 
 class _Stored(NamedTuple):
-    """A stored residual: the array in its dtype, its values, and whether a token is in range."""
+    """A residual after a store.
+
+    Attributes:
+      residual: the residual in its own dtype.
+      values: the same numbers in at least float32, in units of X.
+      in_range: whether each token's int16 residual did not overflow; None if this is not checked.
+    """
 
     residual: Array
     values: Array
@@ -52,7 +58,7 @@ def forward(
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
-    """Run the forward pass: see `interface`."""
+    """Compute `forward` of the key-vector interface (see `interface`)."""
     site, statistics = taken((site, statistics))
     residual, store_keys, data, gain, read_keys = site
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
@@ -82,7 +88,11 @@ def at_layer(
     epsilon: int | float,
     size_major: tuple[bool, bool] = (False, False),
 ) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
-    """Run `forward` for T tokens, [T, K, V] and [T, R, V], at a layer of stacked parameters."""
+    """Compute a site for T tokens with one layer's slice of stacked parameters.
+
+    The residual of `site` is [T, K, V] and the data are [T, R, V]. Keys and gain have an additional
+    first axis, over the layers.
+    """
     of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
     residual, store_keys, data, *of_read = site
     one = Site(residual[:, None], of_layer(store_keys), data[:, None], *map(of_layer, of_read))
@@ -97,7 +107,7 @@ def backward(
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
-    """Run the backward pass: see `interface`."""
+    """Compute `backward` of the key-vector interface (see `interface`)."""
     site, statistics, d_residual, d_retrieved, means, again, _ = taken(given)
     residual, store_keys, data, *_ = site
     if not site.reads:
@@ -133,7 +143,10 @@ def backward(
 def to_fixed_point(
     residual: Float[Array, "*shape"], fraction_bits: int = FRACTION_BITS
 ) -> Int16[Array, "*shape"]:
-    """Return numbers as an int16 residual holds them; those beyond its range are clipped."""
+    """Convert an array to the int16 fixed-point format of residuals.
+
+    Values are rounded to a multiple of `2^-fraction_bits`, and clipped if they overflow.
+    """
     steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
     return jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int16)
 
@@ -147,7 +160,7 @@ def _norm_backward(
     norm: Norm,
     fraction_bits: int,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Return a read's cotangents of residual, gain and keys, at least float32."""
+    """Return the cotangents of a read's residual, gain and keys, in at least float32."""
     residual, _, _, gain, read_keys = site
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
@@ -155,7 +168,8 @@ def _norm_backward(
     mean, rstd = both[:, 0], both[:, 1]
     n = (_values(residual, accumulator, fraction_bits) - mean) * rstd
     gain = gain.astype(accumulator)
-    # This is rounded because two passes read it, and in float32 it would be the largest array.
+    # This is rounded to the data's dtype, because two passes read it, and in float32 it would be
+    # the largest array.
     d_scaled = _einsum("pk,bnpv->bnkv", read_keys.astype(dtype), d_retrieved).astype(dtype)
     a = d_scaled * gain
     mean_a, mean_an = means or (None, None)
@@ -192,19 +206,23 @@ def _take_back(residual, store_keys, data, fraction_bits):
 
 
 def _written(residual, store_keys, data, fraction_bits):
-    """Compute `sum_r w_r (x) y_r`; for an int16 residual rounded to its steps, as int32."""
+    """Compute the write `sum_r w_r (x) y_r`, with w the store keys and y the data.
+
+    For an int16 residual, the result is a rounded number of steps, as int32.
+    """
     written = _einsum("rk,bnrv->bnkv", store_keys.astype(data.dtype), data)
     if residual.dtype != jnp.int16:
         return written
-    # The steps are clipped because converting numbers beyond int32 is undefined.
+    # The steps are clipped because converting a number that overflows int32 is undefined.
     steps = jnp.clip(jnp.round(2.0**fraction_bits * written), -(2.0**24), 2.0**24)
-    # A written NaN has to be detected too, but no integer is NaN, so it becomes out of range.
+    # A NaN must be detected too. Integers have no NaN, so it becomes a number that overflows int16.
     return jnp.where(jnp.isnan(steps), 2**24, steps).astype(jnp.int32)
 
 
 def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits):
     values, count = stored.values, gain.size
-    # The sums are around a shift near the mean: E[x^2] - E[x]^2 cancels where the mean is large.
+    # The sums are of differences from a shift near the mean, because E[x^2] - E[x]^2 would lose
+    # precision to cancellation if the mean is large.
     shift = shift if norm == "layernorm" else jnp.zeros_like(shift)
     shifted = values - shift[..., None, None]
     total = jnp.sum(shifted, axis=(-2, -1))
@@ -231,7 +249,10 @@ def _retrieved(values, mean, rstd, gain, read_keys, dtype):
 
 
 def least_variance(fraction_bits: int) -> float:
-    """Return the variance below which a token of an int16 residual reads NaN."""
+    """Return the minimum variance of a token's int16 residual, in units of X squared.
+
+    Below it, the token's retrieved vectors are NaN.
+    """
     return (LEAST_STEPS / 2.0**fraction_bits) ** 2
 
 
@@ -247,7 +268,10 @@ def _accumulator(residual, dtype) -> jnp.dtype:
 
 
 def _einsum(spec, *operands):
-    """Contract with sums of at least float32; float32 operands are multiplied at full precision."""
+    """Compute an einsum that accumulates in at least float32.
+
+    Float32 operands are multiplied at full precision.
+    """
     narrow = all(operand.dtype == jnp.bfloat16 for operand in operands)
     return jnp.einsum(
         spec,
