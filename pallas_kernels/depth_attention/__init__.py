@@ -1,33 +1,39 @@
-"""Depth attention: a sublayer reads a softmax over the outputs of earlier sublayers or blocks.
+"""Depth attention: each sublayer attends over the outputs of earlier sublayers or blocks.
 
-Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1. Keys are the normalised
-sources, values are the sources themselves, and the query is learned and the same for every token:
+Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1. The outputs that a
+sublayer attends over are its *sources* v_i. The keys are the normalised sources, the values are the
+sources themselves, and the query is a learned parameter that is the same for every token:
 
     logit_i = <gain * query, v_i> / sqrt(mean(v_i^2) + epsilon)
     h = sum_i softmax(logit)_i v_i
 
-`depth_attention` is one site. In the *two-phase* schedule, `depth_attention_partial` computes all S
-sites of a block over the sealed sources in one pass that reads them once, and
-`depth_attention_merge` adds the running partial sum at each site.
+A place in the network that computes such a weighted sum is called a *site*, and the sum h is its
+*mix*. `depth_attention` computes one site. In the paper's *two-phase* schedule, sublayers form
+blocks. The outputs of completed blocks are *sealed*: they do not change any more. Phase one,
+`depth_attention_partial`, computes the S sites of a block over the sealed sources in one pass, so
+that each source is read only once. Phase two, `depth_attention_merge`, adds the running sum of the
+current block as one more source at each site.
 
 Implementations have the same names as in `key_vector`. Every op except
-`depth_attention_partial_backward` has gradients of its arrays of floats in reverse mode, once.
-Differentiating twice works only with "xla" and forward mode never; a TypeError says so.
+`depth_attention_partial_backward` supports reverse-mode differentiation with respect to its
+floating-point arrays. Second derivatives are supported only by "xla". Forward mode is not
+supported; a TypeError says so.
 
-A source may be a residual matrix `K x V` instead of a vector: queries are then [S, K, V] and
-sources [N, ..., K, V]. Mean and product are over all its entries. This differs from a reshape only
-on a TPU, where matrices lie with tokens in the lanes (see `mosaic_tpu_matrices`).
-`depth_attention_merge_read` also reads the mix with keys, as an RMT does.
+A source may be a residual matrix `K x V` instead of a vector. Queries are then [S, K, V] and
+sources are [N, ..., K, V], and the mean and the inner product are over all entries of a matrix. The
+result is the same as for matrices reshaped to vectors, but on a TPU it is faster, because there the
+lanes of a matrix array hold tokens (see `mosaic_tpu_matrices`). `depth_attention_merge_read` also
+reads vectors from the mix with keys, as an RMT does.
 
-`depth_attention_partial`, its backward pass and `depth_attention` take a `key_axis`: the mesh axis
-over whose n devices D is divided, with the same tokens on all of them. The op is then the work of
-one device in `jax.shard_map(.., check_vma=False)`. Sources, mixes, queries and gains, and their
-cotangents, are own slices [.., D / n], and gradients of queries and gains are complete for the own
-slice. Logarithms of sums are the same on all devices. Their cotangents, both those given and those
-returned, are each device's own part of a sum over the axis. JAX's transposes give the same where
-each device differentiates its own share of a loss. Plain JAX serves these ops, with one all-reduce
-of `(S + 1) N` float32 per token in the forward pass and one of `2 S N + N + S` in the backward
-pass.
+Sharded sources: `depth_attention`, `depth_attention_partial` and its backward pass take a
+`key_axis`, a mesh axis of n devices over which D is sharded. The op then runs on each device within
+`jax.shard_map(.., check_vma=False)`. Every device has the same tokens. Its sources, mixes, queries
+and gains, and their cotangents, are its own slices [.., D / n] along D, and its gradients of
+queries and gains are complete for its slice. The log-sum-exps are the same on all devices, but
+their cotangents, as inputs and as outputs, are terms of a sum over the axis, one per device. This
+is also what JAX's transposes produce if each device differentiates its own term of a loss. These
+calls use plain JAX. They communicate one all-reduce of `(S + 1) N` float32 numbers per token in the
+forward pass, and one of `2 S N + N + S` in the backward pass.
 """
 
 import functools
@@ -80,8 +86,11 @@ __all__ = [
 class PartialGradients(NamedTuple):
     """The cotangents of the inputs of `depth_attention_partial`.
 
-    `queries` holds the cotangents of `gain * query`: multiply them by the gain for the query's
-    cotangent and by the query for the gain's. `prior` is None if there was no prior.
+    Attributes:
+      queries: the cotangents of the products `gain * query`. Multiply them by the gain to get the
+        query's cotangent, and by the query to get the gain's.
+      sources: the sources' cotangents.
+      prior: the cotangents of `prior`, or None if there was no prior.
     """
 
     queries: Float[Array, "S *D"]
@@ -101,7 +110,10 @@ def depth_attention(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """Return the mix h that one site reads: `depth_attention_partial` with one query."""
+    """Compute the mix h of one site.
+
+    This is `depth_attention_partial` for one query; see there for the arguments.
+    """
     check_array("query", query, "D")
     if gain is not None:
         check_array("gain", gain, "D")
@@ -136,24 +148,27 @@ def depth_attention_partial(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "S *tokens"]]:
-    """Compute all S sites over the same sources, in one pass over them.
+    """Compute the mixes of S sites over the same sources, in one pass over the sources.
 
     Args:
-      queries: w, one query for each site.
-      sources: v, with any token axes and any float dtype.
-      gains: the gains of the keys' norm, which are folded into the queries.
-      count: the number of sources; rows from there on are empty and are not read.
-      prior: the results of another call over other sources, to be included.
+      queries: one query per site.
+      sources: the sources, with any token axes and any float dtype.
+      gains: the gain of the keys' norm for each site, or None for a gain of 1.
+      count: the number of sources, or None if all N rows hold one. Rows from `count` onwards are
+        not read.
+      prior: the mixes and log-sum-exps that another call returned for other sources. The results
+        then cover those sources as well.
       epsilon: the number added to the mean square of a source; at least 0.
-      key_axis: the mesh axis over which D is divided, or None (see the module's docstring).
-      implementation: None picks the best one for the platform that the program is lowered for.
+      key_axis: the mesh axis over which D is sharded, or None (see the module's docstring).
+      implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
-      The mix of each site in the sources' dtype, and the logarithm of its softmax's sum, at least
-      float32. Scores and sums are at least float32. A single source is returned bit for bit.
+      The mix of each site, in the sources' dtype, and the log-sum-exp of its logits, in at least
+      float32. Logits and sums are computed in at least float32. If there is only one source, the
+      mix is exactly that source.
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call.
+      UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, count is not an integer or exceeds the number of
         sources, or epsilon is negative.
       TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
@@ -182,10 +197,18 @@ def depth_attention_partial_backward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> PartialGradients:
-    """Return the gradients of `depth_attention_partial`; the sources' are added to `accumulate`.
+    """Compute the backward pass of `depth_attention_partial`.
 
-    The gradients that a block's S sites give to the sources are thus added once, whereas
-    differentiating with JAX would add them once per site.
+    With this op, a hand-written backward pass can add the gradients that the sources receive from
+    all S sites of a block to an accumulator at once. JAX's differentiation would add them once per
+    site.
+
+    Args:
+      mixed, log_sums: the results of `depth_attention_partial`.
+      d_mixed, d_log_sums: their cotangents; None means that the latter are 0.
+      accumulate: gradients to which the sources' gradients are added, or None.
+      queries, sources, gains, count, prior, epsilon, key_axis, implementation: as in
+        `depth_attention_partial`.
     """
     given, rows, per_token = _checked(queries, sources, gains, count, prior, epsilon)
     d_queries, d_sources, d_prior = _partial_backward(
@@ -218,26 +241,28 @@ def depth_attention_merge(
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "*tokens_D"], Float[Array, "*tokens_D"]]:
-    """Run the second phase: mix the running partial sum with the sealed sources, and normalise.
+    """Compute phase two for one site: add the running sum to its mix, and normalise the result.
 
     Args:
-      mixed: the mixes of all sites, from `depth_attention_partial`.
-      log_sums: the logarithms of sums of this site.
+      mixed: the mixes of all S sites over the sealed sources, from `depth_attention_partial`.
+      log_sums: the log-sum-exps of this site.
       site: the index of this site.
-      current: the running partial sum, one more source.
-      query, gain: w and the gain of the keys' norm.
-      norm_gain: the gain of the output's norm; None if there is no norm.
-      active: whether there is a partial sum; before a block's first sublayer there is none.
-      norm: the norm of the output, "layernorm" or "rmsnorm", or None: z is then h. No kernel has a
-        norm for matrices, because the read with keys that follows has one.
+      current: the running sum of the current block, which is one more source.
+      query: the query of this site.
+      gain: the gain of the keys' norm, or None for a gain of 1.
+      norm_gain: the gain of the output's norm; None if `norm` is None.
+      active: whether there is a running sum. Before the first sublayer of a block there is none.
+      norm: the norm of the output, "layernorm" or "rmsnorm", or None for no norm. For matrices, no
+        kernel supports a norm, because the read with keys that follows normalises.
       epsilon, norm_epsilon: the epsilons of the keys' norm and of the output's norm.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
-      `mixed` and `current`, to be used from here on, and `z = norm_gain * norm(h)` in the dtype of
-      `current`. Through them the gradients of later uses reach this op, which adds its own gradient
-      to that of `current` in the same pass and writes its own into its row of that of `mixed`. For
-      this reason a site may be merged only once.
+      `mixed`, `current`, and `z = norm_gain * norm(h)` in the dtype of `current`, where h is the
+      mix of this site over all sources. The caller must use the returned `mixed` and `current` in
+      place of the arguments: then the gradients of their later uses pass through this op, which in
+      one pass adds its gradient to that of `current` and writes its gradient to its row of that of
+      `mixed`. A site may therefore be merged only once.
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
@@ -272,21 +297,21 @@ def depth_attention_merge_at(
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """Return z of `depth_attention_merge` for a few tokens; the TPU kernel copies no operands.
+    """Compute z of `depth_attention_merge` for a few tokens, with stacked parameters.
 
-    The op serves decoding. It is differentiable only with "xla".
+    This op is for decoding: the TPU kernel reads its operands directly from the stacks, without
+    copies. It is differentiable only with "xla".
 
     Args:
-      layer: the index of the layer, below L.
-      parameters: for every layer the query times the gain of the keys' norm, and the gain of the
-        output's norm.
-      mixed, log_sums: the mixes and logarithms of sums of all sites, from
-        `depth_attention_partial`.
+      layer: the index of the layer, less than L.
+      parameters: for each of the L layers two rows: the query times the gain of the keys' norm, and
+        the gain of the output's norm.
+      mixed, log_sums: the mixes and log-sum-exps of all sites, from `depth_attention_partial`.
       site, current, active, norm, epsilon, norm_epsilon: as in `depth_attention_merge`.
       implementation: as in `depth_attention_merge`, but this op has no "triton".
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call.
+      UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
       TypeError: the op is differentiated where it may be a kernel.
     """
@@ -309,7 +334,7 @@ def depth_attention_merge_at(
 
 
 class _Call(NamedTuple):
-    """The parameters of a call that are not arrays."""
+    """The static parameters of a call, constant during tracing."""
 
     epsilon: int | float
     implementation: str | None
@@ -349,12 +374,12 @@ def _partial_backward(call, given, mixed, log_sums, d_mixed, d_log_sums, accumul
     delta = None if d_log_sums is None else -d_log_sums
     prior, d_prior = given.prior, None
     if prior is not None:
-        # The prior is one more source, whose logit is given.
+        # The prior acts as one more source, whose logit is the prior's log-sum-exp.
         weight = xla.prior_weights(prior[1], log_sums)
         entries = tuple(range(1 - given.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
-    # A saved constant may come back as a NumPy array.
+    # JAX may return a saved constant as a NumPy array.
     of_sources = given._replace(count=jnp.asarray(given.count), prior=None)
     scored = Scored(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, scored, **call.scores)
@@ -381,7 +406,7 @@ def _merge_forward(call, given):
 
 def _merge_backward(call, given, cotangents):
     d_mixed, d_current, d_z = cotangents
-    given = jax.tree.map(jnp.asarray, given)  # A saved constant may come back as a NumPy array.
+    given = jax.tree.map(jnp.asarray, given)  # JAX may return a saved constant as a NumPy array.
     cotangents = MergeCotangents(d_z, d_mixed, d_current)
     g = _run(call, "merge_backward", given, cotangents, **call.norms)
     return (Merge(g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain),)
@@ -422,12 +447,15 @@ def _run(call: _Call, op: str, *operands, **options):
 
 
 def _dividing(key_axis: str | None) -> str | None:
-    """Return the axis, or None if it has only one device."""
+    """Return `key_axis`, or None if that mesh axis has only one device."""
     return key_axis if key_axis is not None and jax.lax.axis_size(key_axis) > 1 else None
 
 
 def _folded(queries, gains, sources):
-    """Compute `gain * query`, at least float32, so that no normalised key is ever computed."""
+    """Compute `gain * query` in at least float32.
+
+    Because the gain is folded into the query, normalised keys need not be computed.
+    """
     dtype = jnp.result_type(jnp.float32, sources)
     return queries.astype(dtype) if gains is None else queries.astype(dtype) * gains.astype(dtype)
 
@@ -437,16 +465,23 @@ def _count(count, sources):
 
 
 def _tokens(lead, axes: int) -> tuple[Any, ...]:
-    """Return the sizes of one token axis for vectors, or of two token axes for matrices."""
+    """Reshape the leading sizes `lead` to one token axis for vectors or two for matrices.
+
+    Args:
+      lead: the sizes of the token axes that the caller passed.
+      axes: the number of axes of a source: 1 for a vector, 2 for a matrix.
+    """
     if axes == 1:
         return (math.prod(lead),)
     return math.prod(lead[:-1]), (lead[-1] if lead else 1)
 
 
 def _checked(queries, sources, gains, count, prior, epsilon):
-    """Check the arguments and return the implementations' operands and two reshapes.
+    """Check the arguments and convert them to an implementation's operands.
 
-    The reshapes give arrays [n, *tokens, *size] and [n, *tokens] the token axes of `_tokens`.
+    Returns:
+      The operands; a function that reshapes an array [n, *tokens, *size] to the token axes of the
+      operands; and a function that does so for an array [n, *tokens].
     """
     check_sources(queries, sources, gains, count, prior, epsilon)
     size = queries.shape[1:]

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the depth-attention ops, before anything is traced."""
+"""Checks of the depth-attention ops' arguments, which run before an op is traced."""
 
 import jax.numpy as jnp
 
@@ -65,7 +65,13 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
 
 
 def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
-    """Check the mixes and logarithms of sums against `current`, whose last axes are a source's."""
+    """Check that the mixes and the log-sum-exps fit the running sum `current`.
+
+    Args:
+      mixed, log_sums, current: the arguments of the op.
+      axes: the names of the axes of `log_sums`, such as "B T".
+      of_source: the number of axes of a source, which are the last axes of `current`.
+    """
     check_array("mixed", mixed, "S ... D")
     check_array("log_sums", log_sums, axes)
     whole = mixed if axes.startswith("S") else current
@@ -77,5 +83,5 @@ def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
 
 
 def _size(queries, before: int) -> str:
-    """Return the names of a source's axes: of a vector, or of a residual matrix."""
+    """Return the names of a source's axes: "D" for a vector, "K V" for a residual matrix."""
     return "K V" if getattr(queries, "ndim", 0) == before + 2 else "D"

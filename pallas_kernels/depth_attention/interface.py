@@ -1,61 +1,64 @@
-"""The functions, operands and results of every implementation of depth attention.
+"""The interface that every implementation of depth attention provides.
 
-An implementation is a module with these functions over arrays with exactly one token axis T. The
-public ops reshape to that, fold gains into queries, choose an implementation and differentiate.
-Residual matrices have two token axes, B and T, and D is K x V; `matrices` passes them to
-implementations that know only vectors. Symbols: N sources (rows of a bank) of size D, S sites
-(queries). For a source v, with the float32 values of the stored numbers:
+An implementation is a module with the functions below. Their arrays have exactly one token axis, T.
+The public ops reshape their arguments to that axis, fold gains into queries, select an
+implementation and define the derivatives. Residual matrices have two token axes, B and T, and
+K x V entries in place of D; `matrices` adapts an implementation for vectors to them.
+
+Symbols: there are N rows of sources of size D (the *bank*), and S sites with a query each. For a
+source v, converted to float32:
 
     rstd(v) = 1 / sqrt(mean(v^2) + epsilon)             logit = rstd(v) * <query, v>
     log_sum = log sum exp(logit)                        weight = exp(logit - log_sum)
 
-Rows from `count` on are empty: they have no weight, whatever they hold, NaN included, and their
-gradient is 0.
+The first `count` rows of the bank are active. The others are empty: whatever they hold, even NaN,
+they have weight 0 and gradient 0.
 
     partial(Partial, *, epsilon)
         -> (mixed [S, T, D] in the sources' dtype, log_sums [S, T] float32)
 
         mixed = sum_i weight_i v_i over the active rows. `prior` is None or a pair (mixed, log_sums)
-        over other sources. These are then included as one more source with a given logit:
-        log_sum' = log(exp(log_sum) + exp(prior log_sum)). With no source at all, mixed is 0 and
-        log_sum -inf. A single source is returned bit for bit.
+        that was computed over other sources. It acts as one more source, whose value is its mixed
+        and whose logit is its log_sum: log_sum' = log(exp(log_sum) + exp(prior log_sum)). Without
+        any source, mixed is 0 and log_sum is -inf. With one source, mixed is exactly that source.
 
     partial_backward(Partial without its prior, Scored, *, epsilon)
         -> (d_queries [S, D] float32, d_sources [N, T, D])
 
-        From `log_sums [S, T]` as returned (prior included):
+        With q the query and `log_sums [S, T]` as `partial` returned them (prior included):
 
             g_i = <d_mixed, v_i>        d_logit_i = weight_i * (g_i - sum_j weight_j g_j - delta)
             d_queries = sum_i,t d_logit_i rstd_i v_i
             d_v_i = sum_s weight_i d_mixed + d_logit_i (rstd_i q - logit_i rstd_i^2 v_i / D)
 
-        with the sum over the active rows, computed from the very same g, so that a single source
-        gives a d_logit of exactly 0. `delta [S, T]` float32 is subtracted in addition, None means
-        0: it is the prior's share of the sum, less the cotangent of log_sums. d_sources is in the
-        dtype of the sources, and is added to `accumulate [N, T, D]` if that is not None (empty rows
-        then keep their values); the sum over T in d_queries has a fixed order. Kernels write over
-        `accumulate`, which costs a copy if a caller still needs it.
+        The sum over j is over the active rows and uses the same computed g, so that with a single
+        source d_logit is exactly 0. `delta [S, T]`, in float32, is the prior's term of that sum
+        minus the cotangent of log_sums; None means 0. d_sources has the dtype of the sources. If
+        `accumulate [N, T, D]` is not None, d_sources is added to it, and empty rows keep their
+        values; kernels overwrite `accumulate`, which costs a copy if a caller still uses it. The
+        sum over T in d_queries is computed in a fixed order.
 
     merge(Merge, *, norm, epsilon, norm_epsilon) -> z [T, D]
 
-        The second phase of one site: the running partial sum `current` is one more source in
-        addition to row `site` of `mixed`, which stands for all the sealed ones.
-        p = sigmoid(logit(current) - log_sum), or 0 where `active` is False;
-        h = mixed + p * (current - mixed); z = norm_gain * norm(h), in the dtype of `current`. The
-        row is read in place, because a slice would be copied. With `norm_gain` and `norm` None,
-        z = h.
+        Phase two of one site. Row `site` of `mixed` is the mix of all sealed sources, and the
+        running sum `current` is one more source. Its weight is
+        p = sigmoid(logit(current) - log_sum), or 0 if `active` is False. Then
+        h = mixed + p * (current - mixed) and z = norm_gain * norm(h), in the dtype of `current`. If
+        `norm_gain` and `norm` are None, z = h. A kernel reads the row directly from `mixed`,
+        because a slice would be copied.
 
     merge_backward(Merge, MergeCotangents, *, norm, epsilon, norm_epsilon) -> MergeGradients
 
-        Row `site` of d_mixed [S, T, D] is replaced by this site's gradient, in place; the other
-        rows do not change. The gradient of this use of `current` is added to `d_current`. With h'
-        the cotangent of h, d_mixed = (1 - p) h', d_logit = p (1 - p) <h', current - mixed> and
-        d_current = p h' + d_logit d logit / d current. Kernels write over both.
+        In the cotangent of `mixed` [S, T, D], row `site` is replaced by this site's gradient, and
+        the other rows do not change. This site's gradient of `current` is added to the cotangent of
+        `current`. With h' the cotangent of h, the gradient of `mixed` is (1 - p) h',
+        d_logit = p (1 - p) <h', current - mixed>, and the gradient of `current` is
+        p h' + d_logit d logit / d current. Kernels overwrite both cotangents.
 
     merge_at(MergeAt, *, norm, epsilon, norm_epsilon) -> z [T, D]
 
-        `merge` for a few tokens, without a gradient: the query and the gain are read where they
-        lie, and the log sum is row `site` of the log sums of all sites.
+        `merge` for a few tokens, without a gradient. A kernel reads the query and the gain directly
+        from the stacked parameters, and log_sum from row `site` of the log_sums of all sites.
 
     merge_read(MergeRead, *, norm, epsilon, norm_epsilon, dtype)
         -> (z [B, T, P, V] in `dtype`, Statistics)
@@ -66,11 +69,12 @@ gradient is 0.
     merge_read_backward(MergeRead, Statistics, MergeCotangents, *, norm, epsilon)
         -> (MergeGradients with a norm_gain of [K, V], d_read_keys [P, K] float32)
 
-    unsupported(op, *operands) -> why these cannot be served, in a line, or None: called first
+    unsupported(op, *operands) -> the reason, in one line, why the implementation does not support
+        these operands, or None; it is called before the other functions
 
-`partial` and `partial_backward` of plain JAX also take a `key_axis` over which D is divided. Arrays
-with a D are then own slices, `delta` is the device's own part of a sum, and d_logit belongs to the
-whole.
+In plain JAX, `partial` and `partial_backward` also take a `key_axis`, the mesh axis over which D is
+sharded. Arrays with an axis D are then this device's slices along D, and `delta` is this device's
+term of a sum over devices. d_logit is that of the whole sources.
 """
 
 from typing import NamedTuple
@@ -78,13 +82,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Mixes and log sums of S sites over other sources. In these types *D is D, or K V for a matrix, and
-# *T the token axes.
+# The mixes and log-sum-exps of S sites over other sources. In these annotations, *D stands for D or
+# for K V (a matrix), and *T for the token axes.
 Prior = tuple[Float[Array, "S *T_D"], Float[Array, "S *T"]]
 
 
 class Partial(NamedTuple):
-    """S sites over the same sources; queries are float32 and include the gains."""
+    """The operands of `partial`: S sites over the same sources.
+
+    The queries are float32 and already multiplied by the gains.
+    """
 
     queries: Float[Array, "S *D"]
     sources: Float[Array, "N *T_D"]
@@ -102,7 +109,10 @@ class Scored(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """The mixed sealed sources and the running sum of one site; query and gain are float32."""
+    """The operands of `merge`: the mixes of the sealed sources, and the running sum of one site.
+
+    `query` and `norm_gain` are float32.
+    """
 
     query: Float[Array, "*D"]
     mixed: Float[Array, "S *T_D"]
@@ -114,7 +124,10 @@ class Merge(NamedTuple):
 
 
 class MergeAt(NamedTuple):
-    """A `Merge` of a few tokens, with the parameters (float32) of L layers and all sites' sums."""
+    """The operands of `merge_at`: a `Merge` for a few tokens, with stacked parameters.
+
+    `parameters` are those of L layers, in float32, and `log_sums` those of all sites.
+    """
 
     parameters: Float[Array, "L 2 D"]
     layer: Int[Array, ""]
@@ -126,7 +139,11 @@ class MergeAt(NamedTuple):
 
 
 class MergeCotangents(NamedTuple):
-    """The cotangents of z, and of later uses of `mixed` and `current`, which take the gradients."""
+    """The cotangents of the results of a merge.
+
+    Those of `mixed` and `current` come from later uses; the merge's own gradients are combined with
+    them.
+    """
 
     z: Float[Array, "*T_D"]
     mixed: Float[Array, "S *T_D"]
@@ -134,7 +151,7 @@ class MergeCotangents(NamedTuple):
 
 
 class MergeRead(NamedTuple):
-    """A merge of matrices without a norm, and the parameters of the read that follows."""
+    """The operands of `merge_read`: a merge of matrices without a norm, and the read's parameters."""
 
     merge: Merge
     norm_gain: Float[Array, "K V"]
@@ -142,9 +159,9 @@ class MergeRead(NamedTuple):
 
 
 class MergeGradients(NamedTuple):
-    """The cotangents of the inputs of `merge`; for parameters they are float32 sums over tokens.
+    """The cotangents of the inputs of `merge`.
 
-    `mixed` holds the rows of all sites.
+    Those of the parameters are float32 and summed over tokens. `mixed` has the rows of all sites.
     """
 
     query: Float[Array, "*D"]
@@ -155,5 +172,5 @@ class MergeGradients(NamedTuple):
 
 
 def wide(x: Array) -> Array:
-    """Return x in at least float32."""
+    """Convert x to float32, unless it has a wider dtype."""
     return x.astype(jnp.result_type(jnp.float32, x))

@@ -1,7 +1,7 @@
-"""Residual matrices as vectors, for implementations that know only vectors: [.., K, V] is [.., D].
+"""Adapter that reshapes residual matrices to vectors, for implementations that support only vectors.
 
-Arrays have two token axes, `[.., B, T]`, and the two axes of a matrix. The last axes are merged in
-pairs, which serves queries [S, K, V] and logarithms of sums [S, B, T] as well.
+An array [.., B, T, K, V] of matrices becomes [.., B T, K V], by merging the last axes in pairs. The
+same rule is also right for queries [S, K, V] and log-sum-exps [S, B, T].
 """
 
 from types import ModuleType
@@ -21,7 +21,10 @@ from pallas_kernels.depth_attention.interface import (
 
 
 class OfVectors:
-    """An implementation for matrices made from one for vectors: see `interface`."""
+    """An implementation of the depth-attention ops for matrices that uses one for vectors.
+
+    The methods are the functions of `interface`.
+    """
 
     def __init__(self, module: ModuleType):
         self._module = module

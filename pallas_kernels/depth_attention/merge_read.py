@@ -1,7 +1,7 @@
-"""Phase two of depth attention over residual matrices and the read of its mix, as one op.
+"""An op that computes phase two of depth attention over residual matrices, and reads from its mix.
 
-The op joins `depth_attention_merge` without a norm and `norm_retrieve`. A TPU has one kernel for
-both in the forward pass and one in the backward pass, so that the mix never leaves the chip.
+The op combines `depth_attention_merge` (without a norm) and `norm_retrieve`. On a TPU, one kernel
+computes both in the forward pass, and one in the backward pass, so that the mix stays in VMEM.
 """
 
 import functools
@@ -36,23 +36,26 @@ def depth_attention_merge_read(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "B T K V"], Float[Array, "B T P V"]]:
-    """Compute `z_p = r_p . (norm_gain * norm(h))`, h being the mix of sealed sources and current.
+    """Compute the mix h of one site, and read `z_p = r_p . (norm_gain * norm(h))` from it.
+
+    h is the result of `depth_attention_merge` without a norm, and r are the read keys.
 
     Args:
       mixed, log_sums, site, current, active: as in `depth_attention_merge`.
-      query: the query of the site, times the gain of the keys' norm.
+      query: the query of the site, multiplied by the gain of the keys' norm.
       norm_gain, read_keys, norm: the gain, the keys and the norm of the read, as in
         `norm_retrieve`.
       epsilon, norm_epsilon: the epsilons of the keys' norm and of the read's norm.
-      dtype: the dtype of z; None is that of `current`.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      dtype: the dtype of z; None for the dtype of `current`.
+      implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
-      `mixed` and `current`, to be used from here on as with `depth_attention_merge`, and z. h is
-      rounded to the dtype of `current`.
+      `mixed`, `current` and z. As in `depth_attention_merge`, the caller must use the returned
+      `mixed` and `current` in place of the arguments. h is rounded to the dtype of `current` before
+      it is read.
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call.
+      UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
       TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
     """
@@ -82,7 +85,7 @@ def depth_attention_merge_read(
 
 
 class _Call(NamedTuple):
-    """The parameters of a call that are not arrays."""
+    """The static parameters of a call, constant during tracing."""
 
     norm: Norm
     epsilon: int | float
@@ -106,7 +109,7 @@ def _forward(call, given):
 
 def _backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
-    given, statistics = jax.tree.map(jnp.asarray, saved)  # A saved constant may be a NumPy array.
+    given, statistics = jax.tree.map(jnp.asarray, saved)  # JAX may save constants as NumPy arrays.
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
     args = (given, statistics, MergeCotangents(d_z, d_mixed, d_current))
     g, d_read_keys = run(*args, norm=call.norm, epsilon=call.epsilon)
@@ -117,7 +120,7 @@ def _backward(call, saved, cotangents):
 
 _merge_read.defvjp(_forward, _backward)
 
-# There is no GPU kernel that does both.
+# No GPU kernel computes both, so "triton" uses plain JAX.
 _IMPLEMENTATIONS = Implementations(
     XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",), name="merge_read"
 )

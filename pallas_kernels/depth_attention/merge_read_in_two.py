@@ -1,4 +1,4 @@
-"""`merge_read` computed as the two ops that it joins, one after the other."""
+"""An implementation of `merge_read` that runs its two ops, the merge and the read, separately."""
 
 from typing import Any
 
@@ -15,9 +15,10 @@ _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 
 
 class InTwo:
-    """A `merge_read` from an implementation of `merge` over matrices and one of the key-vector ops.
+    """An implementation of `merge_read` that combines two implementations.
 
-    `options` are passed to both. See `interface`.
+    One implements `merge` for matrices, the other the key-vector ops. The methods are the functions
+    of `interface`; their additional `options` are passed to both implementations.
     """
 
     def __init__(self, merges: Any, key_vector: Any):
@@ -48,7 +49,7 @@ class InTwo:
         epsilon: int | float,
         **options: Any,
     ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-        """Compute the gradients; h is mixed again."""
+        """Compute the gradients, after recomputing the mix h."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
         h = self._merges.merge(given.merge, **of_merge)
         of_read = Backward(Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
@@ -58,11 +59,11 @@ class InTwo:
         return g._replace(norm_gain=d_read.gain), d_read.read_keys
 
     def unsupported(self, op: str, *operands: Any) -> str | None:
-        """Return None, because every call can be served on every platform."""
+        """Return None, because every call is supported on every platform."""
         return None
 
     def wins(self, op: str, *operands: Any) -> bool:
-        """Return False, because the portable implementation is this one."""
+        """Return False, because this implementation is itself the portable one."""
         return False
 
 

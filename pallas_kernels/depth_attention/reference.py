@@ -1,7 +1,7 @@
 """Plain JAX reference of depth attention, against which every implementation is tested.
 
-Everything is float32 (float64 for float64 inputs), whatever the inputs are; gradients are those
-that JAX derives. Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1.
+All computations are in float32 (float64 for float64 inputs), whatever the dtype of the inputs. JAX
+derives the gradients. Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1.
 """
 
 import jax
@@ -19,7 +19,10 @@ def _logits(queries, sources, epsilon):
 
 
 def partial(given: Partial, *, epsilon: float) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute all S sites over the active sources and over the sources that `prior` represents."""
+    """Compute the mixes and log-sum-exps of S sites.
+
+    They are over the first `count` sources, and over the sources that `prior` represents.
+    """
     queries, sources, count, prior = given
     dtype = sources.dtype
     active = jnp.arange(sources.shape[0]) < count
@@ -44,7 +47,7 @@ def merge(
     epsilon: float,
     norm_epsilon: float,
 ) -> Float[Array, "T D"]:
-    """Mix the running partial sum with the sealed sources' mix, and normalise."""
+    """Add the running sum to the mix of the sealed sources, and normalise the result."""
     query, mixed, log_sums, site, current, active, norm_gain = given
     dtype = current.dtype
     mixed, current = wide(mixed[site]), wide(current)
@@ -61,9 +64,9 @@ def normalize(
     norm: Norm | None,
     epsilon: float,
 ) -> Float[Array, "T D"]:
-    """Compute `gain * h / sqrt(mean(h^2) + epsilon)`; for layernorm with h - mean(h) in place of h.
+    """Compute `gain * h / sqrt(mean(h^2) + epsilon)`.
 
-    Without a norm, return h.
+    For layernorm, mean(h) is first subtracted from h. If `norm` is None, h is returned unchanged.
     """
     if norm is None:
         return h

@@ -1,12 +1,12 @@
 """Portable implementation of depth attention: plain JAX that XLA fuses, on any platform.
 
-Products with sources are multiplications and sums, not matrix products. XLA then reads the sources
-as they are stored, without a float32 copy of the bank, and the scores are float32 everywhere.
-Sources are read twice in the forward pass (scores, then mixing) and three times in the backward
-pass.
+Inner products with sources are written as multiplications and sums, not as matrix products. XLA
+then converts the sources while it reads them, without writing a float32 copy of all sources, and
+the logits are float32 on every platform. The forward pass reads the sources twice (for the logits
+and for the mix), and the backward pass reads them three times.
 
-With a `key_axis` the sources' entries D are divided over the devices along that mesh axis. Scores
-and mean squares are then sums over devices, with one all-reduce of float32 in each pass.
+With a `key_axis`, D is sharded over that mesh axis. Inner products and mean squares are then sums
+over devices, with one float32 all-reduce per pass.
 """
 
 import math
@@ -30,14 +30,14 @@ from pallas_kernels.depth_attention.reference import normalize
 
 
 def _products(queries, sources):
-    """Return `<query, v>` [S, N, T] and `<v, v>` [N, T] over the device's own entries."""
+    """Return `<query, v>` [S, N, T] and `<v, v>` [N, T], summed over this device's slice of D."""
     values = wide(sources)
     products = jnp.sum(wide(queries)[:, None, None] * values, axis=-1)
     return products, jnp.sum(jnp.square(values), axis=-1)
 
 
 def _over_devices(key_axis, *parts):
-    """Sum parts [.., T] over devices, in one all-reduce."""
+    """Sum each of several arrays [.., T] over the devices of `key_axis`, in one all-reduce."""
     if key_axis is None:
         return parts
     rows = [part.reshape(math.prod(part.shape[:-1]), part.shape[-1]) for part in parts]
@@ -47,7 +47,7 @@ def _over_devices(key_axis, *parts):
 
 
 def _scores(products, squares, D, count, epsilon):
-    """Return logits [S, N, T] and rstd [N, T]; empty rows have -inf and 0."""
+    """Return logits [S, N, T] and rstd [N, T], which are -inf and 0 for rows from `count` onwards."""
     active = (jnp.arange(squares.shape[0]) < count)[:, None]
     rstd = jax.lax.rsqrt(squares / D + epsilon)
     return jnp.where(active, products * rstd, -jnp.inf), jnp.where(active, rstd, 0)
@@ -58,7 +58,7 @@ def _whole(D: int, key_axis: str | None) -> int:
 
 
 def _weights(logits, log_sums):
-    """Return `exp(logit - log_sum)`, [S, N, T]; 0 for empty rows."""
+    """Return the softmax weights `exp(logit - log_sum)` [S, N, T], which are 0 for empty rows."""
     return jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - log_sums[:, None]))
 
 
@@ -73,9 +73,9 @@ def partial(
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `interface`'s `partial`.
+    """Compute `partial` of `interface`.
 
-    Scores and mixing take `2 S N T D` multiplications and additions each.
+    The logits take `2 S N T D` FLOPs, and so do the mixes.
     """
     queries, sources, count, prior = given
     products, squares = _over_devices(key_axis, *_products(queries, sources))
@@ -86,7 +86,7 @@ def partial(
         log_sums = jnp.logaddexp(log_sums, prior[1])
     weights = _weights(logits, log_sums)
     values = _active_values(sources, count)
-    # The sum is term by term: a reduction over a stack is ten times slower on a CPU.
+    # The terms are added one by one, because a reduction over an axis is ten times slower on a CPU.
     mixed = sum(weights[:, n][..., None] * values[n] for n in range(values.shape[0]))
     if prior is not None:
         mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * wide(prior[0])
@@ -94,7 +94,7 @@ def partial(
 
 
 def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
-    """Return the weight of all the sources that a prior represents together, [S, T]."""
+    """Return the total softmax weight [S, T] of the sources that a prior represents."""
     return jnp.where(prior_log_sums == -jnp.inf, 0, jnp.exp(prior_log_sums - log_sums))
 
 
@@ -105,7 +105,10 @@ def partial_backward(
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `interface`'s `partial_backward`; with a `key_axis`, `delta` is a part of a sum."""
+    """Compute `partial_backward` of `interface`.
+
+    With a `key_axis`, `delta` is this device's term of a sum over devices.
+    """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
     values, d_mixed = _active_values(sources, count), wide(d_mixed)
@@ -120,7 +123,7 @@ def partial_backward(
     d_logits = weights * (g - subtracted[:, None])
     d_products = d_logits * rstd
     d_queries = jnp.einsum("snt,ntd->sd", d_products, values, precision="highest")
-    # shrink is rstd^2 / D * sum_s d_logit * logit; an empty row's logit of -inf counts as 0.
+    # shrink = rstd^2 / D * sum_s d_logit * logit, where the -inf logits of empty rows count as 0.
     finite = jnp.where(logits == -jnp.inf, 0, logits)
     shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / D
     queries = wide(queries)
@@ -149,7 +152,10 @@ def merge(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Compute `interface`'s `merge`: `mixed` and `current` in, z out, 3 T D elements."""
+    """Compute `merge` of `interface`.
+
+    For T tokens it moves `3 T D` elements: it reads a row of `mixed` and `current`, and writes z.
+    """
     query, mixed, log_sums, site, current, active, norm_gain = given
     h = _merged(query, mixed[site], log_sums, current, active, epsilon)
     return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(current.dtype)
@@ -162,7 +168,7 @@ def merge_at(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Compute `interface`'s `merge_at`."""
+    """Compute `merge_at` of `interface`."""
     parameters, layer, mixed, log_sums, site, current, active = given
     query, gain = jax.lax.dynamic_index_in_dim(parameters, layer, keepdims=False)
     one = Merge(query, mixed, log_sums[site], site, current, active, gain)
@@ -177,7 +183,7 @@ def merge_backward(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> MergeGradients:
-    """Compute `interface`'s `merge_backward`."""
+    """Compute `merge_backward` of `interface`."""
     query, mixed, log_sums, site, current, active, norm_gain = given
 
     def forward(query, mixed, log_sums, current, norm_gain):
