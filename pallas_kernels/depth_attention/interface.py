@@ -151,7 +151,7 @@ class MergeCotangents(NamedTuple):
 
 
 class MergeRead(NamedTuple):
-    """The operands of `merge_read`: a merge of matrices without a norm, and the read's parameters."""
+    """The operands of `merge_read`: those of a merge without a norm, and the read's parameters."""
 
     merge: Merge
     norm_gain: Float[Array, "K V"]

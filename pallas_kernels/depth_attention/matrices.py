@@ -1,4 +1,4 @@
-"""Adapter that reshapes residual matrices to vectors, for implementations that support only vectors.
+"""Adapter that runs implementations for vectors on residual matrices, by reshaping the arrays.
 
 An array [.., B, T, K, V] of matrices becomes [.., B T, K V], by merging the last axes in pairs. The
 same rule is also right for queries [S, K, V] and log-sum-exps [S, B, T].

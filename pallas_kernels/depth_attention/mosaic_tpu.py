@@ -1,19 +1,24 @@
-"""TPU kernels of depth attention, which read every source from HBM once.
+"""TPU kernels of depth attention for vectors, which read every source from HBM only once.
 
-Arrays stay as the model has them, [.., T, D] with D in the lanes; nothing is transposed. A tile of
-tokens of all active rows lies in VMEM at a time, and the scores, the softmax over them and the mix
-are all computed from it.
+Arrays keep the model's layout [.., T, D], with D in the lanes, so nothing is transposed. One tile
+of tokens of all active sources is in VMEM at a time, and the logits, the softmax and the mix are
+computed from it.
 
-- Scores and mixing are products on the matrix unit, whose time does not depend on S until its rows
-  are full. Queries and weights are split into bfloat16 pieces, so that with bfloat16 sources scores
-  are as exact as in float32, and weights are exact to 16 bits.
-- The backward pass computes <d_mixed, v_i> together with the scores, and all of a source's gradient
-  except the part along the source itself as one more product.
-- Rows from `count` on are not read, and not written either if a gradient is accumulated.
+- The logits and the mixes are matrix products. Their time does not depend on S until the rows of
+  the matrix unit are full. For bfloat16 sources, queries and weights are split into sums of
+  bfloat16 terms ("pieces"): logits are then as exact as in float32, and weights have up to 16 bits.
+- The backward pass computes the logits and <d_mixed, v_i> in one matrix product. A source's
+  gradient is another matrix product, apart from its term that is a multiple of the source itself.
+- Empty rows (those from `count` onwards) are not read. If gradients are accumulated, they are not
+  written either.
 
-For T tokens, N active sources, E bytes per entry: `partial` takes `4 S N T D` FLOPs and
-`E (N + S) T D` bytes; `partial_backward` `8 S N T D` FLOPs and `E (2 N + S) T D` bytes, `E N T D`
-more to accumulate; `merge` `E 3 T D` bytes and `merge_backward` `E 6 T D`.
+The costs for S sites, T tokens, N active sources and E bytes per entry are:
+
+    op                FLOPs         bytes moved to or from HBM
+    partial           4 S N T D     E (N + S) T D
+    partial_backward  8 S N T D     E (2 N + S) T D, and E N T D more to accumulate
+    merge                           E 3 T D
+    merge_backward                  E 6 T D
 
 D is padded to a multiple of 128 and T to a multiple of 16; padding costs a copy.
 """
@@ -50,11 +55,12 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.target import target
 
-# MiB (of 60) that `vmem_bytes` may reach; it does not count every temporary of the compiler.
+# The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
+# `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
-# With at most this many sources, a group of tokens waits longer than it works.
+# With at most this many sources, latency takes more time than the computation of a token group.
 _FEW = 4
-# Chips with enough registers to mix eight groups for many sites.
+# Chips with enough registers to unroll eight token groups when mixing for more than two sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
 _NAME = "depth_attention_"
 
@@ -66,7 +72,10 @@ def partial(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `interface`'s `partial`: `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
+    """Compute `partial` of `interface`.
+
+    It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
+    """
     if block_sizes is None and mosaic_tpu_decode.serves(given):
         return mosaic_tpu_decode.partial(given, epsilon=epsilon, interpret=interpret)
     queries, sources, count, prior = given
@@ -113,9 +122,9 @@ def partial_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `interface`'s `partial_backward`.
+    """Compute `partial_backward` of `interface`.
 
-    It takes `8 S N T D` FLOPs and `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
+    It takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
     """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
@@ -185,7 +194,10 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `interface`'s `merge`: `E 3 T D` bytes, and about 15 FLOPs per element."""
+    """Compute `merge` of `interface`.
+
+    It moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
+    """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge", given, block_sizes, interpret, **options)
     token, inputs = _by_token(call), _merge_inputs(call, given)
@@ -213,7 +225,10 @@ def merge_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `interface`'s `merge_backward`: `E 6 T D` bytes, and about 40 FLOPs per element."""
+    """Compute `merge_backward` of `interface`.
+
+    It moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
+    """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge_backward", given, block_sizes, interpret, **options)
     token, of_site, current = _by_token(call), _by_site(call), given.current
@@ -256,7 +271,7 @@ def merge_backward(
 
 
 def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
-    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
+    """Return the reason, in one line, why the kernels do not support these operands, or None."""
     floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
@@ -274,7 +289,7 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
     return None
 
 
-# How the work is cut ---------------------------------------------------------------------------
+# Tiling -----------------------------------------------------------------------------------------
 
 
 def _call_of(op, given: Partial, epsilon, blocks, interpret) -> Call:
@@ -290,7 +305,10 @@ def _call_of(op, given: Partial, epsilon, blocks, interpret) -> Call:
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """Limit tiles to T; do not unroll for the interpreter, where it only costs compile time."""
+    """Limit the tile size to T tokens.
+
+    Unrolling is turned off in the interpreter, where it only costs compile time.
+    """
     unroll = 1 if interpret else blocks.unroll
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
 
@@ -324,7 +342,7 @@ def _rows_scratch(call: Call, *names: str):
 
 
 def _score_scratch(call: Call):
-    """Return the scratch of a kernel that computes the weights of a bank's sources."""
+    """Return the scratch shapes for a kernel that computes the weights of all sources."""
     products = [call.mixed_by_product(n) for _, n in call.chunks]
     rows = call.S * GROUP * call.weight_pieces
     scratch = {
@@ -348,7 +366,10 @@ def _score_scratch(call: Call):
 
 
 def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """Return the tuned sizes for the device lowered for, else the default; None if none fits."""
+    """Return the block sizes for the target device: tuned ones if a table has them, or the default.
+
+    Returns None if no block sizes fit in VMEM.
+    """
     default = default_block_sizes(op, N, S, T, D, dtype)
     if default is None:
         return None
@@ -357,18 +378,21 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
 
 
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """Return the sizes that a rule chooses for the device lowered for; None if none fits VMEM."""
+    """Return the block sizes that the heuristic selects for the target device.
+
+    Returns None if no block sizes fit in VMEM.
+    """
     tokens = round_up(T, GROUP)
-    # Groups of tokens hide each other's latency. The less work a group has, the more of a tile's
-    # groups are in one loop body.
+    # Groups of tokens hide each other's latency. The less work there is per group, the more groups
+    # are unrolled into one loop body.
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 16
     elif S <= 2 and N <= _FEW:
         sizes, unroll = (256, 128, 96, 64, 48, 32, 16), 16
     else:
         sizes = (128, 96, 64, 48, 32, 16)
-        # Where many sites are mixed, registers run out (later on newer chips) and compiling takes
-        # long, so fewer groups are unrolled.
+        # With many sites, registers run out and compilation becomes slow, so fewer groups are
+        # unrolled. Newer chips have enough registers for more sites.
         newer = target().slug in _NEWER
         unroll = 4 if op == "partial" and S > (8 if newer else 2) else 8
     fitting = [
@@ -376,13 +400,17 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
         for t in sizes
         if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= target().vmem_part(_BUDGET)
     ]
-    # A larger tile waits less; an even number of them serves two cores.
+    # Larger tiles come first, because they hide latency better. Sizes that give an even number of
+    # full tiles are preferred, because two cores can share these.
     even = [b for b in fitting if tokens % (2 * b.tokens) == 0]
     return next(iter(even + fitting), None)
 
 
 def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
-    """Estimate the bytes of a grid step: moved blocks count twice for the pipeline, others once."""
+    """Estimate the VMEM of a grid step, in bytes.
+
+    Blocks that the pipeline copies count twice, because it double-buffers them; others count once.
+    """
     item = jnp.dtype(dtype).itemsize
     width = round_up(D, LANES)
     row, lanes = tokens * width, round_up(N, 8) * GROUP
@@ -406,7 +434,7 @@ def _refused(
 ) -> str | None:
     op = kernel.removeprefix(_NAME)
     rule = default_block_sizes(op, T=tokens, **key)
-    # Other numbers of lanes or pieces would round differently from the rule's.
+    # Other values of `lanes` or `weight_pieces` than the heuristic's would change the rounding.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
     if not same:
         return f"{blocks.lanes} lanes at a time and weights of {blocks.weight_pieces} pieces"
@@ -429,13 +457,22 @@ KERNELS = tuned.register(
 
 
 def _queries(call: Call, queries):
-    """Return the queries as rows of a product; bfloat16 ones as three pieces below each other."""
+    """Return the queries as the left operand of a matrix product.
+
+    If the operands are bfloat16, each query is split into three pieces, and all first pieces are
+    followed by all second and all third pieces.
+    """
     rows = pieces(queries) if call.narrow else [queries]
     return _rows_padded(call, rows, call.query_rows)
 
 
 def _right_rows(call: Call, queries):
-    """Return the rows below d_mixed in the right operand for `left`, and the rows for `shrink`."""
+    """Return the operands that `partial_backward` multiplies by `left` (see `_weigh_backward`).
+
+    Returns:
+      The queries' pieces, which follow the rows of d_mixed in the right operand; and an operand of
+      ones and zeros whose product with `left` is `shrink`, the factor c of a source.
+    """
     if call.narrow:
         q1, q2, _ = pieces(queries)
         rows, shrinks = [q1, q2, q1], 3
@@ -463,7 +500,7 @@ def _aligned(x):
 
 
 def _bank(call: Call):
-    """Return scratch for two tiles of all rows."""
+    """Return the scratch shape for two tiles of all sources."""
     return pltpu.VMEM((2, call.N, call.blocks.tokens, call.width), call.dtype)
 
 
@@ -476,7 +513,10 @@ def _by_tile(call: Call):
 
 
 def _whole(call: Call, x):
-    """Pad D of [.., T, D] to a multiple of 128; if interpreted, T to whole tiles for aliasing."""
+    """Pad [.., T, D] so that D is a multiple of 128.
+
+    In the interpreter, T is padded to whole tiles too, because it can alias only whole tiles.
+    """
     T, D = x.shape[-2:]
     tokens = max(T, call.tiles * call.blocks.tokens) if call.interpret else T
     missing = ((0, 0),) * (x.ndim - 2) + ((0, tokens - T), (0, call.width - D))
@@ -484,7 +524,7 @@ def _whole(call: Call, x):
 
 
 def _by_site(call: Call):
-    """Return the block of a tile in the row that the prefetched site selects."""
+    """Return the block spec for a tile of `mixed`, in the row that the prefetched site selects."""
     return operand.of_stack(_by_token(call))
 
 
@@ -494,13 +534,19 @@ def _by_token(call: Call):
 
 
 def _parameter(call: Call, x):
-    """Repeat [D] over the rows of a group, because loading them is cheaper than spreading a row."""
+    """Broadcast a parameter [D] to [GROUP, D].
+
+    Loading the repeated rows in a kernel is cheaper than broadcasting one row there.
+    """
     row = jnp.pad(x.astype(jnp.float32), (0, call.width - call.size))
     return jnp.broadcast_to(row, (GROUP, call.width))
 
 
 def _tiled(call: Call, x):
-    """Return [S, T] as float32 tiles [tiles, S, tokens] and their block; for None, the shape."""
+    """Convert [S, T] to float32 tiles [tiles, S, tokens], and pair these with their block spec.
+
+    If x is None, the shape of such tiles is returned in their place, for an output.
+    """
     tokens = call.blocks.tokens
     shape = (call.tiles, call.S, tokens)
     spec = pl.BlockSpec((1, *shape[1:]), lambda c, j, *_: (c * call.tiles_each + j, 0, 0))

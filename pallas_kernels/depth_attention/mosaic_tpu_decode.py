@@ -1,12 +1,12 @@
-"""TPU kernels that compute depth attention of a few tokens, as decoding needs it once per layer.
+"""TPU kernels that compute depth attention for a few tokens, for use in decoding.
 
-With fewer tokens than a tile has, the work around the kernels of `mosaic_tpu` takes longer than the
-kernels: rows are padded, parameters are spread over the rows of a group, slices are copied. Here
-arrays stay as the model has them, a kernel picks its own parameters from the stack of all, and
-sums are on the vector unit in float32.
+If there are fewer tokens than a tile holds, the kernels of `mosaic_tpu` take less time than the
+operations around them, which pad rows, broadcast parameters and copy slices. The kernels in this
+module need no such operations: arrays keep the model's layout, and a kernel reads its parameters
+directly from the stack of all layers' parameters. Sums use the vector unit, in float32.
 
-For T tokens, N sources, E bytes per entry: `partial` takes `4 S N T D` FLOPs and `E (N + S) T D`
-bytes, `merge_at` `E 3 T D` bytes.
+For S sites, T tokens, N sources and E bytes per entry, `partial` takes `4 S N T D` FLOPs and moves
+`E (N + S) T D` bytes; `merge_at` moves `E 3 T D` bytes.
 """
 
 import dataclasses
@@ -23,17 +23,18 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 from pallas_kernels.target import target
 
-# The most products of `partial`, all of which are unrolled.
+# Maximum number of inner products per token in `partial` (N * S): all of them are unrolled.
 _MOST = 128
-# Tokens of a grid step, so few that intermediates between its passes stay in or near registers.
+# Tokens per grid step: few enough that most intermediates stay in registers.
 _TOKENS = 32
-# Tokens that are whole tiles in any dtype, and MiB (of 60) for all rows of a step in two buffers.
+# `_TILE`: a number of tokens that fills whole register tiles in every dtype. `_BUDGET`: maximum
+# VMEM for the double-buffered rows of a grid step, in sixtieths of the VMEM limit.
 _TILE, _BUDGET = 16, 58
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The parameters of a kernel that are fixed while it is traced."""
+    """The static parameters of a kernel, constant during tracing."""
 
     epsilon: int | float
     norm: Norm = "rmsnorm"
@@ -41,13 +42,13 @@ class _Call:
 
 
 def serves(given: Partial) -> bool:
-    """Return whether this module's `partial` should serve a call that `mosaic_tpu` gets."""
+    """Return whether `mosaic_tpu.partial` should use this module's `partial` for these operands."""
     S, (N, T, _) = given.queries.shape[0], given.sources.shape
     return given.prior is None and T < LANES and N * S <= _MOST and _tokens(given) is not None
 
 
 def _tokens(given: Partial) -> int | None:
-    """Return the tokens of a grid step; None if a tile of them does not fit VMEM."""
+    """Return the number of tokens per grid step; None if they do not fit in VMEM."""
     S, (N, T, D) = given.queries.shape[0], given.sources.shape
     each = 2 * (N + S) * D * jnp.dtype(given.sources.dtype).itemsize
     fitting = (
@@ -59,7 +60,7 @@ def _tokens(given: Partial) -> int | None:
 def partial(
     given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `interface`'s `partial`, without a prior."""
+    """Compute `partial` of `interface`. The operands must have no prior."""
     queries, sources, count, _ = given
     S, (N, T, D) = queries.shape[0], sources.shape
     tokens = _tokens(given)
@@ -110,7 +111,7 @@ def _partial(inputs, outputs, scratch, *, call: _Call):
 
 
 def unsupported(op: str, given: MergeAt) -> str | None:
-    """Return why the kernel cannot serve the op with these arrays, in a line; None if it can."""
+    """Return the reason, in one line, why the kernel does not support these operands, or None."""
     floats = [x for x in given if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in floats):
         return "arrays that are neither bfloat16 nor float32"
@@ -125,7 +126,7 @@ def merge_at(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `xla.merge_at` in `E 3 T D` bytes."""
+    """Compute `merge_at` of `interface`. It moves `E 3 T D` bytes (see the module's docstring)."""
     parameters, layer, mixed, log_sums, site, current, active = given
     T, D = current.shape
     tokens = min(T, _TOKENS)

@@ -1,11 +1,15 @@
-"""Bodies of the TPU kernels, each for a tile of tokens in VMEM. See `mosaic_tpu`.
+"""Bodies of the depth-attention TPU kernels for vectors; see `mosaic_tpu` for the algorithm.
 
-The kernels copy rows of the bank by DMAs of their own, so that empty rows cost nothing; a tile's
-DMAs run while the previous tile is computed. Products take GROUP tokens of a chunk of sources at a
-time: a value [sources * GROUP, D] whose rows are (source, token), and products whose lanes are
-(source, token) too. In a product with rows (site, token), only entries with the same token on both
-sides are meaningful: they lie on the diagonal of each GROUP x GROUP square. Weights in that form, 0
-off the diagonals, mix sources as one product.
+Each grid step processes one tile of tokens in VMEM. The kernels copy the sources from HBM with
+their own DMAs, so that empty rows of the bank (the array of all N sources) cost nothing. The DMAs
+of a tile run while the previous tile is computed.
+
+A matrix product processes one *group* of GROUP tokens for one *chunk* of up to CHUNK sources. Its
+operand of sources is [sources * GROUP, D], with one row per pair (source, token), so the lanes of
+its result are such pairs too. If the rows of the result are pairs (site, token), only entries whose
+row and lane have the same token are meaningful. They are the diagonal of each GROUP x GROUP square.
+If weights are stored in this form, with 0 off the diagonals, one product mixes all sources of a
+chunk.
 """
 
 import dataclasses
@@ -20,9 +24,10 @@ from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, widen
 from pallas_kernels.products import dot
 
-# Tokens of a product: the rows of a bfloat16 tile.
+# Tokens per matrix product: the number of rows of a bfloat16 register tile.
 GROUP = 16
-# Sources of a product: enough to fill two of the smaller matrix units, or one of the larger.
+# Maximum number of sources per matrix product. CHUNK * GROUP = 256 rows fill two matrix units of
+# 128 rows, or one of 256.
 CHUNK = 16
 
 
@@ -31,12 +36,12 @@ class BlockSizes:
     """The block sizes of a kernel.
 
     Attributes:
-      tokens: the tokens of a tile, a multiple of 16.
-      lanes: the lanes of a source in one step of a product.
-      unroll: the groups of tokens in the body of a loop.
-      weight_pieces: the bfloat16 pieces of a weight that multiplies bfloat16: 2 pieces keep 16
-        bits, 1 rounds weights to bfloat16, as attention kernels do. A second piece takes noticeable
-        time where there are many sites.
+      tokens: the number of tokens per tile, a multiple of 16.
+      lanes: the number of entries along D that are processed at a time.
+      unroll: the maximum number of token groups per loop iteration.
+      weight_pieces: the number of bfloat16 terms that represent a softmax weight if the sources are
+        bfloat16. With 2, weights keep 16 bits. With 1, they are rounded to bfloat16, as attention
+        kernels do. A second term is noticeably slower if there are many sites.
     """
 
     tokens: int
@@ -47,9 +52,18 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The parameters of a kernel that are fixed while it is traced.
+    """The static parameters of a kernel, constant during tracing.
 
-    `size` is D, `width` the number of lanes to which D is padded.
+    Attributes:
+      N, S: the numbers of rows of sources and of sites.
+      tokens: the number of tokens.
+      size: D, the number of entries of a source.
+      width: D padded to a multiple of 128, the number of lanes.
+      dtype: the sources' dtype.
+      epsilon: the epsilon of the keys' norm.
+      blocks: the block sizes.
+      interpret: whether the kernel is interpreted.
+      norm, norm_epsilon: the output's norm, for merges, and its epsilon.
     """
 
     N: int
@@ -70,7 +84,10 @@ class Call:
 
     @property
     def cores(self) -> int:
-        """Two if the tiles divide evenly, else one; each core sums d_queries on its own."""
+        """The number of grid slices that cores process in parallel: 2, or 1 if `tiles` is odd.
+
+        Each slice has its own sum of d_queries.
+        """
         return 2 if self.tiles % 2 == 0 else 1
 
     @property
@@ -83,13 +100,14 @@ class Call:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """The first source and the number of sources of each chunk."""
+        """The chunks of sources, as pairs (index of the first source, number of sources)."""
         return [(i, min(CHUNK, self.N - i)) for i in range(0, self.N, CHUNK)]
 
     def mixed_by_product(self, sources: int) -> int:
-        """Return how many of a chunk's sources are mixed by a product.
+        """Return how many of a chunk's sources the matrix unit mixes.
 
-        One or two more than a multiple of 8 would take as long as 8, so the vector unit mixes them.
+        If there are one or two more than a multiple of 8, the vector unit mixes these, because in
+        the matrix product they would take as long as 8 more sources.
         """
         return sources - sources % 8 if sources % 8 in (1, 2) else sources
 
@@ -103,12 +121,15 @@ class Call:
 
     @property
     def query_rows(self) -> int:
-        """Number of rows of the operand that holds the queries."""
+        """The number of rows of the matrix operand that holds the queries and their pieces."""
         return round_up(self.S * (3 if self.narrow else 1), GROUP)
 
     @property
     def left_rows(self) -> int:
-        """Rows of the operand whose product gives the sources' gradients; see `_weigh_backward`."""
+        """The contracted size of the matrix product for the sources' gradients.
+
+        See `_weigh_backward`.
+        """
         weights = self.S * GROUP * self.weight_pieces
         return weights + round_up((3 * self.S + 3) if self.narrow else self.S + 1, GROUP)
 
@@ -119,9 +140,10 @@ class Call:
 
 
 def pieces(x, count: int = 3):
-    """Split x into bfloat16 arrays of 8 bits each that sum to x.
+    """Split x into `count` bfloat16 arrays ("pieces") whose sum is x; three of them are exact.
 
-    The bits are truncated, because a compiler may undo a conversion.
+    The low bits are masked off, because a compiler may remove a pair of conversions to bfloat16 and
+    back.
     """
     out = []
     for _ in range(count):
@@ -136,7 +158,7 @@ def pieces(x, count: int = 3):
 
 
 def partial(inputs, outputs, scratch, *, call: Call):
-    """Compute `mixed` and `log_sums` of a tile."""
+    """Compute the mixes and log-sum-exps of one tile of tokens."""
     count = inputs["count"][0]
     tile = Tile(call)
     bank = scratch["sources"]
@@ -169,7 +191,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
 
     mix = functools.partial(_mix, call, count, bank, scratch, write)
     if prior is None:
-        # A single source is copied, because its computed weight need not be exactly 1.
+        # A single source is copied, because its weight, as computed, may differ from 1.
         pl.when(count == 1)(lambda: each_group(call, copy))
         pl.when(count != 1)(mix)
     else:
@@ -177,7 +199,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
 
 
 def _score(call, count, bank, inputs, outputs, scratch):
-    """Compute the weights of a tile's sources."""
+    """Compute the softmax weights of the sources for one tile of tokens."""
     queries = inputs["queries"]
     for c, (first, sources) in enumerate(call.chunks):
 
@@ -191,7 +213,11 @@ def _score(call, count, bank, inputs, outputs, scratch):
 
 
 def _weigh(call, count, group, inputs, outputs, scratch):
-    """Compute the softmax over the sources of a group of tokens, into `weights` and `columns`."""
+    """Compute the softmax over sources for one group of tokens.
+
+    The weights are written to the scratch buffers: those that a matrix product uses to `weights`,
+    and those that the vector unit uses to `columns`.
+    """
     for s in range(call.S):
         logits = [
             jnp.where(
@@ -232,11 +258,14 @@ def _weigh(call, count, group, inputs, outputs, scratch):
 
 
 def _mix(call, count, bank, scratch, write):
-    """Call `write(group, lanes, s, h)` with each site's mix; `sums` is used for several chunks."""
+    """Compute the mixes of all sites, and pass each part to `write(group, lanes, s, h)`.
+
+    If there are several chunks, the scratch buffer `sums` accumulates over them.
+    """
     sums = scratch.get("sums")
 
     def products(group, c, lanes):
-        """Mix the sources of a chunk and return [S, GROUP, lanes]."""
+        """Return the weighted sums [S, GROUP, lanes] of the sources of chunk c."""
         first, sources = call.chunks[c]
         by_product = call.mixed_by_product(sources)
         mixed = 0
@@ -284,7 +313,11 @@ def _mix(call, count, bank, scratch, write):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: Call):
-    """Compute `d_sources` of a tile; add to `d_queries`, in rows of pieces like `queries`."""
+    """Compute the sources' gradients for one tile of tokens, and accumulate `d_queries`.
+
+    For bfloat16, `d_queries` has one row per query and piece, in the order of `queries`; the caller
+    sums over pieces.
+    """
     count = inputs["count"][0]
     tile = Tile(call)
     adds = "accumulate" in inputs
@@ -369,15 +402,16 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def _weigh_backward(call, count, tile, inputs, scratch, group):
-    """Compute the operands of the products that give the gradients of a group of tokens.
+    """Compute the matrix operands for the gradients of one group of tokens.
 
-    With W the weights, a = d_logit * rstd and c = -rstd^2 / D * sum_s d_logit * logit, the sources'
-    gradients are `W d_mixed + a queries + c v`. `left` is [W, a, c] transposed. If operands are
-    bfloat16 they are in pieces: W in `weight_pieces`, a and q in enough pieces that their
-    products have an error of only 2^-16.
+    With W the softmax weights, a = d_logit * rstd and c = -rstd^2 / D * sum_s d_logit * logit, the
+    gradients of the sources v are `W d_mixed + a queries + c v`. The scratch buffer `left` receives
+    the transpose of [W, a, c], and `d_products` receives a. If operands are bfloat16, they are
+    split into pieces: W into `weight_pieces`, and a and the queries into enough pieces that the
+    relative error of their product is 2^-16.
     """
     weights, d_logits = {}, {}
-    # Past the last token, d_mixed may hold anything.
+    # Beyond the last token, d_mixed may hold arbitrary values.
     exist = (tile.at(0) * call.groups + group) * GROUP < call.tokens
 
     def meant(first, sources):
@@ -398,7 +432,7 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
             d = jnp.where(meant(first, sources), weights[c, s] * (g - total), 0)
             d_logits[c, s] = jnp.sum(d, axis=0, keepdims=True)
     for c, (first, sources) in enumerate(call.chunks):
-        # Scratch of empty rows may hold anything.
+        # For empty rows, the scratch buffers may hold arbitrary values.
         active = _active(call, first, sources, count)
         rstd = jnp.where(active, scratch["rstd"][c][group], 0)
         shrink = jnp.zeros_like(rstd)
@@ -427,11 +461,16 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
         scratch["d_products"][c][group] = d_products.astype(narrow)
 
 
-# Parts of several -----------------------------------------------------------------------------
+# Shared parts ---------------------------------------------------------------------------------
 
 
 class Tile:
-    """The tile of tokens of a grid step, and its buffer out of two."""
+    """The tile of tokens that a grid step processes.
+
+    Attributes:
+      slot: which of the two buffers holds the tile, 0 or 1.
+      first, last: whether it is the first or last tile of its core.
+    """
 
     def __init__(self, call: Call):
         self._start = pl.program_id(0) * call.tiles_each
@@ -445,7 +484,18 @@ class Tile:
 
 
 def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=False):
-    """Start, or wait for, the DMAs of a tile's tokens in the first `rows` rows of the bank."""
+    """Start the DMAs that copy a tile of the first `rows` sources, or wait for them.
+
+    Args:
+      call: the static parameters.
+      array, buffer: the array in HBM and the pair of buffers in VMEM.
+      semaphores: the DMA semaphore of each buffer.
+      rows: the number of sources to copy.
+      tile: the index of the tile.
+      slot: the index of the buffer.
+      action: "start" or "wait".
+      out: whether to copy from VMEM to HBM.
+    """
     tokens, tail = call.blocks.tokens, call.tokens % call.blocks.tokens
 
     def copy(tokens_here):
@@ -467,7 +517,11 @@ def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=Fa
 
 
 def _clear(call, buffer, count):
-    """Write zeros where no DMA will write, because 0 times the values there must be 0."""
+    """Write zeros to the parts of the buffers that no DMA may fill.
+
+    These parts are multiplied by a weight of 0, and the product must be 0, but memory could hold
+    NaN.
+    """
     first = 0 if call.tokens % call.blocks.tokens else count
 
     def row(i, _):
@@ -479,7 +533,10 @@ def _clear(call, buffer, count):
 
 
 def _when_any(call, c, count, body):
-    """Run body if a chunk has a source; the first always, because its results are read."""
+    """Run `body` if chunk c has an active source.
+
+    For the first chunk it always runs, because the results of that chunk are always read.
+    """
     if c == 0:
         body()
     else:
@@ -500,7 +557,11 @@ def each_group(call, body):
 
 
 def _products(call, bank, first, sources, group, lhs):
-    """Return `lhs` times a group's sources, [.., sources * GROUP], and these sources' rstd."""
+    """Multiply `lhs` by the sources of one chunk for one group of tokens.
+
+    Returns:
+      The products [.., sources * GROUP], and the rstd [1, sources * GROUP] of the sources.
+    """
     products, squares = None, jnp.zeros((sources * GROUP, LANES), jnp.float32)
     for lanes in call.lane_blocks:
         v = _values(bank, first, sources, group, lanes)
@@ -514,7 +575,7 @@ def _products(call, bank, first, sources, group, lhs):
 
 
 def _sum_pieces(call, products):
-    """Return the first rows of a product, summed over the pieces of the queries."""
+    """Sum the rows of a product that belong to the queries over the queries' pieces: [S, ..]."""
     S = call.S
     if not call.narrow:
         return products[:S]
@@ -522,7 +583,7 @@ def _sum_pieces(call, products):
 
 
 def _values(bank, first, sources, group, lanes):
-    """Return a group's values of a chunk of sources, [sources * GROUP, lanes]."""
+    """Return a chunk of sources for one group of tokens: [sources * GROUP, lanes]."""
     values = bank[first : first + sources, group_rows(group), lanes]
     return values.reshape(sources * GROUP, -1)
 
@@ -532,12 +593,12 @@ def group_rows(group):
 
 
 def _operand_pieces(call, x):
-    """Return a weight in the form in which products take it: in pieces or cast."""
+    """Return weights as operands of matrix products: two pieces, or one array cast to the dtype."""
     return pieces(x, 2) if call.weight_pieces == 2 else [x.astype(call.dtype)]
 
 
 def _padded(rows, total):
-    """Concatenate rows and pad them with rows of zeros."""
+    """Concatenate arrays along rows, and append rows of zeros up to `total` rows."""
     rows = jnp.concatenate(rows, axis=0)
     missing = total - rows.shape[0]
     if not missing:
@@ -552,30 +613,30 @@ def _diagonal(sources):
 
 
 def _active(call, first, sources, count):
-    """Return for each lane of a chunk whether its source is active."""
+    """Return a mask [1, sources * GROUP] that is True at lanes whose source is active."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, sources * GROUP), 1)
     return lane < (count - first) * GROUP
 
 
 def _own_lane(group, tokens):
-    """Return a mask [GROUP, tokens], True where the token of the row is that of the lane."""
+    """Return a mask [GROUP, tokens] that is True where row and lane belong to the same token."""
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (GROUP, tokens), axis) for axis in (0, 1))
     return lane == row + group * GROUP
 
 
 def column_of(row, group):
-    """Convert [1, tokens] of a tile to [GROUP, 1] of a group."""
+    """Extract one group's tokens from a tile's row [1, tokens], as a column [GROUP, 1]."""
     own = _own_lane(group, row.shape[1])
     return jnp.sum(jnp.where(own, row, 0), axis=1, keepdims=True)
 
 
 def row_of(column, group, tokens):
-    """Convert [GROUP, 1] of a group to [1, tokens] of the tile, with 0 elsewhere."""
+    """Convert one group's column [GROUP, 1] to a tile's row [1, tokens], 0 at other tokens."""
     return jnp.sum(jnp.where(_own_lane(group, tokens), column, 0), axis=0, keepdims=True)
 
 
 def centre(call, h):
-    """Subtract the mean of h [GROUP, D] in place for layernorm, and return the result's rstd."""
+    """Centre h [GROUP, D] in place if the norm is layernorm, and return the rstd of the result."""
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
     squares = zero
     if call.norm == "layernorm":
@@ -595,12 +656,12 @@ def centre(call, h):
 
 
 def fold_lanes(x):
-    """Sum [rows, lanes] to [rows, 128]."""
+    """Sum [rows, lanes] over groups of 128 lanes: [rows, 128]."""
     return sum(x[:, d : d + LANES] for d in range(0, x.shape[1], LANES))
 
 
 def fold_rows(x):
-    """Sum [rows, lanes] to [8, lanes]."""
+    """Sum [rows, lanes] over groups of 8 rows: [8, lanes]."""
     return sum(x[r : r + 8] for r in range(0, x.shape[0], 8))
 
 
@@ -617,6 +678,6 @@ def _dot_transposed(call, a, b):
 
 
 def contract(call, a, b, axis):
-    if call.interpret:  # Not every CPU product takes bfloat16.
+    if call.interpret:  # Some matrix products do not support bfloat16 on a CPU.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return dot(a, b, (1, axis))

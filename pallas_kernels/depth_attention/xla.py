@@ -47,7 +47,7 @@ def _over_devices(key_axis, *parts):
 
 
 def _scores(products, squares, D, count, epsilon):
-    """Return logits [S, N, T] and rstd [N, T], which are -inf and 0 for rows from `count` onwards."""
+    """Return logits [S, N, T] and rstd [N, T]; empty rows have a logit of -inf and an rstd of 0."""
     active = (jnp.arange(squares.shape[0]) < count)[:, None]
     rstd = jax.lax.rsqrt(squares / D + epsilon)
     return jnp.where(active, products * rstd, -jnp.inf), jnp.where(active, rstd, 0)
