@@ -1,21 +1,28 @@
-"""TPU kernels of depth attention over residual matrices, with nothing transposed around them.
+"""TPU kernels of depth attention over residual matrices, which need no transposes around them.
 
-A matrix store's bank [N, B, T, K, V] lies as the key-vector kernels leave a residual: v-major rows
-and tokens in the lanes, [N, B, V K, T]. These kernels take it in that layout. The kernels of
-`mosaic_tpu`, with D in the lanes, would need two transposes of every array.
+The key-vector kernels leave residuals in the memory layout [B, V K, T]: the lanes hold tokens, and
+V is the slowest axis of a matrix. The array of all sources, the bank [N, B, T, K, V], therefore has
+the layout [N, B, V K, T], and the kernels of this module use it directly. The kernels of
+`mosaic_tpu`, whose lanes hold D, would need every array to be transposed twice.
 
-- `partial` has a tile of all sources in VMEM, each as an operand of its own. For an empty row the
-  same block is named at every step, which moves no bytes. Sources that do not fit are processed in
-  parts, where the result of the earlier parts is the prior of the next; sites are processed in
-  parts too.
-- `partial_backward` is two kernels: one computes <d_mixed, v> and the scores of all sources, the
-  other computes from these the gradient of one source at a time.
-- `merge` has no norm here, because the op that reads a matrix normalises it.
+- `partial` holds one tile of every source in VMEM. Each source is a separate operand. An empty
+  source's operand selects the same block at every grid step, so that it moves almost no bytes. If
+  the sources do not fit, they are processed in parts, and the result of the earlier parts becomes
+  the prior of the next. Sites are processed in parts too.
+- `partial_backward` consists of two kernels. The first computes <d_mixed, v> and the logits of all
+  sources; from these, the second computes the gradient of one source at a time.
+- `merge` supports no norm, because the op that reads from the mix normalises it.
 
-For T tokens, N active sources, E bytes per entry, D = K V: `partial` takes `4 S N T D` FLOPs and
-`E (N + S) T D` bytes; `partial_backward` `8 S N T D` and `E (3 N + 2 S) T D`, `E N T D` more to
-accumulate; `merge` `E 3 T D` bytes and `merge_backward` `E 6 T D`. Scores are on the matrix unit,
-the rest on the vector unit: `4 S N T D` and `8 S N T D` of its operations.
+The costs for S sites, T tokens, N active sources, E bytes per entry and D = K V are:
+
+    op                FLOPs         bytes moved to or from HBM
+    partial           4 S N T D     E (N + S) T D
+    partial_backward  8 S N T D     E (3 N + 2 S) T D, and E N T D more to accumulate
+    merge                           E 3 T D
+    merge_backward                  E 6 T D
+
+The logits are computed on the matrix unit. The remaining computation takes `4 S N T D` operations
+of the vector unit in `partial`, and `8 S N T D` in `partial_backward`.
 """
 
 import dataclasses
@@ -43,18 +50,20 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.target import target
 
-# MiB (of 60) for blocks, which count twice for the pipeline; the rest is left to the compiler.
+# Maximum VMEM for double-buffered blocks, in sixtieths of the VMEM limit. The remainder is left to
+# the compiler.
 _BUDGET = 44
-# The budget in MiB (of 60) of `merge_backward`, which has six arrays and cannot be divided.
+# The same for `merge_backward`, which has six arrays and cannot be split into parts.
 _LARGEST = 52
-# The most sources of one kernel: each is an operand, and the loop over them is unrolled.
+# Maximum number of sources per kernel: each is an operand, and the loop over them is unrolled.
 _MOST_SOURCES = 16
-# The most sites of one kernel: registers hold the sums of a step of rows for these.
+# Maximum number of sites per kernel: the sums for one step's rows must fit in registers for all of
+# them.
 _MOST_SITES = 8
 
 
 def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
-    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
+    """Return the reason, in one line, why the kernels do not support these operands, or None."""
     floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
@@ -75,7 +84,10 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
 def partial(
     given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
-    """Compute `interface`'s `partial`: `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
+    """Compute `partial` of `interface`.
+
+    It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
+    """
     queries, sources, count, prior = given
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
@@ -97,7 +109,10 @@ def partial(
 
 
 def _partial(call: Call, queries, bank, first, count, prior):
-    """Compute `partial` over `call.N` sources from row `first`, with arrays in kernel layout."""
+    """Compute `partial` over `call.N` rows of the bank, starting at row `first`.
+
+    The arrays have the kernels' layout, with tokens last.
+    """
     N, S, B, T, D = call.N, call.S, call.batch, call.tokens, call.size
     of_sites, per_site = _of_sites(call), _per_token(call, S)
     inputs = _each_source(call, bank, first)
@@ -120,7 +135,14 @@ def _partial(call: Call, queries, bank, first, count, prior):
 
 
 def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count):
-    """Run a kernel that has a tile of all sources at a time; `moved` is in units of sources."""
+    """Run a kernel whose grid steps each process one tile of tokens of all sources.
+
+    Args:
+      call: the static parameters.
+      kernel, name, inputs, outputs, scratch: as in `tpu_call`.
+      moved: the number of arrays of a source's size that are moved.
+      count: the number of active sources.
+    """
     tokens = call.batch * call.tokens
     return tpu_call(
         functools.partial(kernel, call=call),
@@ -141,9 +163,10 @@ def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count
 def partial_backward(
     given: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
-    """Compute `interface`'s `partial_backward`.
+    """Compute `partial_backward` of `interface`.
 
-    It takes `8 S N T D` FLOPs and `E (3 N + 2 S) T D` bytes, and `E N T D` more to accumulate.
+    It takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
+    accumulate.
     """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
@@ -171,7 +194,11 @@ def partial_backward(
 
 
 def _measure(call: Call, queries, bank, first, count, d_mixed):
-    """Compute logits, <d_mixed, v> [B, N, S, T] and rstd [B, N, 1, T] for sources from `first`."""
+    """Compute what the gradients need from each source v, starting at row `first` of the bank.
+
+    Returns:
+      The logits [B, N, S, T], the inner products <d_mixed, v> [B, N, S, T], and rstd [B, N, 1, T].
+    """
     inputs = _each_source(call, bank, first)
     inputs |= {
         "queries": operand.constant(query_rows(call, queries)),
@@ -189,9 +216,10 @@ def _measure(call: Call, queries, bank, first, count, d_mixed):
 
 
 def _weigh(call: Call, count, logits, g, rstd, log_sums, delta):
-    """Return each source's factors of d_mixed, of the queries and of the source in its gradient.
+    """Compute the coefficients of each source's gradient, which are a few numbers per token.
 
-    These are a few numbers per token. See `interface` for the equations.
+    The gradient is a sum of `weights` times d_mixed, `d_products` times the queries, and `shrink`
+    (subtracted) times the source itself. See `interface` for the equations.
     """
     active = jnp.arange(call.N)[:, None, None] < count
     by_token = lambda x: jnp.swapaxes(x, 0, 1)[:, None].astype(jnp.float32)
@@ -208,10 +236,10 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
     N, S, D = call.N, call.S, call.size
 
     def row(c, j, n, count):
-        """Return the block of a source's gradient.
+        """Return the block index for the gradient of source n.
 
-        An empty row is written with zeros if there is no gradient yet. If there is one to add to,
-        the row is neither read nor written.
+        Without accumulation, the gradients of empty rows are written as zeros. With accumulation,
+        empty rows are neither read nor written, so their index is that of the last active row.
         """
         last = N - 1 if added is None else jnp.maximum(count[0] - 1, 0)
         b, t = call.tile(c, j)
@@ -264,7 +292,7 @@ def merge(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
-    """Compute `interface`'s `merge` in `E 3 T D` bytes."""
+    """Compute `merge` of `interface`. It moves `E 3 T D` bytes (see the module's docstring)."""
     K, V = given.query.shape
     call = merge_call(given.current, epsilon, interpret)
     inputs = merge_inputs(call, _tile_of(call), given)
@@ -294,7 +322,7 @@ def merge_backward(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `interface`'s `merge_backward` in `E 6 T D` bytes."""
+    """Compute `merge_backward` of `interface`. It moves `E 6 T D` bytes."""
     current = given.current
     call = merge_call(current, epsilon, interpret)
     inputs, outputs = merge_backward_operands(call, _tile_of(call), given, cotangents)
@@ -329,9 +357,9 @@ def _tile_of(call: Call):
 
 
 def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[str, Any]:
-    """Return a merge's inputs; `index` maps a grid step to its tile of [B, rows, T].
+    """Return the input operands of a merge kernel, apart from the site, which is prefetched.
 
-    The site is prefetched.
+    `index` is the index map of the block specs: it maps a grid step to a block of [B, rows, T].
     """
     D, lanes = call.size, call.lanes
 
@@ -348,7 +376,10 @@ def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[st
 def merge_backward_operands(
     call: Call, index: Callable[..., Any], given: Merge, cotangents: MergeCotangents
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return outputs and inputs without h's cotangent; `index` is as in `merge_inputs`."""
+    """Return the input and output operands of a merge's backward kernel.
+
+    The inputs lack the cotangent of h. `index` is as in `merge_inputs`.
+    """
     inputs = merge_inputs(call, index, given)
     current = inputs["current"]
     inputs |= {
@@ -369,7 +400,7 @@ MERGE_ALIASED = {"d_current_in": "d_current", "d_mixed_in": "d_mixed"}
 
 
 def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGradients:
-    """Return the gradients from the outputs of the backward kernel."""
+    """Convert the outputs of a merge's backward kernel to gradients in the model's layout."""
     K, V = given.query.shape
     return MergeGradients(
         query=query_gradient(call, out["d_query"]).reshape(V, K).T,
@@ -380,11 +411,14 @@ def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGra
     )
 
 
-# How the work is cut ---------------------------------------------------------------------------
+# Tiling -----------------------------------------------------------------------------------------
 
 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
-    """Return the sources and the sites of one kernel, so that parts are as equal as possible."""
+    """Return the numbers of sources and of sites per kernel call.
+
+    They fit in VMEM, and split N sources and S sites into parts that are as equal as possible.
+    """
     blocks = target().vmem_part(_BUDGET) // (2 * _block(D, dtype))
     sites = min(_MOST_SITES, max(1, blocks // 3))
     sites = -(-S // -(-S // sites))
@@ -393,7 +427,7 @@ def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
 
 
 def _block(D: int, dtype) -> int:
-    """Return the bytes of a tile of a source."""
+    """Return the number of bytes of a tile of 128 tokens of one source."""
     return D * LANES * jnp.dtype(dtype).itemsize
 
 
@@ -405,10 +439,13 @@ def _joined(parts, axis=0):
 
 
 def _each_source(call: Call, bank, first):
-    """Return rows of the bank from `first` on, each as an operand."""
+    """Return `call.N` rows of the bank, starting at row `first`, as one operand each."""
 
     def row(i, b, t, count):
-        """Return a row's block; for an empty row always the same, so that it is read only once."""
+        """Return the block index for row i, which is constant if the row is empty.
+
+        A block whose index does not change is copied only once.
+        """
         active = i < count[0]
         return first + i, jnp.where(active, b, 0), 0, jnp.where(active, t, 0)
 
@@ -417,12 +454,12 @@ def _each_source(call: Call, bank, first):
 
 
 def _of_sites(call: Call):
-    """Return the block of a tile of [S, B, D, T]."""
+    """Return the block spec for a tile of an array [S, B, D, T]."""
     return pl.BlockSpec((call.S, 1, call.size, LANES), lambda b, t, *_: (0, b, 0, t))
 
 
 def _per_token(call: Call, rows: int):
-    """Return the block of a tile of [B, rows, T]."""
+    """Return the block spec for a tile of an array [B, rows, T]."""
     return pl.BlockSpec((1, rows, LANES), lambda b, t, *_: (b, 0, t))
 
 
@@ -430,40 +467,53 @@ def _per_token(call: Call, rows: int):
 
 
 def tokens_last(x):
-    """Convert [.., B, T, K, V] to [.., B, V K, T]; in the usual layout this moves no data."""
+    """Transpose [.., B, T, K, V] to [.., B, V K, T].
+
+    XLA stores these arrays in that order already (see the module's docstring), so no data is moved.
+    """
     *lead, T, K, V = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x, axes).reshape(*lead, V * K, T)
 
 
 def tokens_first(x, K: int, V: int):
-    """Undo `tokens_last`."""
+    """Transpose [.., B, V K, T] to [.., B, T, K, V], the inverse of `tokens_last`."""
     *lead, _, T = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
 
 
 def _whole_tiles(call: Call, x):
-    """Return [.., T] for an output to overwrite; the interpreter aliases only whole tiles."""
+    """Return an operand [.., T] that an output overwrites.
+
+    In the interpreter, T is padded to whole tiles, because it can alias only whole tiles.
+    """
     missing = call.tiles * call.lanes - x.shape[-1] if call.interpret else 0
     x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
     return operand.anywhere(x)
 
 
 def columns(queries):
-    """Convert [S, K, V] to [S, V K] in float32."""
+    """Transpose queries [S, K, V] to [S, V K], in float32."""
     return jnp.swapaxes(queries, 1, 2).reshape(queries.shape[0], -1).astype(jnp.float32)
 
 
 def query_rows(call: Call, queries):
-    """Return queries as rows of products with chunks of a source's rows; pieces lie below."""
+    """Return queries [S, V K] as left operands of products with chunks of a source.
+
+    The result is [chunks, query_rows, rows]. For bfloat16, the queries' three pieces follow each
+    other along `query_rows`.
+    """
     rows = pieces(queries) if call.narrow else [queries]
     rows = _padded(call, rows).reshape(call.query_rows, call.chunks, call.rows)
     return jnp.swapaxes(rows, 0, 1)
 
 
 def query_columns(call: Call, queries):
-    """Return queries as columns for their part in a source's gradient; see `_query_gradients`."""
+    """Return queries [S, V K] as left operands for the queries' term in a source's gradient.
+
+    The result is [chunks, rows, query_rows]; see `_query_gradients`.
+    """
     rows = [queries]
     if call.narrow:
         q1, q2, _ = pieces(queries)
@@ -478,7 +528,7 @@ def _padded(call: Call, rows):
 
 
 def query_sums(call: Call):
-    """Return the output for each core's sums over tokens of `_query_gradients`."""
+    """Return the output operand for the queries' gradients, with one sum over tokens per core."""
     shape = (call.cores, call.chunks, call.query_rows, call.rows)
     spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.float32), spec

@@ -1,9 +1,10 @@
-"""Bodies of the TPU kernels over residual matrices, each for a tile of tokens in the lanes.
+"""Bodies of the depth-attention TPU kernels for residual matrices.
 
-A tile has 128 tokens or a multiple of it. A source of a tile is [D, lanes], so that scores, weights
-and all other numbers of a token are rows [1, lanes], and no number has to cross lanes. Scores are
-products of the queries and a source; the queries' gradients are products too, with tokens
-contracted. The rest is elementwise, STEP rows at a time.
+Each grid step processes one tile of tokens, which are in the lanes: 128 tokens or a multiple of
+128. A source is [D, lanes] in a tile. Logits, weights and all other per-token numbers are rows
+[1, lanes], so that no data has to cross lanes. Logits are matrix products of the queries and a
+source. The queries' gradients are matrix products that contract over tokens. All other computation
+is elementwise and processes STEP rows at a time.
 """
 
 import dataclasses
@@ -18,18 +19,24 @@ from jax.experimental import pallas as pl
 from pallas_kernels.call import LANES, largest_divisor, round_up
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import contract, pieces
 
-# Rows of a source in one step of the vector unit, so few that registers remain for the sites' sums.
+# Rows of a source per elementwise step: few enough that the sums of all sites fit in registers.
 STEP = 32
-# Products in the body of a loop.
+# Maximum number of chunks or steps per loop iteration.
 UNROLL = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The parameters of a kernel that are fixed while it is traced.
+    """The static parameters of a kernel, constant during tracing.
 
-    `tokens` is the length of a sequence, `size` is D, `dtype` that of the sources, and `lanes` the
-    number of tokens of a tile.
+    Attributes:
+      N, S: the numbers of rows of sources and of sites.
+      batch, tokens: the number of sequences and the length of a sequence.
+      size: D, the number of entries of a source.
+      dtype: the sources' dtype.
+      epsilon: the epsilon of the keys' norm.
+      interpret: whether the kernel is interpreted.
+      lanes: the number of tokens per tile.
     """
 
     N: int
@@ -48,12 +55,15 @@ class Call:
 
     @property
     def tiles(self) -> int:
-        """The number of tiles of a sequence."""
+        """The number of tiles per sequence."""
         return -(-self.tokens // self.lanes)
 
     @property
     def cores(self) -> int:
-        """Two if the tiles divide evenly, else one; each core sums d_queries on its own."""
+        """The number of grid slices that cores process in parallel: 2, or 1 if tiles are odd.
+
+        Each slice has its own sum of d_queries.
+        """
         return 2 if self.batch * self.tiles % 2 == 0 else 1
 
     @property
@@ -62,7 +72,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a source in one product."""
+        """The number of rows of a source per matrix product (a chunk)."""
         return math.gcd(self.size, 256)
 
     @property
@@ -71,11 +81,11 @@ class Call:
 
     @property
     def query_rows(self) -> int:
-        """The number of rows of the operand that holds the queries."""
+        """The number of rows of the matrix operand that holds the queries and their pieces."""
         return round_up(self.S * (3 if self.narrow else 1), 16)
 
     def tile(self, core, j):
-        """Return the sequence of a core's step and the tile in that sequence."""
+        """Return the indices of the sequence and of the tile in it, for step j of a core."""
         place, tiles = core * self.tiles_each + j, np.int32(self.tiles)
         return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
 
@@ -84,7 +94,7 @@ class Call:
 
 
 def partial(inputs, outputs, scratch, *, call: Call):
-    """Compute `mixed` and `log_sums` of a tile."""
+    """Compute the mixes and log-sum-exps of one tile of tokens."""
     count, N, S = inputs["count"][0], call.N, call.S
     sources = [inputs[f"source_{i:02}"].at[0, 0] for i in range(N)]
     logits, weights = scratch["logits"], scratch["weights"]
@@ -115,7 +125,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
             priors = [inputs["prior"][s, 0, rows].astype(jnp.float32) for s in range(S)]
             sums = [weights[N, s : s + 1] * prior for s, prior in enumerate(priors)]
         for i, values in enumerate(sources):
-            # An empty row may hold anything.
+            # An empty row may hold arbitrary values, even NaN.
             x = jnp.where(i < count, values[rows].astype(jnp.float32), 0)
             for s in range(S):
                 part = weights[i, s : s + 1] * x
@@ -127,7 +137,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
 
 
 def merge(inputs, outputs, scratch, *, call: Call):
-    """Compute h of a tile from the site's row of `mixed` and the running sum."""
+    """Compute the mix h of one tile, from the site's row of `mixed` and the running sum."""
 
     def write(i, h):
         outputs["h"][0, _step_rows(i, STEP)] = h.astype(outputs["h"].dtype)
@@ -136,10 +146,12 @@ def merge(inputs, outputs, scratch, *, call: Call):
 
 
 def mix(call: Call, inputs, write, step: int = STEP):
-    """Call `write(i, h)` for each `step` rows of `h = mixed + p (current - mixed)`.
+    """Compute the mix `h = mixed + p (current - mixed)` of one tile in steps of `step` rows.
+
+    `write(i, h)` receives the rows of step i.
 
     Returns:
-      The result of `share`.
+      The result of `share`: the weight p, the logit and the rstd of the running sum.
     """
     current, mixed = inputs["current"].at[0], inputs["mixed"].at[0]
     p, logit, rstd = share(call, inputs)
@@ -157,9 +169,9 @@ def mix(call: Call, inputs, write, step: int = STEP):
 
 
 def measure(inputs, outputs, scratch, *, call: Call):
-    """Compute each source's logits, rstd and <d_mixed, v> for a tile, to get its gradient from.
+    """Compute the logits, rstd and <d_mixed, v> of each source v for one tile of tokens.
 
-    Nothing is written for an empty source.
+    The sources' gradients are computed from these. For an empty row nothing is written.
     """
     d_mixed, zeros = inputs["d_mixed"], (jnp.zeros((8, LANES), jnp.float32),) * call.S
     for i in range(call.N):
@@ -179,7 +191,7 @@ def measure(inputs, outputs, scratch, *, call: Call):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: Call):
-    """Compute the gradient of one source of a tile and add to the gradients of the queries."""
+    """Compute the gradient of one source for one tile, and accumulate the queries' gradients."""
     count, n = inputs["count"][0], pl.program_id(2)
     values, d_mixed = inputs["sources"].at[0, 0], inputs["d_mixed"]
     d_values = outputs["d_sources"].at[0, 0]
@@ -208,8 +220,9 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
         _each_chunk(call, differentiate)
 
-    # An empty row has a gradient of zero. If gradients are accumulated, its block is that of the
-    # last active row, which is already written; only if no row is active, row 0 has to be copied.
+    # The gradient of an empty row is zero. If gradients are accumulated, an empty row's block is
+    # that of the last active row, which is already written. If no row is active, that block is row
+    # 0, which must be copied from the accumulator.
     @pl.when((n >= count) & ((n == 0) if adds else True))
     def _():
         zeros = jnp.zeros(d_values.shape, d_values.dtype)
@@ -217,7 +230,7 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: Call):
-    """Compute the cotangents of a tile and add to that of the query."""
+    """Compute the cotangents of a merge for one tile, and accumulate the query's cotangent."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -229,10 +242,17 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def differentiate_merge(call: Call, inputs, outputs, d_h, shared, exists):
-    """Differentiate `h = mixed + p (current - mixed)`, given d_h and the result of `share`.
+    """Compute the backward pass of `h = mixed + p (current - mixed)` for one tile.
 
-    d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and the gradient added to
-    current's is p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    The gradient of `mixed` is (1 - p) d_h. With d_logit = p (1 - p) <d_h, current - mixed>, the
+    gradient of `current`, which is added to its cotangent, is
+    p d_h + d_logit (rstd query - rstd^2 / D logit current).
+
+    Args:
+      call, inputs, outputs: the static parameters and the refs of the kernel.
+      d_h: the cotangent of h.
+      shared: the result of `share`.
+      exists: a mask of the tile's tokens that exist, or None if all exist.
     """
     current, mixed, added = (inputs[k].at[0] for k in ("current", "mixed", "d_current_in"))
     d_mixed, d_current = (outputs[k].at[0] for k in ("d_mixed", "d_current"))
@@ -263,11 +283,11 @@ def differentiate_merge(call: Call, inputs, outputs, d_h, shared, exists):
     _each_chunk(call, differentiate)
 
 
-# Parts of several -----------------------------------------------------------------------------
+# Shared parts ---------------------------------------------------------------------------------
 
 
 def share(call, inputs):
-    """Return the weight p of the running sum, its logit and its rstd: [1, lanes] each."""
+    """Return the weight p, the logit and the rstd of the running sum, each [1, lanes]."""
     products, rstd = _score(call, inputs["queries"], inputs["current"].at[0])
     logit = products * rstd
     p = jax.nn.sigmoid(logit - inputs["log_sums"][0])
@@ -275,7 +295,7 @@ def share(call, inputs):
 
 
 def _score(call, queries, values):
-    """Return each site's `<query, v>` [S, lanes] and rstd(v) [1, lanes] for a source [D, lanes]."""
+    """Return `<query, v>` [S, lanes] for all sites, and rstd(v) [1, lanes], for one source v."""
 
     def add(chunk, sums):
         x = values[_chunk_rows(call, chunk)]
@@ -292,10 +312,12 @@ def _score(call, queries, values):
 
 
 def _query_gradients(call, inputs, exists, d_queries, values, d_products):
-    """Return a function of a chunk that computes `sum_s d_product_s query_s`.
+    """Return a function that computes the products for one chunk of rows of a source v.
 
-    The function also adds `sum_tokens d_product v` to `d_queries`. If operands are bfloat16, both
-    products are in pieces, and the returned one has an error of only 2^-16.
+    The function takes the chunk's index. It adds `sum_tokens d_product v` to `d_queries`, and
+    returns `sum_s d_product_s query_s`, the queries' term in the gradient of v. If operands are
+    bfloat16, both products use split operands (pieces), and the relative error of the returned
+    product is 2^-16.
     """
     if exists is not None:
         d_products = jnp.where(exists, d_products, 0)
@@ -317,16 +339,16 @@ def _query_gradients(call, inputs, exists, d_queries, values, d_products):
 
 
 def existing(call):
-    """Return a mask of a tile's existing tokens, or None if all exist.
+    """Return a mask of this grid step's tokens that exist, or None if all tokens of a tile exist.
 
-    Memory past the last token may hold anything.
+    Memory beyond the last token may hold arbitrary values.
     """
     _, tile = call.tile(pl.program_id(0), pl.program_id(1))
     return existing_of(call, tile)
 
 
 def existing_of(call, tile):
-    """Return the mask of `existing` for the given tile of a sequence."""
+    """Return the mask of `existing` for tile number `tile` of a sequence."""
     if call.tokens % call.lanes == 0:
         return None
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, call.lanes), 1)
@@ -347,12 +369,12 @@ def _chunk_rows(call, chunk):
 
 
 def _each_chunk(call, body, carry=None):
-    """Run `body(chunk)`, or `carry = body(chunk, carry)`, over all chunks."""
+    """Run `body(chunk)`, or `carry = body(chunk, carry)` if there is a carry, for all chunks."""
     return _loop(call, call.chunks, UNROLL, body, carry)
 
 
 def each_step(call, body, carry=None):
-    """Run `body(rows)`, or `carry = body(rows, carry)`, over all steps of STEP rows."""
+    """Run `body(rows)`, or `carry = body(rows, carry)`, for all steps of STEP rows."""
     step = lambda i, *carry: body(_step_rows(i, STEP), *carry)
     return _loop(call, call.size // STEP, UNROLL, step, carry)
 
@@ -371,5 +393,5 @@ def _loop(call, count, unroll, body, carry):
 
 
 def _fold(x):
-    """Sum rows into 8 rows, without crossing sublanes."""
+    """Sum the rows in groups so that 8 partial sums remain, without crossing sublanes."""
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)

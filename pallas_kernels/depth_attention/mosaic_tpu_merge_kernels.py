@@ -1,7 +1,8 @@
-"""Bodies of the TPU kernels of `merge`: a group of tokens at a time, on the vector unit.
+"""Bodies of the TPU kernels of `merge` and `merge_backward` for vectors.
 
-Intermediates that several passes over D need are kept in VMEM in float32, because storing them is
-cheaper than unpacking and computing them again.
+They process one group of GROUP tokens at a time, on the vector unit. Intermediates that several
+passes over D need are kept in VMEM in float32, because this is cheaper than converting the inputs
+and computing the intermediates again.
 """
 
 import jax
@@ -25,7 +26,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 
 
 def merge(inputs, outputs, scratch, *, call: Call):
-    """Compute z of a tile."""
+    """Compute the normalised mix z of one tile of tokens."""
 
     def rows_of(group):
         rows = group_rows(group)
@@ -40,12 +41,13 @@ def merge(inputs, outputs, scratch, *, call: Call):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: Call):
-    """Compute the cotangents of a tile and add to the parameters' cotangents.
+    """Compute the cotangents for one tile of tokens, and accumulate the parameters' cotangents.
 
-    Each parameter has 8 rows, which the caller sums. With n the normed h, a = norm_gain * d_z and
-    d_h = rstd (a - mean(a) - n mean(a n)), without mean(a) for rmsnorm: d_mixed = (1 - p) d_h,
-    d_logit = p (1 - p) <d_h, current - mixed>, and the gradient added to current's is
-    p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    A parameter's cotangent has 8 rows, which the caller sums. With n the normalised h and
+    a = norm_gain * d_z, the cotangent of h is d_h = h_rstd (a - mean(a) - n mean(a n)), where
+    h_rstd is the rstd of h, and rmsnorm lacks mean(a). The gradient of `mixed` is (1 - p) d_h. With
+    d_logit = p (1 - p) <d_h, current - mixed>, the gradient of `current`, which is added to its
+    cotangent, is p d_h + d_logit (rstd query - rstd^2 / D logit current).
     """
     tile = Tile(call)
 
@@ -58,7 +60,7 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
 
     def existing(x, group):
-        """Zero x past the last token, where memory may hold anything."""
+        """Zero x beyond the last token, where memory may hold arbitrary values."""
         if call.tokens % call.blocks.tokens == 0:
             return x
         token = jax.lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0)
@@ -67,7 +69,7 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 
     def rows_of(group):
         rows = group_rows(group)
-        # `h` holds h, then n, then d_h; `difference` holds current - mixed.
+        # The buffer `h` first holds h, then n, then d_h. `difference` holds current - mixed.
         h, difference, a = (scratch[k].at[rows] for k in ("h", "difference", "a"))
         wide = lambda name, lanes: inputs[name][rows, lanes].astype(jnp.float32)
         p, logit, rstd = _mix(call, inputs, group, h, difference)
@@ -106,7 +108,13 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def _mix(call, inputs, group, h, difference=None):
-    """Compute h and `current - mixed` of a group; return current's p, logit, rstd [GROUP, 1]."""
+    """Compute the mix of one group of tokens.
+
+    The mix is written to `h`, and `current - mixed` to `difference` if that is not None.
+
+    Returns:
+      The weight p, the logit and the rstd of the running sum, each [GROUP, 1].
+    """
     rows = group_rows(group)
     squares = products = jnp.zeros((GROUP, LANES), jnp.float32)
     for lanes in call.lane_blocks:

@@ -1,12 +1,15 @@
-"""TPU kernels for phase two over residual matrices and the read of its mix, one for each pass.
+"""TPU kernels for `merge_read`: phase two over residual matrices, and the read from its mix.
 
-A tile of h = mixed + p (current - mixed) exists only in VMEM. The bodies of `mosaic_tpu_matrices`
-mix it there, and the bodies of the key-vector kernels, for which it is a residual, normalise and
-read it there. The backward pass mixes it again, and its cotangent is in VMEM too.
+There is one kernel for the forward pass and one for the backward pass. The mix
+h = mixed + p (current - mixed) exists only in VMEM, one tile at a time. The kernel bodies of
+`mosaic_tpu_matrices` compute it there, and those of the key-vector kernels then treat it as a
+residual, which they normalise and read. The backward pass computes h again, and keeps the cotangent
+of h in VMEM too.
 
-For T tokens of E bytes per entry: forward `2 T P K V` FLOPs and `E T V (2 K + P)` bytes, backward
-`4 T P K V` and `E T V (5 K + P)`. Two kernels would move `E T V 4 K` and `E T V 8 K` and the
-vectors; matrices that these kernels do not take are computed by two kernels.
+For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves
+`E T V (2 K + P)` bytes; the backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
+bytes. Separate kernels for the merge and the read would move `E T V (4 K + P)` and
+`E T V (8 K + P)` bytes. They are used for matrices that do not fit in these kernels.
 """
 
 import dataclasses
@@ -41,14 +44,15 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 )
 from pallas_kernels.target import target
 
-# MiB (of 60) that blocks and scratch may take; the rest is left to the compiler.
+# Maximum VMEM for blocks and scratch, in sixtieths of the VMEM limit. The remainder is left to the
+# compiler.
 _BUDGET = 46
-# Two kernels serve matrices that do not fit this budget.
+# Separate kernels for the merge and the read, for matrices that exceed this budget.
 _IN_TWO = InTwo(matrices, key_vector)
 
 
 def unsupported(op: str, given: MergeRead, *others: Any) -> str | None:
-    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
+    """Return the reason, in one line, why the kernels do not support these operands, or None."""
     site = Site(given.merge.current, None, None, *given[1:])
     return matrices.unsupported("merge", given.merge) or key_vector.unsupported(
         "forward", site, *others
@@ -64,7 +68,10 @@ def merge_read(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
-    """Compute `interface`'s `merge_read`: `2 T P K V` FLOPs and `E T V (2 K + P)` bytes."""
+    """Compute `merge_read` of `interface`.
+
+    It takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's docstring).
+    """
     of_merge, norm_gain, read_keys = given
     current = of_merge.current
     call = matrices.merge_call(current, epsilon, interpret)
@@ -93,7 +100,7 @@ def merge_read(
         inputs,
         outputs,
         scratch | {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
-        # The third axis exists because the read kernel has slabs of a residual there.
+        # The third grid dimension is there because the key-vector kernel uses it for slabs of V.
         grid=(B, call.tiles, 1),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * T * call.size * s.P,
@@ -114,7 +121,10 @@ def merge_read_backward(
     epsilon: int | float,
     interpret: bool = False,
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-    """Compute `interface`'s `merge_read_backward`: `4 T P K V` FLOPs, `E T V (5 K + P)` bytes."""
+    """Compute `merge_read_backward` of `interface`.
+
+    It takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's docstring).
+    """
     of_merge, norm_gain, read_keys = given
     current, d_retrieved = of_merge.current, cotangents.z
     call = matrices.merge_call(current, epsilon, interpret)
@@ -166,7 +176,7 @@ def merge_read_backward(
     return matrices.merge_gradients(call, of_merge, out)._replace(norm_gain=d_gain), d_keys
 
 
-# The bodies -----------------------------------------------------------------------------------
+# Kernel bodies --------------------------------------------------------------------------------
 
 
 def _forward_kernel(inputs, outputs, scratch, *, call: Call, read: Read):
@@ -196,7 +206,7 @@ def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: Read, walk: 
 
 
 def _mix(call: Call, read: Read, inputs, h):
-    """Compute h of a tile, as a block of a residual [1, V, K, lanes]."""
+    """Compute the mix of one tile, and write it to `h` [1, V, K, lanes], a residual's layout."""
     step = math.gcd(read.sizes.K, kernels.STEP)
     of_v = np.int32(read.sizes.K // step)
 
@@ -207,16 +217,19 @@ def _mix(call: Call, read: Read, inputs, h):
     return kernels.mix(call, inputs, write, step)
 
 
-# How the work is cut ---------------------------------------------------------------------------
+# Tiling -----------------------------------------------------------------------------------------
 
 
 def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | None:
-    """Return the read with the largest tile that fits VMEM; None if none fits."""
+    """Return the key-vector kernels' static parameters, with the largest tile that fits in VMEM.
+
+    Returns None if no tile fits.
+    """
     K, V = current.shape[2:]
     compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     s = Sizes(K, V, 0, read_keys.shape[0], current.dtype.name, compute)
     if K % sublanes(s.residual_dtype):
-        return None  # The rows of a v would not be whole tiles.
+        return None  # The K rows at an index along V would not be whole register tiles.
     for lanes in (512, 256, 128):
         blocks = of_slab(s, lanes, V) if lanes <= call.tokens else None
         if blocks is None:
@@ -224,14 +237,17 @@ def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | No
         for keep in (True, False) if op == "backward" else (False,):
             blocks = dataclasses.replace(blocks, keep=keep)
             if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
-                if call.interpret:  # Unrolled loops take long to compile.
+                if call.interpret:  # In the interpreter, unrolled loops compile slowly.
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
                 return Read(s, blocks, norm, epsilon, call.interpret)
     return None
 
 
 def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes) -> int:
-    """Estimate the bytes of a grid step: moved blocks count twice for the pipeline, others once."""
+    """Estimate the VMEM of a grid step, in bytes.
+
+    Blocks that the pipeline copies count twice, because it double-buffers them; others count once.
+    """
     size = s.K * s.V * blocks.tokens
     row, vectors = size * jnp.dtype(s.residual_dtype).itemsize, s.V * s.P_padded * blocks.tokens
     vectors *= jnp.dtype(s.data_dtype).itemsize
