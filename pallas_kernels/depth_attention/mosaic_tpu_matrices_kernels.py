@@ -60,9 +60,9 @@ class Call:
 
     @property
     def cores(self) -> int:
-        """The number of grid slices that cores process in parallel: 2, or 1 if tiles are odd.
+        """The number of grid slices that cores process in parallel.
 
-        Each slice has its own sum of d_queries.
+        It is 2, or 1 if the total number of tiles is odd. Each slice has its own sum of d_queries.
         """
         return 2 if self.batch * self.tiles % 2 == 0 else 1
 

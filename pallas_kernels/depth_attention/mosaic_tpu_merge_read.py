@@ -8,8 +8,9 @@ of h in VMEM too.
 
 For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves
 `E T V (2 K + P)` bytes; the backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
-bytes. Separate kernels for the merge and the read would move `E T V (4 K + P)` and
-`E T V (8 K + P)` bytes. They are used for matrices that do not fit in these kernels.
+bytes. Separate kernels for the merge and the read move `E T V (4 K + P)` bytes forward and
+`E T V (8 K + P)` bytes backward, apart from computing h again. They are used for matrices that are
+too large for these kernels.
 """
 
 import dataclasses

@@ -1,24 +1,27 @@
-"""GPU kernels of depth attention, in Pallas through Triton, for compute capability 8.0 and up.
+"""GPU kernels of depth attention, in Pallas Triton, for compute capability 8.0 and above.
 
-All of these are bound by memory, so a source is read once: a program keeps all D entries of a
-token's source in registers and updates its softmax as sources arrive. For T tokens, in elements of
-the sources' dtype, N being the active sources:
+All kernels are bound by memory bandwidth, so a source is read from memory only once: a program
+keeps all D entries of a token's source in registers and computes an online softmax over the
+sources. The costs for S sites, T tokens and N active sources are:
 
-    partial         (4 S + 2) N T D FLOPs    (N + S) T D read and written
-    backward        (9 S + 4) N T D FLOPs    (2 N + S) T D, and N T D to accumulate
-    merge           20 T D FLOPs             3 T D
-    merge_backward  40 T D FLOPs             6 T D
+    op                FLOPs                elements moved to or from memory
+    partial           (4 S + 2) N T D      (N + S) T D
+    partial_backward  (9 S + 4) N T D      (2 N + S) T D, and N T D more to accumulate
+    merge             20 T D               3 T D
+    merge_backward    40 T D               6 T D
 
-If the accumulators of S sites do not fit in registers, `partial` has one program for each few of
-them. These programs run at the same time, so that they share the sources through the cache. The
-backward pass is then two kernels: one for the scores, which need whole sources, and one in parts of
-D, which reads the sources again: (3 N + 2 S) T D. If the accumulators fit, it is one kernel, which
-reads a token's sources twice, the second time from the cache. Gradients of parameters are summed
-over a group of tokens in registers, and over the groups in a fixed order. There are no atomics, so
-the result has the same bits every time.
+If the accumulators for S sites do not fit in registers, `partial` divides the sites between several
+programs per token. These run at the same time, so that they share the sources through the cache.
+The backward pass then consists of two kernels: one computes the logits, which need whole sources,
+and one processes parts of D and reads the sources again. Together they move (3 N + 2 S) T D
+elements. If the accumulators fit, the backward pass is a single kernel, which reads a token's
+sources twice, the second time from the cache.
 
-Products, statistics and sums are float32, without tensor cores. With sources of up to 8192 entries
-no registers are spilled; with longer ones some are.
+Gradients of parameters are summed in registers over a group of tokens, and then over the groups in
+a fixed order. There are no atomics, so results are bitwise reproducible.
+
+Products, statistics and sums are float32 and do not use tensor cores. Sources of up to 8192 entries
+cause no register spills; longer ones cause some.
 """
 
 import functools
@@ -52,7 +55,7 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
 from pallas_kernels.triton import no_triton
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
-# The most sites of one backward kernel; further sites are added by another call.
+# Maximum number of sites per backward kernel. Another call adds the gradients of further sites.
 MOST_SITES = 16
 _MOST_SIZE = 16384
 
@@ -61,13 +64,14 @@ class Blocks(NamedTuple):
     """The block sizes and launch parameters of a kernel.
 
     Attributes:
-      rows: sources in a tile, a power of two.
-      sites: sites of a program, whose accumulators are in registers; the program reads a source
-        once for all of them.
-      tokens: tokens of a program, which it processes one after another.
-      columns: entries of a source in a tile, a power of two; below D only in the backward pass.
-      warps: warps of 32 threads in a program.
-      ahead: tiles that are being loaded while one is processed, at least 1.
+      rows: the number of sources per tile, a power of two.
+      sites: the number of sites per program. Their accumulators are in registers, and the program
+        reads a source once for all of them.
+      tokens: the number of tokens per program, which it processes one at a time.
+      columns: the number of entries along D per tile, a power of two. Only a backward kernel can
+        have fewer than D.
+      warps: the number of warps (of 32 threads) per program.
+      ahead: the number of tiles that are prefetched while one is processed, at least 1.
     """
 
     rows: int
@@ -79,7 +83,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
-    """Return why these kernels cannot serve the op with these operands; None if they can."""
+    """Return the reason, in one line, why the kernels do not support these operands, or None."""
     if why := no_triton():
         return why
     if isinstance(given, Merge) and given.norm_gain is None:
@@ -115,18 +119,18 @@ def wins(op: str, given: Partial | Merge, *others) -> bool:
 
 
 def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
-    """Return blocks, chosen by rule, that compile without spilled registers.
+    """Return blocks that compile without register spills, by a fixed rule.
 
-    A thread has 16 entries of a source, or 8 if it holds vectors of several sites. Tokens are
-    grouped where parameter gradients are summed: about 1024 programs fill today's largest GPUs
-    (some 150 multiprocessors) and leave few sums to add up.
+    A thread holds 16 entries of a source, or 8 if it also holds vectors of several sites. Kernels
+    that sum parameter gradients process tokens in groups, with about 1024 programs in total: enough
+    to fill current GPUs (up to about 150 multiprocessors), with few partial sums left to add.
     """
     width = padded(D)
     warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
     group = lambda parts: min(32, max(1, T * parts // 1024))
     rows = 1 if width > 4096 else 2
-    # The number is the same forward and backward, so that logits are summed in the same order and
-    # have the same bits.
+    # The number of warps is the same in the forward and the backward pass, so that both sum logits
+    # in the same order and get bitwise equal results.
     of_mix = warps(16 if S == 1 else 8)
     if kernel in ("depth_attention_partial", "depth_attention_scores"):
         groups = pl.cdiv(S, max(1, min(4, 16384 // width)))
@@ -134,7 +138,8 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
     if kernel == "depth_attention_backward":
         return Blocks(rows, S, group(1), width, of_mix)
     if kernel == "depth_attention_gradients":
-        # A row of a part is as wide as the program, so that sums over rows stay within a thread.
+        # The threads of a program span exactly one row of a part, so that sums over rows need no
+        # communication between threads.
         part = min(width, 512 if S <= 8 else 256)
         entries = 4 if S <= 8 else 2
         return Blocks(1, S, group(pl.cdiv(D, part)), part, max(1, part // (32 * entries)), 3)
@@ -153,9 +158,10 @@ def partial(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `interface`'s `partial`.
+    """Compute `partial` of `interface`.
 
-    It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` for a prior.
+    It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if there is
+    a prior.
     """
     queries, sources, count, prior = given
     call = _call_of(queries, sources, epsilon)
@@ -196,10 +202,10 @@ def partial_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `interface`'s `partial_backward`.
+    """Compute `partial_backward` of `interface`.
 
-    It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` to accumulate.
-    If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
+    It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
+    accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
     """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
@@ -283,7 +289,10 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `interface`'s `merge`: about `20 T D` FLOPs and `3 T D` elements."""
+    """Compute `merge` of `interface`.
+
+    It takes about `20 T D` FLOPs and moves `3 T D` elements.
+    """
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
@@ -313,7 +322,10 @@ def merge_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `interface`'s `merge_backward`: about `40 T D` FLOPs and `6 T D` elements."""
+    """Compute `merge_backward` of `interface`.
+
+    It takes about `40 T D` FLOPs and moves `6 T D` elements.
+    """
     d_z, d_mixed, d_current = cotangents
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
@@ -351,7 +363,10 @@ def merge_backward(
 
 
 def fits(S: int, D: int) -> bool:
-    """Return whether a backward program can hold S sites' vectors: 16 entries per thread."""
+    """Return whether the vectors of S sites fit in the registers of a program.
+
+    They fit if a thread of a backward kernel holds at most 16 entries.
+    """
     return S * max(8, padded(D) // 512) <= 16
 
 
@@ -365,7 +380,8 @@ def _blocks_of(call: Call, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# In these kernels logits are summed in the same order, forward and backward.
+# The kernels that must sum logits in the same order, so that the backward pass computes the same
+# bits as the forward pass.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 
 

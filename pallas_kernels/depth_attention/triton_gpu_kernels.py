@@ -1,4 +1,4 @@
-"""Bodies of the GPU kernels of depth attention; `triton_gpu` says what they compute."""
+"""Bodies of the GPU kernels of depth attention. `triton_gpu` describes the algorithm."""
 
 import functools
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from pallas_kernels.triton import plgpu
 
 
 class Call(NamedTuple):
-    """The sizes and constants of a call."""
+    """The static parameters of a call, constant during tracing."""
 
     N: int
     S: int
@@ -23,7 +23,13 @@ class Call(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Entries of a vector or of a part of it: `width` of them, a power of two, from `first` on."""
+    """A range of entries of a vector.
+
+    Attributes:
+      first: the index of the first entry, a multiple of `width`.
+      width: the number of entries, a power of two.
+      size: the number of entries of the whole vector. The range may extend beyond it.
+    """
 
     first: jax.Array | int
     width: int
@@ -35,21 +41,25 @@ class Columns(NamedTuple):
 
     @property
     def inside(self):
-        """A mask of existing entries, or None if all exist; parts start at multiples of `width`."""
+        """A mask of the entries that exist in the vector; None if no range extends beyond it."""
         return self.index < self.size if self.size % self.width else None
 
     def only(self, values):
-        """Return `values` with 0 at entries that do not exist."""
+        """Return `values` with 0 at entries beyond the end of the vector."""
         return values if self.inside is None else jnp.where(self.inside, values, 0)
 
 
 def padded(size: int) -> int:
-    """Return a block side for Triton: a power of two; below 32, threads would be idle anyway."""
+    """Round `size` up to a block size for Triton: a power of two, at least 32.
+
+    With fewer than 32 entries, some threads of a warp would be idle, so a smaller block saves
+    nothing.
+    """
     return max(32, pl.next_power_of_2(size))
 
 
 def _load(ref, lead, columns):
-    """Load the vector `ref[*lead, columns]` in float32, with 0 at entries that do not exist."""
+    """Load the vector `ref[*lead, columns]` in float32, with 0 beyond the end of the vector."""
     mask = columns.inside
     other = None if mask is None else jnp.zeros((), ref.dtype)
     return plgpu.load(ref.at[(*lead, columns.index)], mask=mask, other=other).astype(jnp.float32)
@@ -61,7 +71,10 @@ def _save(ref, lead, columns, values):
 
 
 def _at(ref, rows, most, t, columns):
-    """Return a reference to the sources `rows` of token t, and the mask of those below `most`."""
+    """Return a reference to the entries `columns` of the sources `rows` of token t, and a mask.
+
+    The mask is True for sources whose index is less than `most` and for entries that exist.
+    """
     mask = (rows < most)[:, None]
     if columns.inside is not None:
         mask = mask & columns.inside[None, :]
@@ -69,7 +82,10 @@ def _at(ref, rows, most, t, columns):
 
 
 def _load_rows(ref, rows, most, t, columns):
-    """Load sources of token t in their dtype, [rows, columns]; from `most` on 0, unread."""
+    """Load the sources `rows` of token t in their own dtype: [rows, columns].
+
+    Sources with an index of `most` or more are not read; they are 0 in the result.
+    """
     source, mask = _at(ref, rows, most, t, columns)
     mask = jnp.broadcast_to(mask, (rows.shape[0], columns.width))
     return plgpu.load(source, mask=mask, other=jnp.zeros((), ref.dtype))
@@ -80,10 +96,10 @@ def _count(call, ref):
 
 
 def _each_tile(blocks, rows, load, body, carry):
-    """Run `carry = body(rows, tile, carry)` over tiles of the first `rows` sources.
+    """Run `carry = body(rows, tile, carry)` for each tile of the first `rows` sources.
 
-    The next tiles are requested before a tile is processed, because the sums over a source are
-    barriers, and each would otherwise wait for memory.
+    The loads of the next tiles are issued before a tile is processed. Otherwise every tile would
+    wait for memory, because the sums over a source synchronise the threads.
     """
     size, ahead = blocks.rows, blocks.ahead
     tile_rows = lambda i: i * size + jnp.arange(size)
@@ -99,20 +115,20 @@ def _each_tile(blocks, rows, load, body, carry):
 
 
 def _rstd(call, values):
-    """Return the rstd of each row; entries that do not exist must be 0."""
+    """Return `1 / sqrt(mean square + epsilon)` of each row; entries beyond D must be 0."""
     return jax.lax.rsqrt(jnp.sum(jnp.square(values), axis=-1) / call.D + call.epsilon)
 
 
-# Softmax over sources, as they come ------------------------------------------------------------
+# Online softmax over sources -------------------------------------------------------------------
 
 
 class Mix(NamedTuple):
-    """A softmax over the sources so far.
+    """The state of an online softmax over the sources that have been added so far.
 
     Attributes:
       largest: the largest logit.
-      total: `sum exp(logit - largest)`.
-      values: the same sum with each term multiplied by its source's values.
+      total: `sum exp(logit - largest)` over sources.
+      values: the same sum, with each term multiplied by the values of its source.
     """
 
     largest: jax.Array
@@ -120,7 +136,10 @@ class Mix(NamedTuple):
     values: jax.Array
 
     def add(self, logits, values):
-        """Add sources with logits [rows] and values [rows, ...]; a logit of -inf adds none."""
+        """Return the state after adding sources with logits [rows] and values [rows, ...].
+
+        A source with a logit of -inf has no effect.
+        """
         largest = jnp.maximum(self.largest, jnp.max(logits))
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)
         weights, kept = jnp.exp(logits - shift), jnp.exp(self.largest - shift)
@@ -143,7 +162,10 @@ def _nothing(shape):
 
 
 def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
-    """Add the sources of token t to `mixes`, one for each query."""
+    """Add all sources of token t to the online softmaxes `mixes`, and return these.
+
+    There is one for each query.
+    """
     load = functools.partial(_load_rows, sources, most=count, t=t, columns=columns)
 
     def tile(rows, values, mixes):
@@ -158,14 +180,14 @@ def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
 
 
 def _token_and_sites(call, blocks):
-    """Return the token and the sites of a program that has one token and a group of sites."""
+    """Return the index of the token and the indices of the sites that this program processes."""
     groups = pl.cdiv(call.S, blocks.sites)
-    # The site groups of a token run at the same time, so that all but the first find it in the
-    # cache.
+    # Consecutive programs process the site groups of the same token. They run at the same time, so
+    # that only the first has to load the token's sources from memory; the others hit the cache.
     t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
     first = (pl.program_id(0) - t * groups) * blocks.sites
-    # If groups do not divide the sites, the last site is computed and written again, with the same
-    # result.
+    # If S is not a multiple of the group size, the last group computes and writes the last site
+    # more than once, with the same result.
     return t, [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
 
 
@@ -189,9 +211,10 @@ def partial_kernel(call, blocks, ref):
 
 
 def _queries(ref, sites, columns):
-    """Return a function that gives the queries.
+    """Return a function that returns the queries of the sites.
 
-    A single query is held in registers; several are read from the cache for every tile.
+    A single query is kept in registers. Several queries are loaded again (from the cache) at each
+    call, which is once per tile.
     """
     load = lambda: (_load(ref.queries, (s,), columns) for s in sites)
     if len(sites) > 1:
@@ -204,14 +227,18 @@ def _queries(ref, sites, columns):
 
 
 def _each_token(call, blocks, group, body, carry):
-    """Run `carry = body(token, carry)` over the tokens of a group."""
+    """Run `carry = body(token, carry)` for each token of a group, and return the carry."""
     first = group * blocks.tokens
     count = jnp.minimum(blocks.tokens, call.T - first)
     return jax.lax.fori_loop(0, count, lambda k, carry: body(first + k, carry), carry)
 
 
 def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
-    """Write rstd, logits and `<d_mixed, v>`; return each site's `sum_i weight_i <d_mixed, v_i>`."""
+    """Write rstd, the logits and the products `<d_mixed, v>` of all sources of token t.
+
+    Returns:
+      For each site, `sum_i weight_i <d_mixed, v_i>`, plus `delta` if there is one.
+    """
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
 
     def tile(rows, values, mixes):
@@ -230,7 +257,7 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     mixes = _each_tile(blocks, count, load, tile, mixes)
     totals = [mix.mean for mix in mixes]
     if not hasattr(ref, "delta"):
-        # Without delta there are no other sources, and these weights sum to exactly 1.
+        # Without `delta` there is no prior, so the weights of these sources sum to exactly 1.
         return totals
     for k, (s, mix) in enumerate(zip(sites, mixes, strict=True)):
         share = jnp.where(mix.total == 0, 0.0, jnp.exp(mix.log_sum - ref.log_sums[s, t]))
@@ -239,11 +266,13 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
 
 
 def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries):
-    """Write d_sources of token t and return d_queries with the token's part added.
+    """Write the gradients of token t's sources, and return `d_queries` with its terms added.
 
-    `dv = sum_s weight_s d_mixed_s + d_logit_s (rstd q_s - logit_s rstd^2 v / D)`
+    The gradient of a source v is
+    `dv = sum_s weight_s d_mixed_s + d_logit_s (rstd q_s - logit_s rstd^2 v / D)`, with q_s the
+    query of site s.
     """
-    # Empty rows keep their values if gradients are accumulated; otherwise they get 0.
+    # If gradients are accumulated, empty rows keep their values; otherwise zeros are written there.
     accumulates = hasattr(ref, "accumulate")
     most = count if accumulates else call.N
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
@@ -277,7 +306,7 @@ def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d
 
 
 def backward_kernel(call, blocks, ref):
-    """Compute the whole backward pass of a group of tokens, with a whole source in registers."""
+    """Compute the whole backward pass for a group of tokens, with whole sources in registers."""
     group, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
     count, sites = _count(call, ref), range(call.S)
     queries = [_load(ref.queries, (s,), columns) for s in sites]
@@ -288,7 +317,7 @@ def backward_kernel(call, blocks, ref):
         totals = _scores(
             call, blocks, ref, count, t, sites, columns, always(queries), always(d_mixed)
         )
-        ref.barrier()  # Other threads of the program read what this one stored.
+        ref.barrier()  # Threads read values below that other threads of the program stored.
         return _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries)
 
     zeros = [jnp.zeros(columns.width, jnp.float32)] * call.S
@@ -297,7 +326,10 @@ def backward_kernel(call, blocks, ref):
 
 
 def scores_kernel(call, blocks, ref):
-    """Compute the part of the backward pass that needs whole sources: one token, some sites."""
+    """Compute the part of the backward pass that needs whole sources.
+
+    A program processes one token and a group of sites.
+    """
     t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     d_mixed = lambda: (_load(ref.d_mixed, (s, t), columns) for s in sites)
@@ -309,7 +341,10 @@ def scores_kernel(call, blocks, ref):
 
 
 def gradients_kernel(call, blocks, ref):
-    """Compute the gradients from the scores, for part of the sources' entries and some tokens."""
+    """Compute the gradients from the results of `scores_kernel`.
+
+    A program processes a group of tokens and a part of the entries along D.
+    """
     parts = pl.cdiv(call.D, blocks.columns)
     group = jax.lax.div(pl.program_id(0), jnp.int32(parts))
     first = (pl.program_id(0) - group * parts) * blocks.columns
@@ -330,7 +365,7 @@ def gradients_kernel(call, blocks, ref):
 
 
 def _normed(call, columns, h):
-    """Return `norm(h)` without its gain, and 1 / its deviation."""
+    """Return `norm(h)` without the gain, and the rstd that h was multiplied by."""
     if call.norm == "layernorm":
         h = columns.only(h - jnp.sum(h) / call.D)
     rstd = jax.lax.rsqrt(jnp.sum(jnp.square(h)) / call.D + call.norm_epsilon)
@@ -342,7 +377,11 @@ def _load_merged(ref, t, columns):
 
 
 def _merged(call, ref, t, columns, query):
-    """Return mixed, current, and the rstd, logit and weight p of current, for token t."""
+    """Load a merge's operands for token t and compute the weight of the running sum.
+
+    Returns:
+      The mix of the sealed sources, the running sum (`current`), and its rstd, logit and weight p.
+    """
     mixed, current = _load_merged(ref, t, columns)
     rstd = _rstd(call, current)
     logit = jnp.sum(query * current) * rstd
@@ -367,8 +406,8 @@ def merge_backward_kernel(call, blocks, ref):
 
     def token(t, sums):
         d_query, d_gain = sums
-        # Parameters, and values needed again after d_mixed is written, are read from the cache for
-        # every token, because there are no registers to keep them in.
+        # The parameters, and the values that are needed after d_mixed is written, are loaded again
+        # (from the cache) for every token, because registers cannot hold them.
         load_query = lambda: _load(ref.query, (), columns)
         mixed, current, rstd, logit, p = _merged(call, ref, t, columns, load_query())
         normed, norm_rstd = _normed(call, columns, mixed + p * (current - mixed))
