@@ -1,6 +1,6 @@
-"""Fused ops for residual streams, with their reference implementations.
+"""Fused JAX ops for residual streams, with reference implementations.
 
-The package depends on JAX, not on `rmt_tpu`, and knows nothing about models.
+The package does not depend on `rmt_tpu` or on any model.
 """
 
 from pallas_kernels.arguments import Slot, placed, taken

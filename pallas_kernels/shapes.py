@@ -47,7 +47,7 @@ class KeyVector(NamedTuple):
     def backward(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Backward:
         """Return the operands of the backward pass.
 
-        The operands of the store are None if R is 0, and those of the read are None if P is 0.
+        The store's operands are None if R is 0, and the read's operands are None if P is 0.
         """
         K, V, R, P = self
         site = self.site(tokens, data, residual, array)

@@ -88,9 +88,13 @@ Prior = tuple[Float[Array, "S *T_D"], Float[Array, "S *T"]]
 
 
 class Partial(NamedTuple):
-    """The operands of `partial`: S sites over the same sources.
+    """The operands of `partial`, for S sites over the same sources.
 
-    The queries are float32 and already multiplied by the gains.
+    Attributes:
+      queries: the queries in float32, already multiplied by the gains.
+      sources: the bank of N rows.
+      count: the number of active rows.
+      prior: mixes and log-sum-exps over other sources, or None.
     """
 
     queries: Float[Array, "S *D"]
@@ -100,7 +104,15 @@ class Partial(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The operands that the backward pass of `partial` needs in addition to `Partial`."""
+    """The operands of `partial_backward` in addition to `Partial`.
+
+    Attributes:
+      log_sums: the log-sum-exps that `partial` returned.
+      delta: a number that is subtracted in the logits' gradients (see the module's docstring); None
+        means 0.
+      d_mixed: the cotangents of the mixes.
+      accumulate: gradients to which the sources' gradients are added, or None.
+    """
 
     log_sums: Float[Array, "S *T"]
     delta: Float[Array, "S *T"] | None
@@ -109,9 +121,16 @@ class Scored(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """The operands of `merge`: the mixes of the sealed sources, and the running sum of one site.
+    """The operands of `merge`.
 
-    `query` and `norm_gain` are float32.
+    Attributes:
+      query: the site's query in float32, already multiplied by the gain of the keys' norm.
+      mixed: the mixes of all S sites over the sealed sources.
+      log_sums: the log-sum-exps of this site.
+      site: the index of this site.
+      current: the running sum of the current block.
+      active: whether there is a running sum.
+      norm_gain: the gain of the output's norm in float32, or None for no norm.
     """
 
     query: Float[Array, "*D"]
@@ -126,7 +145,8 @@ class Merge(NamedTuple):
 class MergeAt(NamedTuple):
     """The operands of `merge_at`: a `Merge` for a few tokens, with stacked parameters.
 
-    `parameters` are those of L layers, in float32, and `log_sums` those of all sites.
+    `parameters` holds the query and the gain of each of L layers, in float32, and `log_sums` holds
+    the log-sum-exps of all sites.
     """
 
     parameters: Float[Array, "L 2 D"]
@@ -139,10 +159,9 @@ class MergeAt(NamedTuple):
 
 
 class MergeCotangents(NamedTuple):
-    """The cotangents of the results of a merge.
+    """The cotangents of z, and of `mixed` and `current` from their later uses.
 
-    Those of `mixed` and `current` come from later uses; the merge's own gradients are combined with
-    them.
+    A merge's backward pass combines its own gradients of `mixed` and `current` with the latter two.
     """
 
     z: Float[Array, "*T_D"]
@@ -151,7 +170,7 @@ class MergeCotangents(NamedTuple):
 
 
 class MergeRead(NamedTuple):
-    """The operands of `merge_read`: those of a merge without a norm, and the read's parameters."""
+    """The operands of `merge_read`: a merge without a norm, and the parameters of the read."""
 
     merge: Merge
     norm_gain: Float[Array, "K V"]
@@ -161,7 +180,8 @@ class MergeRead(NamedTuple):
 class MergeGradients(NamedTuple):
     """The cotangents of the inputs of `merge`.
 
-    Those of the parameters are float32 and summed over tokens. `mixed` has the rows of all sites.
+    The cotangents of `query` and `norm_gain` are float32 and summed over tokens. `mixed` has the
+    rows of all sites.
     """
 
     query: Float[Array, "*D"]

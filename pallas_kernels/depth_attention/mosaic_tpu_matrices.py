@@ -9,8 +9,8 @@ the layout [N, B, V K, T], and the kernels of this module use it directly. The k
   source's operand selects the same block at every grid step, so that it moves almost no bytes. If
   the sources do not fit, they are processed in parts, and the result of the earlier parts becomes
   the prior of the next. Sites are processed in parts too.
-- `partial_backward` consists of two kernels. The first computes <d_mixed, v> and the logits of all
-  sources; from these, the second computes the gradient of one source at a time.
+- `partial_backward` consists of two kernels. The first computes <d_mixed, v> and the logits for all
+  sources v. The second uses these to compute the gradient of one source at a time.
 - `merge` supports no norm, because the op that reads from the mix normalises it.
 
 The costs for S sites, T tokens, N active sources, E bytes per entry and D = K V are:
@@ -57,8 +57,8 @@ _BUDGET = 44
 _LARGEST = 52
 # Maximum number of sources per kernel: each is an operand, and the loop over them is unrolled.
 _MOST_SOURCES = 16
-# Maximum number of sites per kernel: the sums for one step's rows must fit in registers for all of
-# them.
+# Maximum number of sites per kernel: the sums for one step's rows must fit in registers for all
+# sites.
 _MOST_SITES = 8
 
 
@@ -535,7 +535,7 @@ def query_sums(call: Call):
 
 
 def query_gradient(call: Call, sums):
-    """Sum the queries' gradients over cores and pieces, and return [S, V K]."""
+    """Sum the queries' gradients over cores and bfloat16 pieces, and return [S, V K]."""
     S = call.S
     sums = jnp.swapaxes(jnp.sum(sums, axis=0), 0, 1).reshape(call.query_rows, call.size)
     if call.narrow:

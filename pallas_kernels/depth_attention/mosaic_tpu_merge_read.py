@@ -2,8 +2,8 @@
 
 There is one kernel for the forward pass and one for the backward pass. The mix
 h = mixed + p (current - mixed) exists only in VMEM, one tile at a time. The kernel bodies of
-`mosaic_tpu_matrices` compute it there, and those of the key-vector kernels then treat it as a
-residual, which they normalise and read. The backward pass computes h again, and keeps the cotangent
+`mosaic_tpu_matrices` compute it there, and the bodies of the key-vector kernels then normalise and
+read it as if it were a residual. The backward pass computes h again, and keeps the cotangent
 of h in VMEM too.
 
 For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves

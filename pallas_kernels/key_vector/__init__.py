@@ -265,7 +265,7 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 
 
 def _of_parameters(site, d_residual, d_data, g):
-    """Return the cotangents of `site`, those of keys and gain cast to their parameters' dtypes."""
+    """Return the cotangents of `site`; the parameters' cotangents are cast to their dtypes."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
     return Site(
         d_residual,

@@ -47,7 +47,7 @@ class Sizes:
     A: int = 0
 
     def padded(self, rows: int) -> int:
-        """Round a number of data rows up to whole tiles."""
+        """Round a number of data vectors up to whole register tiles of the data's dtype."""
         return round_up(rows, sublanes(self.data_dtype))
 
     @property

@@ -53,7 +53,7 @@ LEAST_STEPS = 2.0
 
 
 class Site(NamedTuple):
-    """The operands of a site: the residual, then those of the store, then those of the read.
+    """The operands of a site: the residual, the store's operands and the read's operands.
 
     At most one of the two halves may be missing; its operands are then None.
     """
@@ -130,7 +130,7 @@ class Means(NamedTuple):
 class Again(NamedTuple):
     """The operands of an additional read, from the residual that a backward pass rebuilds.
 
-    `statistics` are those of the rebuilt residual.
+    `statistics` belong to the rebuilt residual.
     """
 
     gain: Float[Array, "K V"] | Slot

@@ -17,8 +17,8 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import Keys, store_columns, store
 from pallas_kernels.products import dot, dot_columns, dot_rows
 
 _LARGEST = 2**15 - 1
-# Adding this to a float32 leaves no bits for a fraction, so the low bits of the sum are those of
-# the rounded integer. `_ROUND_BITS` is the bit pattern of `_ROUND`.
+# A float32 of this size has no bits for a fraction. If it is added to a float32 x, the low bits of
+# the sum are therefore x rounded to an integer. `_ROUND_BITS` is the bit pattern of `_ROUND`.
 _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 

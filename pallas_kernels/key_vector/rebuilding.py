@@ -84,7 +84,7 @@ def store_norm_retrieve_with_statistics(
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
     """Compute `store_norm_retrieve`, and also return the statistics that `undo` needs.
 
-    The statistics are those of all B batch rows of the stored residual.
+    The statistics describe the stored residual, for all B batch rows.
     """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)

@@ -100,7 +100,7 @@ def all_slices(
     Returns:
       The retrieved vectors of this device's batch rows, in the dtype of `retrieved`; and the
       statistics of the whole residual, for the rows of all devices. A token's statistics are NaN if
-      those of any slice are NaN.
+      they are NaN for any device's slice.
     """
     mean, rstd = statistics.mean, statistics.rstd
     shape, tokens = mean.shape, mean.size
@@ -128,8 +128,8 @@ def all_slices(
     if centred:
         each = slices[:, 2 * tokens :].reshape(-1, *total.shape[2:])
         sums = jnp.sum(each, axis=0)
-        # The terms are added one by one because they fuse; a product with few terms would be
-        # written to memory.
+        # The terms are added one by one, because XLA fuses the additions. It would write the result
+        # of a matrix product over so few terms to memory.
         for above_d, sums_d in zip(own(above), each, strict=True):
             read = read + above_d * sums_d
     read = (own(rstd) * read).astype(retrieved.dtype)

@@ -135,7 +135,8 @@ def _steps(site, written):
 
     NaN is converted to an integer that overflows int16.
     """
-    # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds, ties to even.
+    # A float32 of about 1.5 * 2^23 has no bits for a fraction, so adding that number rounds to an
+    # integer, with ties to even.
     limit, shifter = 2.0**21, 1.5 * 2.0**23
     steps = site.steps * written
     outside = jnp.where(steps < 0, -limit, limit)

@@ -75,7 +75,7 @@ def forward(
     if not site.reads:
         return Outcome(stored.residual)
     # The shift is computed from a slice of the inputs, because computing it from the stored
-    # residual would need another pass.
+    # residual would need another pass over the residual.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
     return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 

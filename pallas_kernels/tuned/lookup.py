@@ -1,7 +1,7 @@
 """Selection of a kernel's block sizes for the device that a program is compiled for.
 
 The sizes come from the first table with a usable entry, or else from the kernel's own rule (its
-heuristic). Tables are searched in this order: those of `with tuned(table)`, innermost first; the
+heuristic). Tables are searched in this order: tables of `with tuned(table)`, innermost first; the
 user's file; the table that is shipped with the package. This module never searches for better
 sizes. A table that cannot be read causes a warning, not an error.
 """
