@@ -289,7 +289,7 @@ def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_first(identity: Callable[[Any], Any], args: tuple) -> tuple:
-    """Return `args` with `identity` applied to the first array in the tree."""
+    """Return `args` with the function `identity` applied to its first array only."""
     first, *others = jax.tree.leaves(args)
     return jax.tree.unflatten(jax.tree.structure(args), [identity(first), *others])
 

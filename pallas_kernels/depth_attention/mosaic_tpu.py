@@ -72,7 +72,7 @@ def partial(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` of `interface`.
+    """Compute `partial` as defined in `interface`.
 
     It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
@@ -122,7 +122,7 @@ def partial_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `partial_backward` of `interface`.
+    """Compute `partial_backward` as defined in `interface`.
 
     It takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
     """
@@ -194,7 +194,7 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` of `interface`.
+    """Compute `merge` as defined in `interface`.
 
     It moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
     """
@@ -225,7 +225,7 @@ def merge_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `merge_backward` of `interface`.
+    """Compute `merge_backward` as defined in `interface`.
 
     It moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
     """

@@ -60,7 +60,7 @@ def _tokens(given: Partial) -> int | None:
 def partial(
     given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` of `interface`. The operands must have no prior."""
+    """Compute `partial` as defined in `interface`. The operands must have no prior."""
     queries, sources, count, _ = given
     S, (N, T, D) = queries.shape[0], sources.shape
     tokens = _tokens(given)
@@ -126,7 +126,10 @@ def merge_at(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge_at` of `interface`. It moves `E 3 T D` bytes (see the module's docstring)."""
+    """Compute `merge_at` as defined in `interface`.
+
+    It moves `E 3 T D` bytes (see the module's docstring).
+    """
     parameters, layer, mixed, log_sums, site, current, active = given
     T, D = current.shape
     tokens = min(T, _TOKENS)

@@ -84,7 +84,7 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
 def partial(
     given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
-    """Compute `partial` of `interface`.
+    """Compute `partial` as defined in `interface`.
 
     It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
@@ -163,7 +163,7 @@ def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count
 def partial_backward(
     given: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
-    """Compute `partial_backward` of `interface`.
+    """Compute `partial_backward` as defined in `interface`.
 
     It takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
     accumulate.
@@ -292,7 +292,10 @@ def merge(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
-    """Compute `merge` of `interface`. It moves `E 3 T D` bytes (see the module's docstring)."""
+    """Compute `merge` as defined in `interface`.
+
+    It moves `E 3 T D` bytes (see the module's docstring).
+    """
     K, V = given.query.shape
     call = merge_call(given.current, epsilon, interpret)
     inputs = merge_inputs(call, _tile_of(call), given)
@@ -322,7 +325,10 @@ def merge_backward(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `merge_backward` of `interface`. It moves `E 6 T D` bytes."""
+    """Compute `merge_backward` as defined in `interface`.
+
+    It moves `E 6 T D` bytes (see the module's docstring).
+    """
     current = given.current
     call = merge_call(current, epsilon, interpret)
     inputs, outputs = merge_backward_operands(call, _tile_of(call), given, cotangents)

@@ -191,7 +191,10 @@ def measure(inputs, outputs, scratch, *, call: Call):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: Call):
-    """Compute the gradient of one source for one tile, and accumulate the queries' gradients."""
+    """Compute one source's gradient for one tile of tokens.
+
+    The gradients of the queries are accumulated over tiles and sources.
+    """
     count, n = inputs["count"][0], pl.program_id(2)
     values, d_mixed = inputs["sources"].at[0, 0], inputs["d_mixed"]
     d_values = outputs["d_sources"].at[0, 0]

@@ -69,7 +69,7 @@ def merge_read(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
-    """Compute `merge_read` of `interface`.
+    """Compute `merge_read` as defined in `interface`.
 
     It takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's docstring).
     """
@@ -122,7 +122,7 @@ def merge_read_backward(
     epsilon: int | float,
     interpret: bool = False,
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-    """Compute `merge_read_backward` of `interface`.
+    """Compute `merge_read_backward` as defined in `interface`.
 
     It takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's docstring).
     """

@@ -158,7 +158,7 @@ def partial(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` of `interface`.
+    """Compute `partial` as defined in `interface`.
 
     It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if there is
     a prior.
@@ -202,7 +202,7 @@ def partial_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `partial_backward` of `interface`.
+    """Compute `partial_backward` as defined in `interface`.
 
     It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
     accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
@@ -289,7 +289,7 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` of `interface`.
+    """Compute `merge` as defined in `interface`.
 
     It takes about `20 T D` FLOPs and moves `3 T D` elements.
     """
@@ -322,7 +322,7 @@ def merge_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `merge_backward` of `interface`.
+    """Compute `merge_backward` as defined in `interface`.
 
     It takes about `40 T D` FLOPs and moves `6 T D` elements.
     """

@@ -317,7 +317,7 @@ def backward_kernel(call, blocks, ref):
         totals = _scores(
             call, blocks, ref, count, t, sites, columns, always(queries), always(d_mixed)
         )
-        ref.barrier()  # Threads read values below that other threads of the program stored.
+        ref.barrier()  # Threads go on to read values that other threads have stored.
         return _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries)
 
     zeros = [jnp.zeros(columns.width, jnp.float32)] * call.S

@@ -29,7 +29,13 @@ _IMPLEMENTATIONS = Implementations(
 
 
 class Call(NamedTuple):
-    """The static parameters of a call, constant during tracing."""
+    """The static parameters of a call, constant during tracing.
+
+    Attributes:
+      norm, epsilon, implementation, fraction_bits: as in `store_norm_retrieve`.
+      dtype: the dtype of the retrieved vectors; None for the data's dtype.
+      key_axis: the mesh axis over which K is sharded, or None.
+    """
 
     norm: Norm
     epsilon: int | float

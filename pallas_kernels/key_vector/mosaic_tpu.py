@@ -105,7 +105,7 @@ def forward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """Compute `forward` of the key-vector interface (see `interface`).
+    """Compute `forward` as defined in `interface`.
 
     For T tokens with E bytes per entry, it takes `2 T (R + P) K V` FLOPs and moves
     `E T V (2 K + R + P)` bytes; a read alone moves `E T V (K + P)`. `in_place` writes X' over X,
@@ -128,7 +128,7 @@ def backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Compute `backward` of the key-vector interface (see `interface`).
+    """Compute `backward` as defined in `interface`.
 
     The gradients of the gain and of the read keys both follow from `dG[v] = sum dz n`, summed over
     tokens, with dz the cotangent of the retrieved vectors and n = norm(X').

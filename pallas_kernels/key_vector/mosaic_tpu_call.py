@@ -11,7 +11,15 @@ from pallas_kernels.target import target
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static parameters of a kernel, constant during tracing."""
+    """The static parameters of a kernel, constant during tracing.
+
+    Attributes:
+      sizes, blocks: the sizes that the kernel is specialised to, and its block sizes.
+      norm, epsilon: the norm of the read and its epsilon.
+      interpret: whether the kernel is interpreted.
+      scale: whether the retrieved vectors are multiplied by rstd.
+      fraction_bits: the number of fraction bits of an int16 residual.
+    """
 
     sizes: Sizes
     blocks: BlockSizes

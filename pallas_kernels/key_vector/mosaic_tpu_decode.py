@@ -32,7 +32,10 @@ _TOGETHER = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static parameters of the kernel, constant during tracing."""
+    """The static parameters of the kernel, constant during tracing.
+
+    `rows` is the number of tokens per grid step.
+    """
 
     norm: Norm
     epsilon: int | float

@@ -185,7 +185,7 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """Compute `forward` of the key-vector interface (see `interface`).
+    """Compute `forward` as defined in `interface`.
 
     Statistics that are passed in are not used: computing them again takes this kernel almost no
     time.
@@ -233,7 +233,7 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Compute `backward` of the key-vector interface (see `interface`).
+    """Compute `backward` as defined in `interface`.
 
     The backward pass of a store alone or a read alone is plain JAX. The read `again` from the
     rebuilt residual runs as a separate kernel.
@@ -309,8 +309,8 @@ def backward(
 def _again(rebuilt, again: Again, interpret, *, norm, dtype, fraction_bits):
     """Read from the rebuilt residual with the statistics in `again`.
 
-    The kernel subtracts the mean that it computes itself, so the result is corrected for the
-    difference from the mean in `again`.
+    The kernel computes a mean itself and subtracts it, so its result is corrected here by the
+    difference between that mean and the mean in `again`.
     """
     site = Site(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}

@@ -212,7 +212,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            ref.barrier()  # Threads read elements below that other threads of the program stored.
+            ref.barrier()  # Threads go on to read elements that other threads have stored.
 
         def scaled(c):
             values = kept if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -264,7 +264,11 @@ def _mean_and_variance(site, moments):
 
 
 def _normalised(site, ref, t, rows, columns, mean, rstd):
-    """Load a block of X', and return `norm(X')` (0 outside of the residual) and the block."""
+    """Load a block of the stored residual X'.
+
+    Returns:
+      `norm(X')` for the block, which is 0 outside of the residual, and the block itself.
+    """
     x = _load(ref.stored, (t,), rows, columns)
     n = (_values(site, x) - mean) * rstd
     _, _, inside = _index((site.K, site.V), rows, columns)
@@ -386,7 +390,7 @@ def backward_tokens_kernel(site, blocks, ref):
                 )
 
         _each_chunk(chunks, write, None)
-        ref.barrier()  # Threads read elements below that other threads of the program stored.
+        ref.barrier()  # Threads go on to read elements that other threads have stored.
         for group in stores:
 
             def add(c, dy, group=group):

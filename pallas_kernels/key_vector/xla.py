@@ -38,7 +38,8 @@ class _Stored(NamedTuple):
     Attributes:
       residual: the residual in its own dtype.
       values: the same numbers in at least float32, in units of X.
-      in_range: whether each token's int16 residual did not overflow; None if this is not checked.
+      in_range: a mask of the tokens whose int16 residual did not overflow, or None if overflow is
+        not checked.
     """
 
     residual: Array
@@ -58,7 +59,7 @@ def forward(
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
-    """Compute `forward` of the key-vector interface (see `interface`)."""
+    """Compute `forward` as defined in `interface`."""
     site, statistics = taken((site, statistics))
     residual, store_keys, data, gain, read_keys = site
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
@@ -107,7 +108,7 @@ def backward(
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
-    """Compute `backward` of the key-vector interface (see `interface`)."""
+    """Compute `backward` as defined in `interface`."""
     site, statistics, d_residual, d_retrieved, means, again, _ = taken(given)
     residual, store_keys, data, *_ = site
     if not site.reads:
@@ -160,7 +161,7 @@ def _norm_backward(
     norm: Norm,
     fraction_bits: int,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Return the cotangents of a read's residual, gain and keys, in at least float32."""
+    """Return the cotangents of a read's residual, gain and read keys, in at least float32."""
     residual, _, _, gain, read_keys = site
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
