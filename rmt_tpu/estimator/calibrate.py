@@ -1,11 +1,11 @@
-"""Compile the calls of calibration.json again, and update what the compiler makes of them.
+"""Recompile the calls listed in calibration.json and update the compiler's figures in that file.
 
     pip install tokamax==0.0.12
     python -m rmt_tpu.estimator.calibrate v5p v6e
 
-Published times and blocks stay as they are. tokamax has the kernels that were timed, and is needed
-for nothing else; no device is needed. The program ends by printing the table and the lines of
-docs/benchmarks/estimates.md.
+The published times and block sizes in the file are not changed. tokamax is needed only because it
+contains the kernels that were timed; no device is needed. At the end, the program prints the table
+and the text lines that belong in docs/benchmarks/estimates.md.
 """
 
 import dataclasses
@@ -43,7 +43,9 @@ def main() -> int:
 
 
 def compiled(rows: Sequence[calibration.Row]) -> Iterator[calibration.Row]:
-    """Yield the rows of one target, as the installed compiler and model give them.
+    """Recompile the rows of one target, and yield them with updated figures.
+
+    The figures come from the installed compiler and from the current cost model.
 
     Raises:
       RuntimeError: a call does not compile.
@@ -57,7 +59,7 @@ def compiled(rows: Sequence[calibration.Row]) -> Iterator[calibration.Row]:
 
 
 def works(program: Program) -> Iterator[tuple[Work, int]]:
-    """Yield the work of each instruction that costs something, and how often it runs."""
+    """Yield the work of each instruction with a nonzero cost, and the number of times it runs."""
     for ran in program.module.run():
         work = work_of(program, ran)
         if work.kind not in ("asynchronous", "collective") and (work.hbm or work.estimate):

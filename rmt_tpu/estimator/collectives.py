@@ -1,6 +1,7 @@
-"""The collectives of a compiled program: what it sends between devices, along which axes.
+"""The collectives of a compiled program: what devices send each other, and along which mesh axes.
 
-Bytes are those that one device sends, for arrays without padding, when a ring of n devices does it:
+Byte counts are the bytes that one device sends if a ring of n devices performs the collective, for
+arrays without padding:
 
     all-gather          (n - 1) / n  of the result
     reduce-scatter      (n - 1) / n  of the operand
@@ -8,8 +9,8 @@ Bytes are those that one device sends, for arrays without padding, when a ring o
     all-reduce        2 (n - 1) / n  of the operand
     collective-permute               the operand
 
-Between slices of a TPU, XLA hands an operand to the host and names the devices that take part; the
-bytes are then those that leave the slice.
+Between slices of a TPU, XLA passes the operand to the host and lists the devices that take part. In
+that case, the bytes are those that leave the slice.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
 _OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
 _HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
-_SLICE = 100_000  # libtpu numbers the devices of slice n from n times this number
+_SLICE = 100_000  # libtpu's device ids in slice n start at n times this number
 _KIND_BETWEEN = {
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -52,17 +53,17 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a program.
+    """A collective instruction of a program.
 
     Attributes:
       kind: one of KINDS.
       op_name: the op_name of the instruction.
-      axes: the mesh axes along which it runs; "?" if its groups match no axes.
-      devices: the number of devices in a group.
-      calls: how often it runs in one run of the program.
-      bytes: the bytes that a device sends in all calls.
-      overlaps: whether it runs during other work.
-      between_slices: whether it uses the data center's network.
+      axes: the mesh axes along which the collective runs; ("?",) if its groups match no axes.
+      devices: the number of devices per group.
+      calls: the number of times it runs in one run of the program.
+      bytes: the bytes that one device sends over all calls.
+      overlaps: whether it runs at the same time as other work.
+      between_slices: whether it sends over the data center's network.
     """
 
     kind: str
@@ -78,17 +79,17 @@ class Collective:
 def collectives(
     module: Module, mesh: Mapping[str, int], ids: Sequence[int] | None = None
 ) -> list[Collective]:
-    """Return every collective of a program that sends something.
+    """Return every collective of a program that sends at least one byte.
 
     Args:
       module: the compiled program.
-      mesh: the sizes of the axes, outer to inner, for the devices in their order.
-      ids: the ids of the devices in that order, if there are several slices.
+      mesh: the size of each mesh axis by name, from the outermost to the innermost.
+      ids: the device ids in mesh order, which are needed only if there are several slices.
     """
     found = []
     whole = mesh
     if ids is not None:
-        mesh = _of_slice(mesh, ids)  # a slice's program is compiled for its own part of the mesh
+        mesh = _of_slice(mesh, ids)  # XLA compiles one program per slice of the mesh
     for ran in module.run():
         if ids is not None and _BETWEEN.search(ran.instruction.attributes):
             if ran.instruction.opcode == "send":
@@ -108,7 +109,7 @@ def collectives(
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """Return the kind of an instruction that starts or does a collective; None for any other."""
+    """Return the kind of collective that an instruction starts or performs, or None."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -130,7 +131,7 @@ _Found = tuple[dict[str, Instruction], Instruction, str, bool]
 
 
 def _within(module: Module, ran: Executed) -> Iterator[_Found]:
-    """Yield the collective that an instruction is, or those in the computation that it calls."""
+    """Yield an executed instruction if it is a collective, or the collectives that it calls."""
     instruction = ran.instruction
     if (kind := kind_of(instruction)) is not None:
         scope = module.computations[ran.computation]
@@ -146,7 +147,7 @@ def _inside(module: Module, computation: str, asynchronous: bool) -> Iterator[_F
     for instruction in inside.values():
         kind = kind_of(instruction)
         if kind is not None:
-            # A collective that is split over several fusions occurs in each of them.
+            # A collective that is split over several fusions occurs in each fusion; count it once.
             chained = bool(_CHAIN.search(instruction.attributes))
             if starts or not chained:
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -170,7 +171,7 @@ def _sent(kind: str, scope: dict[str, Instruction], instruction: Instruction, de
 
 
 def _of_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
-    """Return the sizes of the axes within a slice."""
+    """Return the sizes of the mesh axes within one slice."""
     slices = np.asarray(ids).reshape(tuple(mesh.values())) // _SLICE
     first = lambda axis: slices[tuple(slice(None) if a == axis else 0 for a in mesh)]
     return {axis: size // len(np.unique(first(axis))) for axis, size in mesh.items()}
@@ -179,7 +180,7 @@ def _of_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
 def _between(
     module: Module, ran: Executed, mesh: Mapping[str, int], ids: Sequence[int]
 ) -> Collective:
-    """Return the collective that a `send` to the host is a part of."""
+    """Return the collective between slices to which a `send` to the host belongs."""
     instruction, scope = ran.instruction, module.computations[ran.computation]
     transfer = _BETWEEN.search(instruction.attributes)
     assert transfer is not None
@@ -207,7 +208,7 @@ def _between(
 
 
 def _members(attributes: str) -> Groups:
-    """Return the devices of each group, or of each pair."""
+    """Return the device groups, or source-target pairs, in an instruction's attributes."""
     if (product := _OF_SLICES.search(attributes)) is not None:
         slices, devices = (_numbers(text) for text in product.groups())
         return tuple(tuple(_SLICE * s + d for s in slices) for d in devices)
@@ -218,13 +219,13 @@ def _members(attributes: str) -> Groups:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers of "1,2" or "0:3", where the last one is included."""
+    """Return the numbers in a list like "1,2", or in a range like "0:3", which includes 3."""
     parts = [[int(n) for n in part.split(":")] for part in text.split(",")]
     return [n for part in parts for n in range(part[0], part[-1] + 1)]
 
 
 def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
-    """Return whether anything is computed between a `send` and the end of its answer."""
+    """Return whether anything is computed between a `send` and the completion of its `recv`."""
     rendezvous = _RENDEZVOUS.findall(send.attributes)
     answers = {
         name
@@ -241,7 +242,7 @@ def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
 
 
 def _along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Return the axes along which an instruction runs, and the size of one of its groups."""
+    """Return the mesh axes along which a collective runs, and the number of devices per group."""
     count = math.prod(mesh.values())
     if (pairs := _PAIRS.search(instruction.attributes)) is not None:
         sent = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs.group(1))]
@@ -252,11 +253,11 @@ def _along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str
 
 
 def replica_groups(attributes: str, count: int) -> Groups:
-    """Return the groups of devices of a collective, which XLA writes in three ways.
+    """Return the device groups of a collective, from any of XLA's three notations.
 
     Args:
-      attributes: the attributes of the instruction.
-      count: the number of all devices, which are one group if none is written.
+      attributes: the text of the instruction's attributes.
+      count: the total number of devices; they form one group if the attributes name no groups.
     """
     if (mesh := _MESH.search(attributes)) is not None:
         sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh.group(1))}
@@ -275,7 +276,7 @@ def replica_groups(attributes: str, count: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes of a mesh that have these groups; ("?",) if there are none."""
+    """Return the mesh axes along which devices form `groups`, or ("?",) if no axes do."""
     wide = [axis for axis, size in mesh.items() if size > 1]
     devices = np.arange(math.prod(mesh.values()))
     wanted = {frozenset(group) for group in groups}
@@ -288,7 +289,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _groups_along(axes: Sequence[str], devices: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """Return a row for each group of devices that differ in these axes alone."""
+    """Return an array with one row per group of devices that differ only along `axes`."""
     inner = [list(sizes).index(axis) for axis in axes]
     outer = [i for i in range(len(sizes)) if i not in inner]
     grid = devices.reshape(tuple(sizes.values())).transpose(outer + inner)
@@ -296,7 +297,7 @@ def _groups_along(axes: Sequence[str], devices: np.ndarray, sizes: Mapping[str, 
 
 
 def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes on which the ends of pairs of devices differ."""
+    """Return the mesh axes along which the source and target of any pair differ."""
     shape = tuple(mesh.values())
     axes = set()
     for pair in pairs:
@@ -306,7 +307,7 @@ def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str
 
 
 def _cycles(pairs: list[tuple[int, ...]]) -> list[set[int]]:
-    """Return the sets of devices that send to each other, directly or through others."""
+    """Return the sets of devices connected by `pairs`, directly or through other devices."""
     together: dict[int, set[int]] = {}
     for pair in pairs:
         joined = set().union(*(together.get(device, {device}) for device in pair))

@@ -1,8 +1,8 @@
 """The estimated cost of a compiled program on its target: bytes, cycles and seconds.
 
-Nothing here is measured. `Work` is what is known of one call of an instruction; `MODELS` are ways
-to turn it into cycles: a best guess, one that gives less and one that gives more. Times that others
-measured decide which of them is the best guess, see `calibration`.
+Nothing here is measured. `Work` holds what is known about one call of an instruction. Each of
+`MODELS` is a function that turns a `Work` into cycles: a best guess, a lower and a higher estimate.
+The best guess was chosen by comparison with times that others measured (see `calibration`).
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ _ASYNCHRONOUS = ("-start", "-done", "-update")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one call of an instruction, in cycles.
+    """The work of one call of an instruction; all quantities are in cycles.
 
     Attributes:
-      kind: a Pallas "kernel", a "matmul", a copy that overlaps other work ("asynchronous"), a part
-        of a "collective", or "other" work of XLA's.
-      estimate: XLA's own estimate; None where XLA makes none.
-      schedule: the cycles of its bundles, with waiting for matrix units and not for HBM; None where
-        libtpu left no schedule, or one with a loop of unknown trip count (in kernels, such loops
-        count as running once).
-      matrix: the cycles of its matrix products at the peak; 0 for a kernel, whose schedule has
-        them. For a kernel with a loop of unknown trip count they are its declared FLOPs at
-        `Target.grouped` of the peak.
-      hbm: the cycles of moving its bytes at the full HBM bandwidth.
-      parked: the cycles of moving the operands and results that XLA keeps in VMEM, if they were in
-        HBM.
+      kind: "kernel" for a Pallas kernel, "matmul", "asynchronous" for a copy that overlaps other
+        work, "collective" for a part of a collective, or "other".
+      estimate: XLA's own estimate; None where XLA provides none.
+      schedule: the length of the VLIW schedule, including stalls for matrix units but not for HBM.
+        It is None where libtpu left no schedule, and where a loop has an unknown trip count; in
+        kernels, however, such a loop counts as one iteration.
+      matrix: the time of the matrix products at peak throughput. It is 0 for a kernel, whose
+        schedule already includes its products. For a kernel with a loop of unknown trip count, it
+        is the time of the kernel's declared FLOPs at the fraction `Target.grouped` of the peak.
+      hbm: the time of moving the instruction's bytes at the full HBM bandwidth.
+      parked: the time that it would take to move the operands and results that XLA keeps in VMEM if
+        they were in HBM.
     """
 
     kind: Literal["kernel", "matmul", "other", "asynchronous", "collective"]
@@ -47,7 +47,7 @@ class Work:
 
 
 def _best_guess(work: Work) -> float:
-    """Charge the longer of a call's schedule and bytes; without schedule, XLA's estimate."""
+    """Return the longer of schedule and HBM time, with XLA's estimate if there is no schedule."""
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
@@ -58,14 +58,14 @@ def _best_guess(work: Work) -> float:
 
 
 def _least(work: Work) -> float:
-    """Charge the best guess, but for XLA's products no more than their peak or bytes require."""
+    """Return the best guess, with XLA's own matrix products charged only their peak or HBM time."""
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
     return _best_guess(work)
 
 
 def _most(work: Work) -> float:
-    """Charge XLA's products its estimate where that is longer, and kernels 1.5 times the guess."""
+    """Return 1.5 times the best guess for kernels, and at least XLA's estimate for its products."""
     if work.kind == "kernel":
         return 1.5 * _best_guess(work)
     if work.kind == "matmul":
@@ -74,7 +74,7 @@ def _most(work: Work) -> float:
 
 
 Model = Callable[[Work], float]
-# Functions that give the cycles of one call, from the lowest to the highest.
+# Maps each cost model's name to a function from a call's Work to cycles, lowest model first.
 MODELS: Mapping[str, Model] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
@@ -83,19 +83,20 @@ BEST_GUESS = "best guess"  # the model that reports show first
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
-    """The cost of one kernel of a program.
+    """The cost of one kernel in a program; cycles, bundles and bytes are per call.
 
     Attributes:
-      name: the name of its instruction.
-      calls: how often it runs in one run of the program.
-      cycles: the cycles of a call by its schedule; None where libtpu left no schedule.
-      bundles: the bundles of a call, which do not include waiting for matrix units.
-      mxu_cycles: the least cycles of a call that its matrix units need.
-      bytes: the bytes of its operands and results, each once.
-      vmem_bytes: the bytes of its blocks and scratch.
-      trips: the trip counts of its loops, outer before inner; None where a count could not be read.
-      unit_use: the fraction of each unit's slots that are used.
-      seconds: the seconds of a call, with operands and results in HBM.
+      name: the name of the kernel's instruction.
+      calls: the number of times the kernel runs in one run of the program.
+      cycles: the length of the schedule, with stalls; None where libtpu left no schedule.
+      bundles: the number of VLIW bundles executed, which excludes stalls for matrix units.
+      mxu_cycles: the minimum number of cycles that the matrix units need.
+      bytes: the size of operands and results, each counted once.
+      vmem_bytes: the VMEM that its blocks and scratch occupy, in bytes.
+      trips: the trip counts of its loops, outer before inner; None where a trip count could not be
+        read.
+      unit_use: maps each functional unit to the fraction of its issue slots that are used.
+      seconds: the estimated time of one call with operands and results in HBM.
     """
 
     name: str
@@ -112,15 +113,16 @@ class KernelCost:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """The cost of a program if all its arrays were in HBM.
+    """The cost that a program would have if all its arrays were in HBM.
 
-    XLA keeps in VMEM what fits, but within a larger model other arrays compete for that. So `bytes`
-    counts all instructions wherever their arrays are, without the copies from HBM to VMEM.
+    XLA keeps arrays in VMEM if they fit, but within a larger model other arrays compete for that
+    space. Therefore `bytes` counts the traffic of every instruction, whether its arrays are in HBM
+    or VMEM, and leaves out copies from HBM to VMEM.
 
     Attributes:
-      bytes: the bytes read and written.
-      by_model: the seconds by each of MODELS.
-      kernels: the kernels, in the order in which they run.
+      bytes: the bytes read and written in one run.
+      by_model: maps the name of each cost model to the seconds of one run.
+      kernels: the costs of the kernels, in execution order.
     """
 
     bytes: int
@@ -129,12 +131,12 @@ class ProgramCost:
 
     @property
     def seconds(self) -> float:
-        """The seconds of one run by the best guess."""
+        """The time of one run in seconds, by the best-guess model."""
         return self.by_model[BEST_GUESS]
 
 
 def work_of(program: Program, ran: Executed) -> Work:
-    """Return the work of one call of an instruction on the program's target."""
+    """Return the work of one call of an executed instruction on the program's target."""
     instruction, module, target = ran.instruction, program.module, program.target
     schedule, kernel = program.schedules.get(instruction.name), module.kernel(instruction)
     if schedule is not None and schedule.unknown_loops and kernel is None:
@@ -165,7 +167,7 @@ def work_of(program: Program, ran: Executed) -> Work:
 
 
 def program_cost(program: Program) -> ProgramCost:
-    """Return the cost of one run."""
+    """Return the cost of one run of a compiled program."""
     total, cycles = 0, dict.fromkeys(MODELS, 0.0)
     kernels = []
     for ran in program.module.run():
@@ -202,9 +204,10 @@ def _kernel_cost(program: Program, ran: Executed, seconds: float) -> KernelCost:
 
 
 def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:
-    """Return a kernel's bytes, those in VMEM as HBM bytes if the kernel copies them.
+    """Return a kernel's traffic, with VMEM bytes counted as HBM bytes if the kernel copies them.
 
-    A kernel uses operands in VMEM where they are, unless it copies them, which takes as long.
+    A kernel uses an operand in VMEM in place. If it copies the operand instead, the copy takes as
+    long as a copy from HBM.
     """
     if schedule is not None and schedule.copies_in_vmem:
         return Bytes(traffic.total)

@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products in a compiled program; on a TPU these are convolutions."""
+"""FLOPs of matrix products in a compiled program, which XLA represents as convolutions on TPUs."""
 
 import math
 import re
@@ -13,7 +13,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def matmul_flops(module: Module, computation: str, instruction: Instruction) -> int:
-    """Return the FLOPs of a matrix product, or of those in a fusion; 0 for other instructions."""
+    """Return the FLOPs of all matrix products in an instruction or its fusion; 0 if it has none."""
     scope = module.computations[computation]
     if instruction.opcode == "fusion":
         called = instruction.called["calls"]
@@ -45,7 +45,7 @@ def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
 
 
 def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) -> int:
-    """Return how often a window's tap meets an element, not padding, along a spatial axis."""
+    """Count the (tap, output) pairs along a spatial axis where the tap reads data, not padding."""
 
     def of(field: str, default: str) -> list[int]:
         values = window[field].split("x")[axis] if field in window else default

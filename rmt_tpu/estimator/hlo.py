@@ -1,6 +1,6 @@
-"""A compiled program as XLA prints it: its instructions, how often each runs, and its bytes.
+"""A parser for compiled programs in XLA's text form: instructions, execution counts and traffic.
 
-The module reads the text of `jax.stages.Compiled.as_text()` for a TPU or a GPU.
+It reads the output of `jax.stages.Compiled.as_text()` for a TPU or a GPU.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _KERNEL_BODY = re.compile(r'"body": ?"([^"]*)"')
-# The end of an instruction's attributes, which does not affect what it computes.
+# Trailing attributes of an instruction, which do not affect what the instruction computes.
 _NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 
-# Instructions that only name arrays or pass them on.
+# Instructions that only name arrays or pass them through, so they move no bytes.
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element",
     "opt-barrier", "parameter", "partition-id", "tuple", "while",
@@ -38,14 +38,15 @@ _FREE_CALLS = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
           "concatenate", "pad"}  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
-# Instructions that change a part of their first operand in place, and the operand that is the part.
+# Maps each instruction that updates a part of its first operand in place to the index of the
+# operand with the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 VMEM = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array with its layout; `order` has the minor-most dimension first."""
+    """An array with its memory layout; `order` lists dimensions from the minor-most outwards."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +56,7 @@ class Array:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """The bytes of the array in memory, with the padding of its tiles."""
+        """The size of the array in memory in bytes, including the padding of its tiles."""
         sizes = [self.shape[i] for i in self.order]
         for i, rows in enumerate(reversed(self.tile)):
             if i < len(sizes):
@@ -64,13 +65,13 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Bytes without padding."""
+        """The size of the array in bytes, without padding."""
         return math.prod(self.shape) * _bits(self.dtype) // 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Bytes read and written, by where the arrays lie."""
+    """Bytes read and written, by the memory in which the arrays are stored."""
 
     hbm: int = 0
     vmem: int = 0
@@ -85,7 +86,7 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction; `cycles` is XLA's estimate, None where it makes none."""
+    """An instruction of a compiled program."""
 
     name: str
     opcode: str
@@ -104,7 +105,7 @@ class Instruction:
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        """XLA's own estimate; None where it makes none, or 2^63 - 1, which means the same."""
+        """XLA's own estimate in cycles, or None; XLA writes 2^63 - 1 where it has no estimate."""
         found = self._told(_CYCLES)
         return None if found is None or int(found) == 2**63 - 1 else int(found)
 
@@ -118,29 +119,29 @@ class Instruction:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a Pallas kernel."""
+        """Whether the instruction is a Pallas kernel."""
         return self.opcode == "custom-call" and bool(_KERNEL.search(self.attributes))
 
     @property
     def is_prefetch(self) -> bool:
-        """Whether it starts a copy between HBM and VMEM that overlaps other work."""
+        """Whether the instruction starts an asynchronous copy between HBM and VMEM."""
         spaces = {a.space for a in self.arrays if a.shape}
         return self.opcode in ("copy-start", "slice-start") and len(spaces) > 1
 
     @property
     def kernel_body(self) -> str:
-        """The kernel's program, encoded; equal kernels have equal programs."""
+        """The kernel's encoded program, which is equal for equal kernels."""
         found = self._told(_KERNEL_BODY)
         return self.name if found is None else found
 
     @property
     def declared_flops(self) -> int:
-        """The FLOPs that a kernel declares; 0 if it declares none."""
+        """The FLOPs in the kernel's declared cost estimate; 0 if it declares none."""
         return int(self._told(_FLOPS) or 0) if self.is_kernel else 0
 
     @property
     def vmem_bytes(self) -> int:
-        """The VMEM bytes that a kernel uses for its blocks and scratch."""
+        """The VMEM that a kernel uses for its blocks and scratch, in bytes."""
         return int(self._told(_SCOPED) or 0)
 
     @property
@@ -156,8 +157,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: the instructions of each computation, by their names, by its name.
-      entry: the name of the computation that runs.
+      computations: maps the name of each computation to a dict of its instructions by name.
+      entry: the name of the computation at which execution starts.
     """
 
     def __init__(self, text: str):
@@ -174,7 +175,7 @@ class Module:
                 instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
                 current[instruction.name] = instruction
             elif instruction is not None and line.startswith(('"', "}, ")):
-                # The configuration of a kernel within a fusion takes several lines.
+                # The configuration of a kernel inside a fusion spans several lines.
                 attributes = instruction.attributes + line
                 instruction = dataclasses.replace(instruction, attributes=attributes)
                 current[instruction.name] = instruction
@@ -182,7 +183,7 @@ class Module:
             raise ValueError("no ENTRY computation in this text")
 
     def run(self) -> Iterator["Executed"]:
-        """Yield every instruction that runs on its own, without those inside fusions."""
+        """Yield every instruction that runs, except those inside fusions, which run as one."""
         yield from self._run(self.entry, 1, 0)
 
     def _run(self, computation: str, times: int, depth: int) -> Iterator["Executed"]:
@@ -200,9 +201,9 @@ class Module:
                 yield from self._run(branch, times, depth)
 
     def kernel(self, instruction: Instruction) -> Instruction | None:
-        """Return the Pallas kernel that an instruction is, or that XLA fused into it; else None.
+        """Return the instruction if it is a Pallas kernel, or the kernel fused into it, or None.
 
-        XLA fuses a kernel with the update that puts its results into stacks.
+        XLA fuses a kernel with the update that writes the kernel's results into a stacked array.
         """
         if instruction.is_kernel:
             return instruction
@@ -212,7 +213,7 @@ class Module:
         return next((i for i in inside if i.is_kernel), None)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return the iterations of a `while` that counts from 0 to a constant, or else None."""
+        """Return the trip count of a `while` that counts from 0 to a constant, or else None."""
         known = _TRIPS.search(loop.attributes)
         if known is not None:
             return int(known.group(1))
@@ -224,10 +225,10 @@ class Module:
         return int(bound.group(1)) if bound else None
 
     def traffic(self, computation: str, instruction: Instruction) -> Bytes:
-        """Return the bytes of operands and results; for an array that is only sliced, of the slice.
+        """Return the bytes that an instruction reads and writes.
 
-        An array that is updated in place counts by its update. An asynchronous copy counts where it
-        starts.
+        An operand that is only sliced counts as its slices, and an array that is updated in place
+        counts as the update. An asynchronous copy counts at the instruction that starts it.
         """
         opcode = instruction.opcode
         if _is_free(instruction):
@@ -247,20 +248,20 @@ class Module:
         return _declared(instruction, total) if opcode == "custom-call" else total
 
     def alike(self, computation: str, instruction: Instruction) -> Hashable:
-        """Return a key of what an instruction computes, from which arrays.
+        """Return a key that is equal for instructions with the same computation on the same shapes.
 
-        A compiler schedules instructions with equal keys only once.
+        The compiler schedules only one of several instructions with equal keys.
         """
         if instruction.is_kernel:
             return instruction.kernel_body
         scope = self.computations[computation]
         read = tuple(scope[name].arrays for name in instruction.operands if name in scope)
         parts = tuple(map(self._parts, instruction.called.values()))
-        # XLA's estimate depends on how it divides the work.
+        # XLA's cycle estimate is in the key, because it depends on how XLA divides the work.
         return instruction.opcode, instruction.arrays, instruction.cycles, read, parts
 
     def _parts(self, computation: str) -> Hashable:
-        """Return a key of a computation, without any names."""
+        """Return a key for the contents of a computation that does not depend on names."""
         scope = self.computations[computation]
         position = {name: i for i, name in enumerate(scope)}
         return tuple(
@@ -276,11 +277,11 @@ class Module:
         )
 
     def launches(self) -> int:
-        """Return how many instructions run on their own and are not mere names, loops included."""
+        """Return how many instructions one run launches, without those that only name memory."""
         return sum(ran.times for ran in self.run() if not _is_free(ran.instruction))
 
     def moves_only(self, instruction: Instruction) -> bool:
-        """Return whether an instruction only moves data: a copy, a slice, or a fusion of such."""
+        """Return whether an instruction only moves data: a copy, a slice, or a fusion of these."""
         if instruction.opcode != "fusion":
             return instruction.opcode in _MOVES
         inside = self.computations[instruction.called["calls"]].values()
@@ -301,7 +302,7 @@ class Module:
         return total if kernel is None else _declared(kernel, total)
 
     def _written(self, inside: dict[str, Instruction], source: Instruction, array: Array) -> Bytes:
-        """Return the bytes of a result; for a larger array updated in place, of the update."""
+        """Return the bytes written for a result; an in-place update counts as its update only."""
         if source.opcode == "bitcast":
             return self._written(inside, inside[source.operands[0]], array)
         if source.opcode == "fusion" and len(source.arrays) == 1:
@@ -313,7 +314,10 @@ class Module:
         return _bytes((array,))
 
     def _read(self, inside: dict[str, Instruction], name: str, arrays: tuple[Array, ...]) -> Bytes:
-        """Return the bytes of an operand, `name` inside; if it is only sliced, of the slices."""
+        """Return the bytes read from an operand, called `name` inside the fusion.
+
+        If the fusion only slices the operand, the bytes are those of the slices.
+        """
         whole, parts = _bytes(arrays), Bytes()
         for user in (i for i in inside.values() if name in i.operands):
             if user.opcode in _SLICES and user.operands[0] == name:
@@ -330,7 +334,7 @@ class Module:
 
     @staticmethod
     def _parameters(computation: dict[str, Instruction]) -> list[str]:
-        """Return the names of the parameters, in their order."""
+        """Return the names of a computation's parameters, in parameter order."""
         numbers = {
             Module.number(i): i.name for i in computation.values() if i.opcode == "parameter"
         }
@@ -338,20 +342,20 @@ class Module:
 
     @staticmethod
     def number(parameter: Instruction) -> int:
-        """Return the number of a computation's parameter, from 0."""
+        """Return the index of a parameter in its computation, from 0."""
         return int(re.search(r"parameter\((\d+)\)", parameter.attributes).group(1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """An instruction of a computation that runs.
+    """An instruction that runs, with the number of times that it does.
 
     Attributes:
-      computation: the name of the computation.
+      computation: the name of the computation that contains it.
       instruction: the instruction.
-      times: how often it runs.
-      depth: in how many loops it is nested.
-      unknown_trips: whether it is a loop whose trip count could not be read.
+      times: the number of times that it runs in one run of the program.
+      depth: the number of loops that enclose it.
+      unknown_trips: whether it is a loop with a trip count that could not be read.
     """
 
     computation: str
@@ -368,14 +372,14 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     closing = _balanced(rest, opening)
     opcode, inside = rest[:opening], rest[opening:closing]
     operands = tuple(_NAME.findall(inside))
-    # The parentheses of a constant or parameter hold its value or number.
+    # For a constant or a parameter, the parentheses hold its value or index, not operands.
     kept = rest[opening + len(inside) :] if operands else f"{opcode}{inside}{rest[closing:]}"
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
     return Instruction(name, opcode, arrays, operands, kept, is_root)
 
 
 def _balanced(text: str, start: int) -> int:
-    """Return the end of the parenthesis that opens at `start`."""
+    """Return the index at which the parenthesis opened at `start` is closed."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -402,10 +406,10 @@ def _bits(dtype: str) -> int:
 
 
 def _declared(kernel: Instruction, total: Bytes) -> Bytes:
-    """Return the bytes that a kernel declares, if they are less than those of its operands.
+    """Return a kernel's declared traffic if it is less than `total`, the traffic of its operands.
 
-    Such a kernel reads only parts of operands. What it does not read belongs to large arrays, banks
-    and stacks, which are in HBM.
+    Such a kernel reads only parts of its operands. The parts that it does not read belong to large
+    stacked arrays, which are in HBM.
     """
     declared = _ACCESSED.search(kernel.attributes)
     if declared is None or int(declared.group(1)) >= total.total:
@@ -422,32 +426,32 @@ def _bytes(arrays: tuple[Array, ...]) -> Bytes:
 
 
 def _started(instruction: Instruction) -> Bytes:
-    """Return the bytes of a started copy.
+    """Return the traffic of an asynchronous copy, from the instruction that starts it.
 
-    `copy-start` and `slice-start` have three results: what is read, what is written, and a
-    semaphore.
+    `copy-start` and `slice-start` have three results: the source, the destination and a semaphore.
     """
     arrays = [a for a in instruction.arrays if a.shape]
     if not arrays:
         return Bytes()
     source, target = arrays[0], arrays[-1]
     if instruction.opcode == "copy-start":
-        # copy-start prints the destination first.
+        # copy-start lists the destination first, unlike slice-start.
         source, target = target, source
     moved = dataclasses.replace(target, space=source.space)
     return _bytes((moved,)) + _bytes((target,))
 
 
 def _is_view(inside: Instruction) -> bool:
-    """Return whether a part of a fusion only names its operand in another tiling; it moves nothing.
+    """Return whether an instruction inside a fusion only reinterprets its operand's tiling.
 
-    On tpu7x bfloat16 has tiles of 16 rows, and fusions work in tiles of 8.
+    Such an instruction moves no data. It occurs because on tpu7x bfloat16 arrays have tiles of 16
+    rows, while fusions work on tiles of 8 rows.
     """
     return inside.opcode == "fusion" and _ALIASED in inside.attributes
 
 
 def _is_free(instruction: Instruction) -> bool:
-    """Return whether an instruction only names memory, or waits for what was started before."""
+    """Return whether an instruction only names memory or waits for an asynchronous operation."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return _FREE_CALLS.search(instruction.attributes) is not None

@@ -1,4 +1,4 @@
-"""Timing of programs on this machine's device."""
+"""Timing of compiled programs on this machine's device."""
 
 import functools
 import math
@@ -18,19 +18,21 @@ from rmt_tpu.estimator.programs import lower
 Name = TypeVar("Name", bound=Hashable)
 Compiled = jax.stages.Compiled
 _WARM_UP, ROUNDS, _CALLS = 2, 7, 5
-_CACHE = 2 * 128 * 2**20  # bytes, twice the largest second-level cache
+_CACHE = 2 * 128 * 2**20  # in bytes: twice the largest second-level cache of any device
 
 
 def measure(
     case: Case, direction: Direction, implementations: Sequence[str | None], device: jax.Device
 ) -> list[float]:
-    """Return the seconds of a call by each implementation: medians of `ROUNDS` in turn.
+    """Return one call's time in seconds per implementation, as the median of `ROUNDS` rounds.
+
+    The implementations take turns in every round.
 
     Args:
       case: the case to call.
-      direction: "forward", or "training" for both passes.
-      implementations: the implementations, as the op takes them.
-      device: the device to run on.
+      direction: "forward" for the forward pass, or "training" for forward and backward.
+      implementations: values of the op's `implementation` argument.
+      device: the device to time on.
     """
     programs = {}
     for name in implementations:
@@ -43,14 +45,14 @@ def measure(
 def seconds_in_turn(
     programs: Mapping[Name, Compiled], arguments: Sequence[Any], donated: Sequence[int]
 ) -> dict[Name, list[float]]:
-    """Return the seconds of `ROUNDS` calls of each program.
+    """Return the time in seconds of each of `ROUNDS` calls per program.
 
-    The programs take turns, because a device's clock may change.
+    The programs take turns, because the clock rate of a device may change over time.
 
     Args:
-      programs: programs that take the same arguments.
-      arguments: trees of arrays.
-      donated: which arguments a program may overwrite.
+      programs: compiled programs by name; all take the same arguments.
+      arguments: the arguments, each a tree of arrays.
+      donated: the indices of the arguments that a program may overwrite.
     """
     taken: dict[Name, list[float]] = {name: [] for name in programs}
     for turn in range(_WARM_UP + ROUNDS):
@@ -63,10 +65,10 @@ def seconds_in_turn(
 
 
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
-    """Return a call's seconds on the device by the profiler.
+    """Return the time that a call takes on the device, in seconds, as the profiler measures it.
 
-    Where the profiler sees no device, they are the slope of wall-clock time over the number of
-    calls.
+    If the profiler records no device, the result is the slope of wall-clock time against the number
+    of calls.
     """
     if jax.default_backend() != "cpu" and (busy := _busy_seconds(program, arguments)):
         return busy / _CALLS
@@ -86,7 +88,7 @@ def _busy_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> 
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of the spans, without the gaps between them."""
+    """Return the total length of the union of (start, end) spans, excluding gaps."""
     total, end = 0.0, -math.inf
     for begin, stop in sorted(spans):
         total += max(0.0, stop - max(begin, end))
@@ -95,9 +97,9 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], calls: int) -> float:
-    """Return the wall-clock seconds of `calls` calls, dispatched in succession.
+    """Return the wall-clock time of `calls` back-to-back calls, in seconds.
 
-    The end is when all have ended.
+    The clock stops when the last call has finished.
     """
     given = jax.block_until_ready([arguments() for _ in range(calls)])
     start = time.perf_counter()
@@ -106,7 +108,7 @@ def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], call
 
 
 def device_spans(folder: Path) -> list[tuple[float, float]]:
-    """Return begin and end in seconds of what ran on devices: TPU instructions, GPU streams."""
+    """Return (start, end) in seconds for each device event in a profile: TPU ops or GPU streams."""
     spans = []
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -121,13 +123,13 @@ def device_spans(folder: Path) -> list[tuple[float, float]]:
 
 
 def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list[Any]:
-    """Return arguments of these shapes, in trees.
+    """Return random arguments with the given shapes and dtypes.
 
-    Floats are random, booleans are True, and whole numbers are 0.
+    Floating-point arrays are random, boolean arrays are True, and integer arrays are 0.
 
     Args:
       shapes: trees of shapes and dtypes.
-      counts: by index, the values of arguments that are other whole numbers.
+      counts: maps the index of an integer argument to its value, where that is not 0.
     """
     flat, structure = jax.tree.flatten(list(shapes))
     key = jax.random.key(0)
@@ -144,10 +146,10 @@ def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list
 
 
 def placed(program: Compiled, arguments: Sequence[Any], donated: Sequence[int]) -> list[Any]:
-    """Return the arguments in the layouts of the program, with copies of those it may overwrite.
+    """Return the arguments in the program's layouts, with donated arguments copied.
 
-    If the arguments are small, all are copied: otherwise a cache would hold them from the last
-    call.
+    If the arguments are small, all of them are copied. Otherwise they would still be in the
+    device's cache from the previous call.
     """
     small = sum(x.nbytes for x in jax.tree.leaves(list(arguments))) < _CACHE
     given = [

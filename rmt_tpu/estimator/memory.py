@@ -1,7 +1,7 @@
-"""The contents of a device's memory when a program needs most of it, from XLA's dumps.
+"""What occupies a device's memory at a program's peak, read from XLA's dumps.
 
-XLA writes its buffer assignment before it reports that a program does not fit, so the contents are
-known even for a program that does not compile.
+XLA dumps its buffer assignment before it reports that a program does not fit in memory, so the
+contents are known even for a program that fails to compile for that reason.
 """
 
 import bisect
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rmt_tpu.estimator.hlo import Instruction, Module
 
-# The ends of the names of the dumped files.
+# Maps each kind of dump to the suffix of its file name.
 DUMPS = {
     "assignment": "after_optimizations-buffer-assignment.txt",
     "lives": "after_optimizations-live-range.txt",
     "hlo": "after_optimizations.txt",
 }
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
-_COLOR = re.compile(r"\bcolor ([1-9]\d*),")  # a memory other than HBM
+_COLOR = re.compile(r"\bcolor ([1-9]\d*),")  # matches buffers in a memory other than HBM
 _VALUE = re.compile(
     r"^ value: <\d+ ([^ >]+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): \(*([^ {]+)"
 )
@@ -27,7 +27,7 @@ _PARAMETER = re.compile(r"\bparameter (\d+),")
 _SEQUENCE = re.compile(r"^    (\d+):(\S+)$")
 _LIFE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _INDEXED = re.compile(r"^(.*?)\{(\d+)[\d,]*\}$")
-# Instructions that only pass arrays on, and are therefore named by what they pass on.
+# Instructions that only pass an array through; their results are named after that array.
 _PASSES = {
     "bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape", "transpose",
 }  # fmt: skip
@@ -46,14 +46,14 @@ _VAGUE = {
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A piece of memory that holds one array, or several in succession.
+    """A range of memory that holds one array, or several arrays at different times.
 
     Attributes:
-      name: the op_name of what makes the array, or the path of an argument.
-      instruction: the name of the instruction in the program.
-      shape: dtype and shape.
-      bytes: the size in memory.
-      kept: whether a forward pass makes it and the backward pass still needs it.
+      name: the op_name of the instruction that produces the array, or the path of an argument.
+      instruction: the name of that instruction in the program.
+      shape: the dtype and shape of the array, as text.
+      bytes: the size in memory, in bytes.
+      kept: whether the forward pass produces the array and the backward pass reads it.
     """
 
     name: str
@@ -65,13 +65,15 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The assignment of one device's high-bandwidth memory, in bytes.
+    """XLA's assignment of one device's high-bandwidth memory; sizes are in bytes.
 
     Attributes:
-      arguments: the buffers of the program's arguments; results that reuse their memory take none.
-      live: the temporary buffers at the moment when they need most memory.
-      temporary: the memory reserved for temporary buffers: `live` and the gaps between them.
-      other: constants, results without an argument's memory, and scratch of a few bytes.
+      arguments: the buffers of the program's arguments. A result that reuses an argument's memory
+        adds nothing.
+      live: the temporary buffers in use at the peak.
+      temporary: the memory reserved for temporary buffers, which is that of `live` plus gaps.
+      other: the memory of constants, of results that do not reuse an argument's memory, and of
+        small scratch buffers.
     """
 
     arguments: tuple[Buffer, ...]
@@ -81,17 +83,17 @@ class Assignment:
 
     @property
     def total(self) -> int:
-        """The bytes that the compiler compares with the device's memory."""
+        """The bytes that the compiler compares with the device's memory capacity."""
         return sum(b.bytes for b in self.arguments) + self.temporary + self.other
 
     @property
     def gaps(self) -> int:
-        """The bytes reserved for temporary buffers that are unused when these need most."""
+        """The bytes that are reserved for temporary buffers but unused at their peak."""
         return self.temporary - sum(b.bytes for b in self.live)
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Return the assignment of the largest program dumped into a folder; None if there is none."""
+    """Return the buffer assignment of the largest program in a dump folder, or None if empty."""
     found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
     if not found:
         return None
@@ -105,9 +107,13 @@ def read_assignment(folder: Path) -> Assignment | None:
 
 
 def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
-    """Return the assignment in a module's `buffer-assignment.txt` and `live-range.txt`.
+    """Parse a module's buffer assignment.
 
-    Without live ranges, `live` are the largest buffers that do not overlap.
+    Args:
+      assignment: the text of XLA's `buffer-assignment.txt`.
+      lives: the text of XLA's `live-range.txt`. If it has no live ranges, `Assignment.live` is
+        approximated by the largest buffers whose addresses do not overlap.
+      module: the compiled program.
     """
     names = _Names(module)
     parameters, values, temporary, other = _parse_allocations(assignment)
@@ -117,7 +123,7 @@ def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
     before = [is_backward for time, is_backward in work if time <= moment]
     in_backward = bool(before) and before[-1]
     backward = [time for time, is_backward in work if is_backward]
-    # A loop's result is one value within the loop and another after it, in the same place.
+    # A loop's result is one value inside the loop and another value after it, at the same address.
     lives_of: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     for value in values:
         if value.name in ranges:
@@ -145,7 +151,12 @@ class _Value:
 
 
 def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], int, int]:
-    """Return the parameters' numbers and sizes, temporary values, their bytes and all others."""
+    """Parse the allocations of a buffer assignment.
+
+    Returns:
+        The number and size of each parameter, the temporary values, the bytes reserved for
+        temporary values, and the bytes of all other allocations.
+    """
     parameters, values, temporary, other = [], [], 0, 0
     is_temporary = False
     for line in text.splitlines():
@@ -167,7 +178,7 @@ def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], 
 
 
 def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int, int]]]:
-    """Return the order of instructions, and the first and last time that each value is in use."""
+    """Return the instructions with their times, and the first and last time each value is used."""
     order, ranges = [], {}
     for line in text.splitlines():
         if line.startswith("  Live ranges at"):
@@ -181,9 +192,9 @@ def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int,
 
 
 def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[list[_Value], int]:
-    """Return the values in use at the moment when most memory is in use, and that moment.
+    """Return the values that are live at peak memory use, and the time of the peak.
 
-    A place that several values share counts once.
+    A memory range that several values share counts once.
     """
     events = []
     for value in values:
@@ -192,7 +203,7 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
             events += [(start, 0, value), (end, 1, value)]
     used: dict[tuple[int, int], int] = {}
     total = most = moment = 0
-    # At one moment, what ends is still in use.
+    # A value is still in use at its last time, so starts sort before ends at equal times.
     for time, ends, value in sorted(events, key=lambda event: event[:2]):
         place = value.offset, value.size
         used[place] = used.get(place, 0) + (-1 if ends else 1)
@@ -207,7 +218,7 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
 
 
 def _apart(values: list[_Value]) -> Iterator[list[_Value]]:
-    """Yield the values that share a place, without places that overlap one already taken."""
+    """Yield groups of values that share a memory range; of overlapping ranges, keep the largest."""
     places: dict[tuple[int, int], list[_Value]] = {}
     for value in values:
         places.setdefault((value.offset, value.size), []).append(value)
@@ -219,7 +230,7 @@ def _apart(values: list[_Value]) -> Iterator[list[_Value]]:
 
 
 def _holds(life: tuple[int, int], times: list[int]) -> bool:
-    """Return whether one of the rising times is in a life, after its start."""
+    """Return whether a live range contains one of `times` (ascending) after its start."""
     after = bisect.bisect_right(times, life[0])
     return after < len(times) and times[after] <= life[1]
 
@@ -233,7 +244,7 @@ def _is_backward(op_name: str) -> bool:
 
 
 class _Names:
-    """The names of a module's arrays in the program that it was compiled from."""
+    """The names that a compiled module's arrays have in the JAX program it was compiled from."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -262,7 +273,7 @@ class _Names:
         return Buffer(self.of(instruction.name), instruction.name, instruction.result, size)
 
     def computes(self, name: str) -> bool:
-        """Return whether an instruction is work, and not a constant or a copy."""
+        """Return whether an instruction does work, rather than being a constant or a copy."""
         instruction = self._where.get(name)
         return instruction is not None and instruction.opcode in _COMPUTES
 
@@ -270,7 +281,10 @@ class _Names:
         return _is_backward(self._where[name].op_name)
 
     def of(self, value: str) -> str:
-        """Return the op_name of what makes a value: `instruction` or `instruction{index}`."""
+        """Return the op_name of the producer of a value.
+
+        A value is written as `instruction`, or as `instruction{index}` for one result of a tuple.
+        """
         indexed = _INDEXED.match(value)
         name, index = (indexed.group(1), int(indexed.group(2))) if indexed else (value, 0)
         instruction = self._where.get(name)
@@ -280,7 +294,7 @@ class _Names:
         return made_by.replace("\\'", "'")
 
     def vagueness(self, value: str) -> tuple[bool, int]:
-        """Return a key by which the best of several names is the least."""
+        """Return a sort key for values; the smallest key has the most informative name."""
         name = self.of(value)
         return _is_vague(name), -len(name)
 
@@ -307,9 +321,10 @@ class _Names:
         return instruction.op_name
 
     def _carried(self, loop: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
-        """Return the name of what a loop passes to its next iteration, or of its initial value.
+        """Return the name of the value at `index` that a loop carries between its iterations.
 
-        The initial value is used if the other name is vague.
+        The initial value's name is used if the name of the value from the previous iteration is
+        vague.
         """
         body = self._module.computations[loop.called["body"]]
         root = next(i for i in body.values() if i.is_root)
@@ -321,7 +336,7 @@ class _Names:
         return self._made_by(start, index, seen)
 
     def _update(self, instruction: Instruction) -> Instruction | None:
-        """Return what an instruction writes into a part of a larger array; None for any other."""
+        """Return the producer of the slice that an instruction updates in an array, or None."""
         if instruction.opcode == "dynamic-update-slice":
             return self._where[instruction.operands[1]]
         if instruction.opcode != "fusion":

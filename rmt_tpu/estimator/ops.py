@@ -1,6 +1,6 @@
-"""The ops of reports: their calls in the papers' models, and the least cost of each.
+"""The ops that cost reports cover: calls at the sizes of the papers' models, and minimum costs.
 
-A new op is a function here that returns its cases, and its name in `OPS`.
+To add an op, write a function here that returns its cases, and add the op's name to `OPS`.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from rmt_tpu.estimator.programs import lower
 Direction = Literal["forward", "training"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "training")
 PORTABLE = "xla"
-# Every case has 8192 tokens in bfloat16, in 16 sequences unless it says otherwise.
+# Every case has 8192 tokens in bfloat16, divided into 16 sequences unless a case says otherwise.
 _TOKENS = math.prod(TOKENS)
 _ITEM = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The least bytes between HBM and chip, with each array once, and the FLOPs."""
+    """The minimum HBM traffic in bytes, with each array moved once, and the FLOPs."""
 
     bytes: int
     flops: int
@@ -37,16 +37,16 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an op.
+    """A call of an op at one size.
 
     Attributes:
-      name: its sizes.
-      function: the op as `function(implementation, *arguments)`.
-      arguments: shapes and dtypes; arguments of floating dtypes are differentiated.
-      forward: the work of the op.
-      backward: the additional work of its gradient.
-      carried: whether the first argument is a state that the first result replaces, as in a scan
-        over layers; it and its cotangent are then donated.
+      name: the sizes, as text.
+      function: a function that calls the op, as `function(implementation, *arguments)`.
+      arguments: shapes and dtypes of the arguments; floating-point arguments are differentiated.
+      forward: the work of the forward pass.
+      backward: the work of the backward pass.
+      carried: whether the first result replaces the first argument, like the state carried by a
+        scan over layers. The first argument and its cotangent are then donated.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Case:
     carried: bool = False
 
     def work(self, direction: Direction) -> Work:
-        """Return the work of the forward pass, or of both passes ("training")."""
+        """Return the work of the forward pass, or for "training" of both passes together."""
         return self.forward if direction == "forward" else self.forward + self.backward
 
     def program(
@@ -65,8 +65,8 @@ class Case:
     ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]]:
         """Return a function to compile, the shapes of its arguments, and which of them are donated.
 
-        A "training" function also takes the cotangents of the results, and returns results and
-        gradients.
+        For "training", the function also takes the cotangents of the results, and it returns the
+        results and the gradients.
         """
         arguments = self.arguments
         floating = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating)]
@@ -95,27 +95,30 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An op: its cases, and by platform the implementation that is a kernel."""
+    """An op, with its cases and, for each platform, the name of its kernel implementation."""
 
     cases: Callable[[], list[Case]]
     kernels: dict[str, str]
 
 
 def cases(op: str) -> dict[str, Case]:
-    """Return the cases of an op, by name."""
+    """Return the cases of an op, keyed by case name."""
     return {case.name: case for case in OPS[op].cases()}
 
 
 def lower_case(
     device: jax.Device, op: str, case: str, direction: Direction, implementation: str | None
 ) -> jax.stages.Lowered:
-    """Lower a case for a device that need not exist."""
+    """Lower (for compilation) a case for a device that need not be present."""
     function, arguments, donated = cases(op)[case].program(direction, implementation)
     return lower(function, arguments, device, donate=donated)
 
 
 def _key_vector() -> list[Case]:
-    """Return sites before attention (P = 3R) and before feed-forward, small and large residuals."""
+    """Return key-vector cases for the inputs of attention (P = 3R) and of feed-forward layers.
+
+    There are cases with small and with large residuals.
+    """
     rmt = shapes.RMT_305M
     sizes = [rmt, rmt.before_feed_forward, shapes.RMT_134M, shapes.RMT_LARGE]
     return [_store_norm_retrieve(size) for size in sizes]
@@ -131,8 +134,8 @@ def _store_norm_retrieve(size: KeyVector) -> Case:
 
     keys = R * K + K * V + P * K
     forward = _TOKENS * _ITEM * V * (2 * K + R + P) + 4 * keys
-    # It reads the stored residual, its cotangent, that of z, and the data; it writes two
-    # cotangents.
+    # The backward pass reads the stored residual, the cotangents of the residual and of z, and the
+    # data vectors. It writes the cotangents of the residual and of the data vectors.
     backward = _TOKENS * _ITEM * V * (3 * K + 2 * R + P) + 2 * 4 * keys
     flops = 2 * _TOKENS * (R + P) * K * V
     return Case(
@@ -159,20 +162,24 @@ def _causal_attention(sizes: Heads) -> Case:
 
     per_array = _TOKENS * heads * size * _ITEM
     log_sums = 4 * _TOKENS * heads
-    # A causal mask leaves half of the products of queries, keys and values.
+    # FLOPs of one product between queries and keys; the causal mask halves them.
     product = _TOKENS * heads * TOKENS[1] * size
     return Case(
         f"H={heads} D={size}",
         function,
         (array("bfloat16", *TOKENS, 3 * heads, size), array("int32", *TOKENS)),
         Work(4 * per_array + log_sums, 2 * product),
-        # It reads qkv, the result and its cotangent; the probabilities are computed again.
+        # The backward pass reads qkv, the result and its cotangent, and recomputes probabilities.
         Work(8 * per_array + log_sums, 5 * product),
     )
 
 
 def _depth() -> list[Case]:
-    """Return one site over all blocks or sublayers, both phases, and the cases of Full AttnRes."""
+    """Return the cases of depth attention.
+
+    They are a single site that attends to all blocks or sublayers, the two phases that the
+    Attention Residuals paper divides this into, and the sizes of Full AttnRes.
+    """
     partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
     merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]
     return [*map(_depth_partial, partials), *merges, *TABLE_1]
@@ -196,8 +203,9 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> Case:
         function,
         (given.queries, given.sources, *(given.prior or ())),
         Work((N + S) * row + sums + parameters + of_prior, flops),
-        # It reads the sources and the result's cotangent, and writes the sources'. With a prior,
-        # its share needs it and the result.
+        # The backward pass reads the sources and the cotangent of the result, and writes the
+        # cotangent of the sources. With a prior result to merge, it also needs that and the forward
+        # result.
         Work((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
     )
 
@@ -216,7 +224,7 @@ def _depth_merge(size: Depth) -> Case:
         f"merge D={D}",
         function,
         (given.current, given.current, given.log_sums, given.query, given.norm_gain),
-        # `current` is passed on unchanged.
+        # `current` is returned unchanged, which moves no bytes.
         Work(3 * row + sums + parameters, 15 * _TOKENS * D),
         Work(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
         carried=True,
@@ -224,7 +232,7 @@ def _depth_merge(size: Depth) -> Case:
 
 
 def _delta() -> list[Case]:
-    """Return one long sequence with Kimi Linear's heads."""
+    """Return a delta-attention case: one long sequence with the head sizes of Kimi Linear."""
     heads, size = shapes.KIMI_48B
 
     def function(implementation, *operands):
@@ -236,15 +244,15 @@ def _delta() -> list[Case]:
     operand = array("bfloat16", *rows, size)
     per_array, beta = _TOKENS * heads * size * _ITEM, 4 * _TOKENS * heads
     decays, state = 2 * per_array, 4 * heads * size**2
-    # In chunks of 128, a causal mask leaves half of the products between a chunk's tokens.
+    # FLOPs of one product per token with a chunk of 128 tokens; a causal mask halves them.
     product = 2 * _TOKENS * heads * size**2
     return [
         Case(
             f"H={heads} D={size}",
             function,
             (*[operand] * 3, array("float32", *rows, size), array("float32", *rows)),
-            # The 5 products between tokens are those of keys, of queries, the inverse, and the
-            # inverse and the queries with values.
+            # Five products are between a chunk's tokens, and therefore halved: keys with keys,
+            # queries with keys, the inverse, and the values with the inverse and with the queries.
             Work(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
             Work(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
         )
@@ -252,10 +260,11 @@ def _delta() -> list[Case]:
 
 
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
-    """Return what a sublayer moves in the schedules of table 1, in units of d, a token's elements.
+    """Return what each schedule of Table 1 moves per sublayer, in units of D elements per token.
 
     Args:
-      moved: forward bytes of the cases in `TABLE_1` and of `merge D=1024`, by name.
+      moved: maps the name of each case in `TABLE_1`, and `merge D=1024`, to the bytes that its
+        forward pass moves.
     """
     row, sites = _TOKENS * 1024 * _ITEM, 16
     block, earlier, within = (moved[case.name] / row for case in TABLE_1)
@@ -265,9 +274,10 @@ def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
     }
 
 
-# The paper's table 1 has 128 sublayers in 8 blocks of 16. In Block AttnRes, phase 1 reads the 8
-# blocks' sums. In Full AttnRes, it reads the 56 sublayers that precede the average block, and then
-# each sublayer reads the 8 that precede the average one in its block, with phase 1 as the prior.
+# Table 1 of the Attention Residuals paper has 128 sublayers in 8 blocks of 16. In Block AttnRes,
+# phase 1 reads the sums of the 8 blocks. In Full AttnRes, phase 1 reads the 56 sublayers before the
+# average block. Each sublayer then reads the 8 sublayers that precede it, on average, in its own
+# block, and merges them with the result of phase 1 as the prior.
 TABLE_1 = (
     _depth_partial(Depth(16, 8, 1024)),
     _depth_partial(Depth(16, 56, 1024)),

@@ -1,9 +1,10 @@
-"""Compilation of programs for a device that is not there, and what the compiler makes of them.
+"""Compilation of programs for absent devices, and the compiler's output.
 
-libtpu reads its options when it loads, so every target gets a process of its own, which compiles
-jobs one by one. A job names its function as `"package.module:function"`. The function is called as
-`function(device, **arguments)` with the target's first device. It returns a `jax.stages.Lowered`,
-or a tuple of that and a dict of JSON values, which are returned with the outcome.
+libtpu reads its options when it loads. Therefore each target has its own process, which compiles
+jobs one by one. A job names its function as `"package.module:function"`. The process calls
+`function(device, **arguments)` with the first device of the target's topology. The function returns
+a `jax.stages.Lowered`, or a tuple of a `jax.stages.Lowered` and a dict of JSON values; that dict is
+returned with the job's outcome.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Kernels that attend with masks or without them.
+# Attention kernels, whose schedules contain a branch with a mask and a branch without one.
 from pallas_kernels.causal_attention.block_sizes import KERNELS as EITHER
 from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.estimator.memory import Assignment, read_assignment
@@ -38,14 +39,15 @@ from rmt_tpu.estimator.topology import Target, compiler_environment
 
 
 class CompilerError(RuntimeError):
-    """The compiler is missing, or ended without a result; the message is one line."""
+    """The compiler is missing, or it stopped without a result; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A function to compile, `function(device, **arguments)`, by its importable name.
+    """A function to compile, given as "package.module:function", with its keyword arguments.
 
-    With `whole_topology` the function gets a list of all devices.
+    The function is called with one device, or with a list of all devices if `whole_topology` is
+    set.
     """
 
     function: str
@@ -60,14 +62,14 @@ class Program:
     Attributes:
       target: the target that it was compiled for.
       module: the compiled instructions.
-      schedules: the schedules of its kernels and fusions by instruction, as far as libtpu left
-        them; equal kernels share one.
-      memory: bytes by kind, as in `jax.stages.Compiled.memory_analysis()`.
-      seconds: the seconds of compilation.
-      warnings: warnings during compilation, for example for a call that has no kernel.
-      assignment: the buffer assignment, if it was asked for.
+      schedules: maps names of kernels and fusions to their schedules, where libtpu dumped one;
+        equal kernels share one schedule.
+      memory: maps each field of `jax.stages.Compiled.memory_analysis()` to bytes.
+      seconds: the time that compilation took, in seconds.
+      warnings: warnings issued during compilation, for example that a call has no kernel.
+      assignment: the buffer assignment if it was requested, or None.
       info: what the job's function returned in addition to the program.
-      ptx: the PTX of a GPU's kernels.
+      ptx: the PTX code of the kernels, for a GPU.
     """
 
     target: Target
@@ -85,8 +87,8 @@ class Program:
 class Failure:
     """A job that could not be lowered or compiled, and the reason in one line.
 
-    `error` is the name of the exception. If a program needs too much memory, `assignment` is there
-    if it was asked for.
+    `error` is the name of the exception. If the program needs too much memory and buffer
+    assignments were requested, `assignment` holds the program's buffer assignment.
     """
 
     message: str
@@ -102,16 +104,16 @@ def compile_jobs(
     *,
     buffers: bool = False,
 ) -> Generator[Program | Failure, None, None]:
-    """Yield the outcome of each job, in their order.
+    """Compile jobs one by one, and yield the outcome of each in the given order.
 
     Args:
       target: the device to compile for.
       jobs: the jobs to compile.
-      progress: is called with a line for each job that ends.
-      buffers: whether to read the buffer assignment.
+      progress: a function that is called with a line of text when a job has been compiled.
+      buffers: whether to read the buffer assignment of each program.
 
     Raises:
-      CompilerError: the compiler is missing, or its process ended early.
+      CompilerError: the compiler is missing, or its process exited early.
     """
     with contextlib.closing(Worker(target, buffers=buffers)) as worker:
         for i, job in enumerate(jobs):
@@ -122,13 +124,13 @@ def compile_jobs(
 
 
 class Worker:
-    """A process that compiles for one target, one job at a time; call `close` at the end.
+    """A process that compiles jobs for one target, one at a time; call `close` when done.
 
     Args:
       target: the device to compile for.
-      buffers: whether to read the buffer assignment.
-      schedules: whether to get the schedules of TPU instructions, which takes longer than
-        compilation.
+      buffers: whether to read the buffer assignment of each program.
+      schedules: whether to read the schedules of TPU instructions, which takes longer than the
+        compilation itself.
 
     Raises:
       CompilerError: the compiler is missing.
@@ -140,15 +142,16 @@ class Worker:
         self._process: subprocess.Popen | None = None
 
     def compile(self, job: Job, limit: float | None = None) -> Program | Failure:
-        """Compile a job, and return its outcome.
+        """Compile a job and return its outcome.
 
         Args:
           job: the job to compile.
-          limit: seconds after which the process and all that it has started are killed; the job is
-            then a Failure with the error "TimeLimit", and the next job gets a new process.
+          limit: a time limit in seconds. When it is exceeded, the process and its children are
+            killed, and the outcome is a Failure with the error "TimeLimit". The next job starts a
+            new process.
 
         Raises:
-          CompilerError: the process ended early; the next job gets a new one.
+          CompilerError: the process exited early; the next job starts a new process.
         """
         if self._process is None:
             self._start()
@@ -156,10 +159,10 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # the reason is read below
+        except BrokenPipeError:  # the process has exited; the reason is read below
             pass
         until = None if limit is None else time.monotonic() + limit
-        # The process prints a line for each job; other lines, printed by libraries, do not matter.
+        # The process prints one line per job; other lines come from libraries and are ignored.
         while True:
             try:
                 line = self._lines.get(timeout=until and max(0.0, until - time.monotonic()))
@@ -167,7 +170,7 @@ class Worker:
                 self.close()
                 return Failure(f"no result within {limit:g} s", "TimeLimit")
             if line is None:
-                self._lines.put(None)  # `close` waits for it
+                self._lines.put(None)  # `close` waits for this None
                 code = self._process.wait()
                 words = _last_words(self._folder / "stderr.txt", code, self._target)
                 self.close()
@@ -200,14 +203,14 @@ class Worker:
                 stderr=stderr,
                 encoding="utf-8",
                 errors="replace",
-                start_new_session=True,  # a process group of its own, which is killed as a whole
+                start_new_session=True,  # a separate process group can be killed as a whole
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reading = (self._process.stdout, self._lines)
         threading.Thread(target=_read_lines, args=reading, daemon=True).start()
 
     def close(self) -> None:
-        """End the process and all that it has started."""
+        """Kill the process and all of its children."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -215,14 +218,14 @@ class Worker:
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        while self._lines.get() is not None:  # wait until the thread has closed its stream
+        while self._lines.get() is not None:  # wait until the reader thread has closed the stream
             pass
         self._process = None
         self._scratch.cleanup()
 
 
 def _read_lines(stream, lines) -> None:
-    """Put every line into the queue, and None at the end."""
+    """Put every line of a stream into a queue, followed by None at the end of the stream."""
     try:
         with stream:
             for line in stream:
@@ -238,16 +241,16 @@ def lower(
     *,
     donate: tuple[int, ...] = (),
 ) -> jax.stages.Lowered:
-    """Lower `function` for a device that need not exist, with arguments of these shapes.
+    """Lower (for compilation) a function for a device that need not be present.
 
-    The compiler chooses the layouts of arguments and results, as it does within a larger program.
-    Otherwise it would have to copy them at the program's edge.
+    The compiler chooses the layouts of arguments and results, as it would within a larger program.
+    With fixed layouts, it might have to add copies at the start and end of the program.
 
     Args:
-      function: a function of arrays.
-      arguments: trees of anything with a shape and a dtype.
-      device: a device of a topology.
-      donate: which arguments the results may overwrite.
+      function: a function of trees of arrays.
+      arguments: the arguments, as trees of objects with a shape and a dtype.
+      device: a device of a topology description.
+      donate: the indices of the arguments whose memory the results may reuse.
     """
     from jax.experimental.layout import Format, Layout
 
@@ -255,14 +258,14 @@ def lower(
     anyhow = Format(Layout.AUTO, here)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(arguments))
     jitted = jax.jit(function, in_shardings=anyhow, out_shardings=anyhow, donate_argnums=donate)
-    # Block sizes are looked up by the device of the mesh that is active.
+    # Kernels look up their block sizes by the device kind of the active mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh):
         return jitted.lower(*shapes)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of jax and, where it is installed, libtpu."""
+    """Return the versions of jax and, if installed, libtpu."""
     found = {"jax": jax.__version__}
     try:
         found["libtpu"] = importlib.metadata.version("libtpu")
@@ -310,9 +313,9 @@ def _check_installed(target: Target) -> None:
 
 
 def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
-    """Return the schedules of all instructions that have one.
+    """Return schedules by instruction name, for all instructions that have a schedule.
 
-    libtpu schedules only one of several instructions that are alike; the others share its schedule.
+    libtpu dumps only one of several identical instructions; the others share that schedule.
     """
     parsed, keys = {}, {}
     for ran in module.run():
@@ -329,7 +332,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 target.matrix,
                 either=any(name in instruction.name for name in EITHER),
             )
-        except ValueError:  # dumps of what is not a kernel may have another form
+        except ValueError:  # dumps of instructions other than kernels may have another form
             if module.kernel(instruction) is not None:
                 raise
     done = {keys[name]: schedule for name, schedule in parsed.items()}

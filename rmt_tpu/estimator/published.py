@@ -1,9 +1,9 @@
-"""Functions whose times on TPUs others have published, for `calibrate` to compile.
+"""Functions with published TPU times, which `calibrate` compiles.
 
-tokamax publishes times of plain XLA in addition to those of its own kernels. The functions here
-compute the same in plain JAX, with the same order of operations, and need no tokamax; only
-`attention_kernel`, which has the kernel that was timed, needs it. Each takes a device of a
-topology, and returns the lowered call.
+tokamax publishes times for plain XLA functions and for its own kernels. The functions here compute
+the same as those XLA functions, in plain JAX and in the same order of operations, without tokamax.
+Only `attention_kernel` needs tokamax, because it calls the kernel that was timed. Each function
+takes a device of a topology description and returns the lowered call.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _PRECISION = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """Lower a layer norm of `shape` over an axis, with a scale and an offset in float32."""
+    """Lower (for compilation) a layer norm over `axis`, with a float32 scale and offset."""
 
     def call(x, scale, offset):
         others = [i for i in range(x.ndim) if i != axis % x.ndim]
@@ -36,7 +36,7 @@ def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowe
 
 
 def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """Lower the gradients of `norm`, from the mean and inverse deviation of the forward pass."""
+    """Lower (for compilation) the gradients of `norm`, given its mean and inverse deviation."""
 
     def call(x, scale, mean, inverse, gradient):
         others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
@@ -54,7 +54,10 @@ def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.st
 
 
 def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.stages.Lowered:
-    """Lower the mean loss of x [tokens, size] and w [size, vocab], with each token's log-sum."""
+    """Lower (for compilation) the mean cross-entropy of x [tokens, size] @ w [size, vocab].
+
+    The log-sum-exp of each token is a second result.
+    """
 
     def call(x, labels, w):
         logits = x @ w
@@ -68,7 +71,10 @@ def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.s
 def cross_entropy_gradient(
     device: jax.Device, shape: Sequence[int], vocab: int
 ) -> jax.stages.Lowered:
-    """Lower the gradients of `cross_entropy` from its log-sums; logits are computed again."""
+    """Lower (for compilation) the gradients of `cross_entropy`.
+
+    They use the saved log-sum-exp of each token, and recompute the logits.
+    """
 
     def call(x, labels, w, log_sums, gradient):
         one_hot = jax.nn.one_hot(labels, vocab, dtype=x.dtype)
@@ -84,7 +90,7 @@ def cross_entropy_gradient(
 def gated_linear_unit(
     device: jax.Device, shape: Sequence[int], size: int, activation: str
 ) -> jax.stages.Lowered:
-    """Lower `activation(x @ w[:, 0]) * (x @ w[:, 1])` with w [features, 2, size]."""
+    """Lower (for compilation) `activation(x @ w[:, 0]) * (x @ w[:, 1])`, w [features, 2, size]."""
     gate = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[activation]
 
     def call(x, w):
@@ -98,12 +104,15 @@ def gated_linear_unit(
 
 
 def causal_attention(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Lower attention of [batch, tokens, heads, size] with all logits at once, in float32."""
+    """Lower (for compilation) causal attention that materializes all logits in float32.
+
+    `shape` is [batch, tokens, heads, head size].
+    """
     return _lower(_attend, device, shape, shape, shape)
 
 
 def causal_attention_gradient(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Lower the gradients of `causal_attention`, with the forward pass again."""
+    """Lower (for compilation) the gradients of `causal_attention`; they rerun the forward pass."""
 
     def call(q, k, v, gradient):
         return jax.vjp(_attend, q, k, v)[1](gradient)
@@ -123,7 +132,7 @@ def _attend(q, k, v):
 def ragged_dot(
     device: jax.Device, shape: Sequence[int], size: int, groups: int
 ) -> jax.stages.Lowered:
-    """Lower [rows, features] times [groups, features, size], as XLA's own operation."""
+    """Lower (for compilation) XLA's ragged dot of [rows, features] and [groups, features, size]."""
     dot = jax.lax.ragged_dot
     return _lower(dot, device, shape, [groups, shape[1], size], ([groups], _INT32))
 
@@ -131,12 +140,14 @@ def ragged_dot(
 def attention_kernel(
     device: jax.Device, shape: Sequence[int], blocks: Mapping[str, int]
 ) -> jax.stages.Lowered:
-    """Lower attention without a mask by tokamax's kernel as it was timed, with its transposes.
+    """Lower (for compilation) tokamax's attention kernel, without a mask, as it was timed.
+
+    The timed call includes the transposes of its operands and result.
 
     Args:
-      device: a device of a topology.
+      device: a device of a topology description.
       shape: the shape of queries, keys, values and the result: [batch, tokens, heads, head size].
-      blocks: fields of tokamax's config.
+      blocks: fields of tokamax's config object, such as block sizes.
     """
     from tokamax._src.ops.experimental.tpu.splash_attention import (
         splash_attention_kernel as splash,
@@ -160,7 +171,10 @@ def attention_kernel(
 
 
 def _lower(call: Callable[..., Any], device: jax.Device, *arrays: Any) -> jax.stages.Lowered:
-    """Lower a call with arrays in JAX's layouts: bfloat16, unless (shape, dtype) is given."""
+    """Lower (for compilation) a call with arrays in JAX's default layouts.
+
+    Each of `arrays` is a shape, for a bfloat16 array, or a pair of shape and dtype.
+    """
     mesh = Mesh(np.array([device]), ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     given = []

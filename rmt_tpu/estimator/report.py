@@ -1,4 +1,4 @@
-"""Estimated or measured costs of the ops and of their portable form, as rows and tables."""
+"""Reports that compare the cost of each op's kernel with that of its portable (plain JAX) form."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,18 +26,19 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class OpRow:
-    """One call of an op on one chip, by its kernel and in its portable form.
+    """The costs of one call of an op on one chip: with its kernel, and in its portable form.
 
     Attributes:
-      op, case, direction: the call.
-      device: the chip.
-      bandwidth: the bandwidth of its HBM in bytes/s; None where it is not known.
-      kernel: the implementation that is compared.
-      work: the least work of the call.
-      seconds, portable_seconds: seconds of a call; None where it failed.
-      cost, portable_cost: costs of the compiled program; None for a measured row, or where it
-      failed.
-      failures: why a form could not be compiled or run, by its implementation.
+      op, case, direction: the op, its case and "forward" or "training", which identify the call.
+      device: the name of the chip.
+      bandwidth: the chip's HBM bandwidth in bytes/s, or None if unknown.
+      kernel: the name of the kernel implementation.
+      work: the minimum bytes and the FLOPs of the call.
+      seconds, portable_seconds: the time of a call with the kernel and in the portable form, in
+        seconds; None if it failed.
+      cost, portable_cost: the estimated costs of the two compiled programs; None if measured or
+        failed.
+      failures: maps an implementation that could not be compiled or run to the reason.
     """
 
     op: str
@@ -55,27 +56,27 @@ class OpRow:
 
     @property
     def speedup(self) -> float | None:
-        """The time of the portable form relative to the kernel's."""
+        """The portable form's time divided by the kernel's time, or None if either is missing."""
         if self.seconds is None or self.portable_seconds is None:
             return None
         return self.portable_seconds / self.seconds
 
     @property
     def speedups(self) -> list[float]:
-        """The `speedup` by each model of cost, in ascending order; empty for a measured row."""
+        """The `speedup` by each cost model, in ascending order; empty if the row is measured."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model
         return sorted(portable[model] / kernel[model] for model in MODELS)
 
     def bandwidth_use(self, seconds: float | None) -> float | None:
-        """Return the least bytes over the time, as a fraction of the HBM bandwidth."""
+        """Return the fraction of the HBM bandwidth that the minimum bytes use in `seconds`."""
         if seconds is None or self.bandwidth is None:
             return None
         return self.work.bytes / seconds / self.bandwidth
 
     def json(self) -> dict[str, Any]:
-        """Return all figures, including derived ones."""
+        """Return all fields and the figures derived from them, as JSON values."""
         return dataclasses.asdict(self) | {
             "speedup": self.speedup,
             "bandwidth_use": self.bandwidth_use(self.seconds),
@@ -89,7 +90,16 @@ def estimate(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Return estimated rows for a TPU; `only` has the names of cases, None is all.
+    """Estimate the calls of ops on a TPU.
+
+    Args:
+      ops: the names of the ops.
+      target: the TPU.
+      progress: a function that is called with a line of text per compiled program.
+      only: the names of the cases to estimate, or None for all.
+
+    Returns:
+      One row per case and direction.
 
     Raises:
       CompilerError: there is no compiler.
@@ -136,7 +146,7 @@ def time_ops(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Return measured rows for this machine's device; `only` names cases, None is all."""
+    """Time the calls of ops on this machine's device; `only` names the cases, or None for all."""
     known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []
@@ -145,7 +155,7 @@ def time_ops(
         seconds: list[float | None] = [None, None]
         try:
             seconds = measure(cases(op)[case], direction, (kernel, PORTABLE), device)
-        except Exception as error:  # one call's failure is a row, not the end of the report
+        except Exception as error:  # a call that fails gets a row; the report goes on
             failures[kernel] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         work = cases(op)[case].work(direction)
         rows.append(
@@ -158,9 +168,9 @@ def time_ops(
 
 
 def op_table(rows: Sequence[OpRow]) -> str:
-    """Return a Markdown table with a line per call, in microseconds and MB.
+    """Return a Markdown table with one line per call, with times in microseconds and sizes in MB.
 
-    The columns that matter most come first.
+    The most important columns come first, so that a narrow terminal shows them.
     """
     lines = [
         "| op | case | pass | chip | us, kernel | us, xla | xla / kernel | of bandwidth, kernel "
@@ -191,7 +201,7 @@ def op_table(rows: Sequence[OpRow]) -> str:
 
 
 def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
-    """Return a Markdown table with a line per kernel; cycles are thousands of one call."""
+    """Return a Markdown table with one line per kernel; cycles are in thousands per call."""
     lines = [
         "| chip | case | pass | kernel | kcycles | kbundles | MXU floor | compute / HBM | VMEM MiB "
         "| trips | busiest units |",
@@ -217,10 +227,10 @@ def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
 
 
 def traffic_table(rows: Sequence[OpRow]) -> str:
-    """Return a Markdown table of the elements that depth attention moves per sublayer.
+    """Return a Markdown table of the elements that depth attention moves per token and sublayer.
 
-    It has the schedules of the paper's table 1, in lines for each chip with all the cases they
-    need; "" if there is none.
+    The table has the schedules in Table 1 of the Attention Residuals paper, for each chip that has
+    rows for all the necessary cases. It is "" if there is no such chip.
     """
     paper = {"Block, two-phase": 5.5, "Full, two-phase": 24}
     lines = []
@@ -234,7 +244,7 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
         for of in (lambda r: r.work, lambda r: r.cost, lambda r: r.portable_cost):
             try:
                 columns.append(elements_per_sublayer({r.case: of(r).bytes for r in forward}))
-            except (AttributeError, KeyError):  # a case failed, or was not asked for
+            except (AttributeError, KeyError):  # a necessary case failed or was not requested
                 break
         else:
             for schedule, booked in paper.items():
@@ -247,7 +257,7 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
 
 
 def failure_lines(rows: Sequence[OpRow]) -> str:
-    """Return a line for every form that could not be compiled or run."""
+    """Return one line of text per implementation that could not be compiled or run."""
     return "".join(
         f"- {row.device}, {row.op} {row.case}, {row.direction}, {implementation}: {why}\n"
         for row in rows

@@ -1,20 +1,21 @@
-"""The static schedule of a kernel or a fusion, as libtpu dumps it, and its cycles.
+"""The static schedule of a kernel or fusion, parsed from libtpu's dump, and its length in cycles.
 
-`*-<name>-<n>-final_bundles.txt` has one line per VLIW bundle, in the order of execution:
+The dump `*-<name>-<n>-final_bundles.txt` has one line per VLIW bundle, in execution order:
 
     0x2d LB: >> { ... %s24 = sphi %s39, %s89 ... } /* Start region 88 :: ... */
     ...          %s89 = sadd.s32 2, %s24 ...   %p1 = scmp.ge.s32.totalorder %s89, 4 /* loop exit ..
     0x735  : >> { ...  %188 = sbr.rel (!%p1) target = $region88 }
 
-A loop extends from a bundle marked LB to the branch back to a region that starts there. A bundle
-takes a cycle, except for waiting: a product waits for a matrix unit that still works on the product
-before. `_stalled` replays that.
+A loop extends from a bundle marked LB to the branch back to the region that starts at that bundle.
+A bundle takes one cycle, unless it stalls: a matrix product waits until its matrix unit has
+finished the previous product. `_stalled` simulates these stalls.
 
-The model leaves out conflicts in VMEM, latencies, the issue of DMAs, and the first and last steps
-of the pipeline. A region under a condition counts as executed; for a kernel that takes one of
-several ways, only the longest of adjacent regions counts. A model that waits for the results of
-products, with the latency that libtpu states, gave up to 2.3 times the measured time; without this
-wait the model is near it, see `calibration`.
+The model ignores bank conflicts in VMEM, latencies, the time to issue DMAs, and the first and last
+steps of the pipeline. A region under a condition counts as executed. For a kernel that takes one of
+several branches, however, only the longest of adjacent conditional regions counts. The model also
+does not wait for the results of products: with the latencies that libtpu states, estimates were up
+to 2.3 times the measured times; without them, they are close to the measured times (see
+`calibration`).
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{")
 _REGION = re.compile(r"Start region (\d+)")
 _ANY_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel(?: \((!?%\w+)\))? target = \$region(\d+)")
-# The optional group is the predicate of an instruction.
+# Matches the start of an instruction; the optional group is its predicate.
 _OPERAND = r"(?:\(!?%\w+\),? ?)?"
 _EXIT = re.compile(r"(%\w+) = scmp\.ge\S*\s+" + _OPERAND + r"(%\w+), (-?\d+)")
 _STEP = re.compile(r"(%\w+) = sadd\.s32 " + _OPERAND + r"(\d+), (%\w+)")
@@ -40,28 +41,30 @@ _FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
 _CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
 _MATRIX = re.compile(r"(vmatmul|vmatpush)([a-z0-9.\[\]]*)\.mxu(\d)")
 _VMEM_COPY = "dma.vmem_to_vmem"
-# A grid runs as a pipeline of three stages (copy in, compute, copy out) with two more iterations.
+# A grid runs as a pipeline of three stages (copy in, compute, copy out), so its loop runs two more
+# iterations than the grid has steps.
 _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
-# The least number of bundles after a branch that are executed before it is taken.
+# The minimum number of bundles that execute after a branch before the branch is taken.
 _DELAY_SLOTS = 4
-# The number of iterations after which the waiting of one shows in the next.
+# The number of iterations to simulate; by the last one, stalls carried over from earlier
+# iterations are included.
 _ITERATIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop, or the whole program, which has one trip.
+    """A loop of a schedule, or the whole schedule, which counts as a loop with one trip.
 
-    All counts but `trips` are of one iteration, without the loops inside it.
+    All counts except `trips` are per iteration, and exclude inner loops.
 
     Attributes:
-      trips: the number of iterations; None if it could not be read.
-      bundles: the number of bundles.
-      cycles: the cycles, with waiting for free matrix units.
-      mxu_cycles: the cycles in which the busiest matrix unit works.
-      units: how often each unit is used.
-      inner: the loops inside it.
+      trips: the number of iterations, or None if it could not be read.
+      bundles: the number of VLIW bundles.
+      cycles: the number of cycles, including stalls for matrix units.
+      mxu_cycles: the number of cycles in which the busiest matrix unit is working.
+      units: maps each functional unit to the number of its slots that are used.
+      inner: the loops directly inside this loop.
     """
 
     trips: int | None
@@ -72,7 +75,10 @@ class Loop:
     inner: tuple["Loop", ...] = ()
 
     def walk(self, times: int = 1) -> Iterator[tuple["Loop", int]]:
-        """Yield this loop and those inside it, with their iterations; unknown trips count once."""
+        """Yield this loop and all inner loops, each with its total number of iterations.
+
+        A loop with an unknown trip count counts as one iteration.
+        """
         times *= self.trips or 1
         yield self, times
         for loop in self.inner:
@@ -81,13 +87,13 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The schedule of one instruction; figures are for one call on one core.
+    """The schedule of one instruction; counts are for one call on one core.
 
     Attributes:
-      program: the whole schedule.
-      slots: the slots of each unit in a bundle.
-      copies_in_vmem: whether it copies from VMEM to VMEM. A pipeline over a grid does not: the
-        window of an operand in VMEM is an address in it.
+      program: the whole schedule, as a loop with one trip.
+      slots: maps each functional unit to its number of slots per bundle.
+      copies_in_vmem: whether the instruction copies data from VMEM to VMEM. A pipeline over a grid
+        does not: if an operand is in VMEM, its window is an address within the operand.
     """
 
     program: Loop
@@ -96,27 +102,27 @@ class Schedule:
 
     @property
     def cycles(self) -> int:
-        """All cycles, with waiting for matrix units and without waiting for HBM."""
+        """The total number of cycles, including stalls for matrix units but not for HBM."""
         return sum(loop.cycles * times for loop, times in self.program.walk())
 
     @property
     def bundles(self) -> int:
-        """All bundles executed, which are a lower bound of the cycles."""
+        """The total number of bundles executed, which is a lower bound on `cycles`."""
         return sum(loop.bundles * times for loop, times in self.program.walk())
 
     @property
     def mxu_cycles(self) -> int:
-        """The least cycles of the matrix units: those in which the busiest one works."""
+        """The minimum time for the matrix products: the cycles in which the busiest unit works."""
         return sum(loop.mxu_cycles * times for loop, times in self.program.walk())
 
     @property
     def unknown_loops(self) -> int:
-        """The number of loops whose trip count could not be read; they count as executed once."""
+        """The number of loops with an unknown trip count; each counts as one iteration."""
         return sum(loop.trips is None for loop, _ in self.program.walk())
 
     @property
     def unit_use(self) -> dict[str, float]:
-        """The fraction of each unit's slots that are used, over `cycles`."""
+        """The fraction of each functional unit's slots that are used over all `cycles`."""
         used = Counter()
         for loop, times in self.program.walk():
             used.update({unit: n * times for unit, n in loop.units.items()})
@@ -127,15 +133,15 @@ class Schedule:
 def parse_schedule(
     bundles_text: str, utilization_text: str, matrix: MatrixUnit, *, either: bool = False
 ) -> Schedule:
-    """Return the schedule in a `final_bundles.txt` and its `per-bundle-utilization.txt`.
+    """Parse a schedule from libtpu's `final_bundles.txt` and `per-bundle-utilization.txt`.
 
     Args:
-      bundles_text, utilization_text: the contents of the files.
-      matrix: the target's matrix units.
-      either: whether only the longest of adjacent regions under conditions counts.
+      bundles_text, utilization_text: the contents of the two files.
+      matrix: the timing of the target's matrix units.
+      either: whether only the longest of adjacent conditional regions counts.
 
     Raises:
-      ValueError: the two are of different programs, or there are no bundles.
+      ValueError: the files belong to different programs, or there are no bundles.
     """
     bundles = _bundles(bundles_text)
     slots, use = _utilization(utilization_text)
@@ -190,7 +196,7 @@ def _bundles(text: str) -> list[_Bundle]:
 
 
 def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
-    """Return the slots of each unit, and how many of them each bundle uses."""
+    """Return the number of slots per functional unit, and each bundle's number of used slots."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("==")]
     names, capacities, *rows = lines
     slots = dict(zip(map(str.strip, names.split(",")), map(int, capacities.split()), strict=True))
@@ -198,7 +204,7 @@ def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
 
 
 def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
-    """Return the first and last bundle of each loop, outer loops before those inside them."""
+    """Return the first and last bundle index of each loop, outer loops before inner loops."""
     starts: dict[str, int] = {}
     ends: dict[int, int] = {}
     for i, bundle in enumerate(bundles):
@@ -211,7 +217,7 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
 
 
 def _left_out(bundles: list[_Bundle]) -> frozenset[int]:
-    """Return the bundles of regions under conditions, except the longest of adjacent ones."""
+    """Return the bundles to leave out: all but the longest of adjacent conditional regions."""
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
     }
@@ -235,10 +241,13 @@ def _left_out(bundles: list[_Bundle]) -> frozenset[int]:
 
 
 def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, str]) -> int | None:
-    """Return the trips of the loop from its phis (bundle `first`) to its branch back (`last`)."""
+    """Return the trip count of the loop from bundle `first` to `last`, or None if unknown.
+
+    Bundle `first` has the loop's phi instructions, and `last` has the branch back.
+    """
     branch, head = bundles[last].text, bundles[first].text
     predicate = next((p for p, _ in _BRANCH.findall(branch) if p.startswith("!")), None)
-    end = last + 1  # four or more bundles after the branch are executed before it is taken
+    end = last + 1  # at least four bundles execute after the branch
     while end < len(bundles) and bundles[end].depth >= bundles[last].depth > 0:
         end += 1
     text = _text(bundles[first:end])
@@ -252,7 +261,7 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
         sources = _sources(old, text)
         starts = [start for now, start, _ in phis if now == sources[-1]]
         told = head
-        # The counter goes round through memory, without a phi.
+        # The counter is carried between iterations in memory, without a phi instruction.
         if not starts and sources[-1] in steps:
             told = text
             kept = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
@@ -271,13 +280,13 @@ def _text(bundles: list[_Bundle]) -> str:
 
 
 def _sources(register: str, text: str) -> list[str]:
-    """Return a register and the registers or spills that it is a copy of, the origin last."""
+    """Return a register and the registers or spill slots that it is a copy of, the origin last."""
     copies = dict(_COPY.findall(text))
     stores = [(found.start(), *found.groups()) for found in _SPILL.finditer(text)]
     for found in _FILL.finditer(text):
         loaded, slot = found.groups()
-        # Slots serve several registers in turn. If no store precedes a load, its value was stored
-        # one iteration before.
+        # A spill slot is reused by several registers. If no store precedes the load, the loaded
+        # value was stored in the previous iteration.
         before = [stored for at, to, stored in stores if to == slot and at < found.start()]
         after = [stored for at, to, stored in stores if to == slot and at > found.start()]
         if before or after:
@@ -290,7 +299,8 @@ def _sources(register: str, text: str) -> list[str]:
 
 # Matrix units --------------------------------------------------------------------------------
 
-# Whether it is a product and not a push, whether of float32, and which unit.
+# An operation of a matrix unit: (whether it is a product rather than a push, whether its operands
+# are float32, the name of the unit).
 _Event = tuple[bool, bool, str]
 
 
@@ -313,7 +323,7 @@ def _busiest(bundles: list[list[_Event]], matrix: MatrixUnit) -> int:
 
 
 def _stalled(bundles: list[list[_Event]], matrix: MatrixUnit, iterations: int) -> int:
-    """Return the cycles of the last iteration, in which bundles wait for free matrix units."""
+    """Simulate iterations of a loop, and return the cycles of the last, with matrix-unit stalls."""
     free, pushed, loaded = Counter(), Counter(), {}
     time = start = 0
     for _ in range(iterations):

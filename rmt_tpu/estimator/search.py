@@ -1,9 +1,10 @@
 """Search for a kernel's block sizes: compile candidates, rank them, time the best, accept one.
 
-This module neither compiles nor times: functions for that are passed in, and so is the clock. The
-default rule's blocks are always the first candidate, and win every tie. The next candidate is
-always the one most similar to the best so far: of some hundred candidates of a kernel, each of
-which takes the compiler seconds, about twenty lead to the best.
+This module neither compiles nor times: the functions that do so, and the clock, are passed in. The
+first candidate is always the default block sizes, which a rule computes from the problem's size;
+they also win every tie. Each next candidate is the untried one that is most similar to the best so
+far. A kernel may have some hundred candidates, and compiling one takes seconds; in this order,
+about twenty compilations suffice to find the best.
 """
 
 import dataclasses
@@ -14,36 +15,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Blocks = Any
-# The gains that an estimate and a measurement need before they are believed.
+# The minimum gains over the default, as fractions of its time, at which a candidate is accepted.
 ESTIMATED_GAIN = 0.05
 MEASURED_GAIN = 0.02
 SPREADS = 3
-# Candidates whose estimates are this close count as equal.
+# Candidates with times that differ by less than this fraction count as equally fast.
 _TIE = 0.01
-# A candidate whose estimate is within this factor of the best may be the fastest on a device.
+# Only candidates with an estimate within this factor of the best estimate are timed on a device.
 _HOPEFUL = 1.3
 
 Fate = Literal[
-    "compiled",  # and rated
-    "unrated",  # compiled, but it cannot be rated
-    "no room",  # needs more on-chip memory than there is
-    "skipped",  # larger than a candidate that had no room
-    "no faster",  # not compiled: its bytes alone take as long as the best
+    "compiled",  # compiled and rated
+    "unrated",  # compiled, but no estimate is possible
+    "no room",  # needs more on-chip memory than the chip has
+    "skipped",  # not compiled: larger than a candidate with "no room"
+    "no faster",  # not compiled: moving its bytes alone takes as long as the best
     "time limit",
     "failed",
-    "wrong",  # gives other results than plain JAX
+    "wrong",  # results differ from those of plain JAX
     "timed",
 ]
 
 
 class Rating(NamedTuple):
-    """A compiler's rating of a candidate.
+    """The compiler's estimate of how fast a candidate is.
 
     Attributes:
-      seconds: the estimated seconds of a call; None if nothing is known.
-      on_chip: the bytes of on-chip memory that it takes.
-      words: how the rating was computed.
-      floor: the seconds of moving the bytes that any blocks have to move; 0 if they are not known.
+      seconds: the estimated time of a call in seconds, or None if unknown.
+      on_chip: the on-chip memory that the candidate needs, in bytes.
+      words: an explanation of the rating.
+      floor: the time, in seconds, to move the bytes that must be moved with any block sizes; 0 if
+        unknown.
     """
 
     seconds: float | None
@@ -60,7 +62,7 @@ class Refusal(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The timing of a candidate on a device: the seconds of calls, or why it must not be used."""
+    """The times of a candidate's calls on a device in seconds, or why it must not be used."""
 
     seconds: tuple[float, ...] = ()
     wrong: str = ""
@@ -68,16 +70,16 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate and its outcome.
+    """A candidate and what became of it.
 
     Attributes:
-      blocks: the candidate.
-      fate: see `Fate`.
-      why: the reason, in words.
-      estimate: the compiler's estimate of a call's seconds; None if there is none.
-      on_chip: bytes of on-chip memory, which decide ties.
-      floor: the floor of the estimate, see `Rating`.
-      seconds: the seconds of calls on a device.
+      blocks: the candidate's block sizes.
+      fate: the outcome; see `Fate`.
+      why: the reason for the outcome, as text.
+      estimate: the compiler's estimate of the time of a call in seconds, or None.
+      on_chip: the on-chip memory in bytes, which breaks ties between equally fast candidates.
+      floor: the lower bound of the estimate, in seconds; see `Rating.floor`.
+      seconds: the measured times of calls on a device, in seconds.
     """
 
     blocks: Blocks
@@ -90,12 +92,12 @@ class Trial:
 
     @property
     def is_bound(self) -> bool:
-        """Whether no blocks can be estimated clearly faster, because bytes alone take as long."""
+        """Whether no block sizes can be clearly faster, because moving the bytes takes as long."""
         return self.estimate is not None and self.estimate * (1 - ESTIMATED_GAIN) < self.floor
 
     @property
     def time(self) -> float | None:
-        """The measured time, or else the estimate."""
+        """The measured time in seconds, or the estimate if there is no measurement."""
         return statistics.median(self.seconds) if self.seconds else self.estimate
 
 
@@ -104,14 +106,14 @@ class Result:
     """The result of one search.
 
     Attributes:
-      default: the trial of the rule's blocks.
-      best: the trial whose blocks are to be used; the default if nothing is clearly faster.
-      trials: all trials, in order.
-      left: how many candidates were not tried. Without a device, the search ends when no candidate
-        that differs from the best in one field is better; or the time was over.
-      measured: whether times are measured on a device.
-      plain: the seconds of plain JAX on the device.
-      late: whether the time was over before the search ended.
+      default: the trial of the default block sizes.
+      best: the trial to use; it is `default` if nothing is clearly faster.
+      trials: all trials, in the order in which they were made.
+      left: the number of candidates that were not tried. Candidates remain if time ran out, or,
+        without a device, when no candidate that differs from the best in one field is better.
+      measured: whether the times were measured on a device, rather than estimated.
+      plain: the times of plain JAX on the device, in seconds.
+      late: whether time ran out before the search was complete.
     """
 
     default: Trial
@@ -124,7 +126,7 @@ class Result:
 
     @property
     def beats_plain(self) -> bool:
-        """Whether the best is clearly faster than plain JAX."""
+        """Whether the best trial is clearly faster than plain JAX."""
         if not (self.best.seconds and self.plain):
             return False
         noise = max(MEASURED_GAIN, SPREADS * spread(self.plain))
@@ -132,19 +134,19 @@ class Result:
 
     @property
     def gain(self) -> float | None:
-        """The best's gain over the default, 0.1 for a tenth less time; None without times."""
+        """The fraction of the default's time that the best trial saves, or None without times."""
         if not self.default.time or not self.best.time:
             return None
         return 1 - self.best.time / self.default.time
 
     @property
     def spread(self) -> float:
-        """The spread of the default's own times."""
+        """The relative spread of the default's measured times; see the function `spread`."""
         return spread(self.default.seconds)
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Return the distance between the quartiles, divided by the median."""
+    """Return the interquartile range of `seconds` divided by its median."""
     if len(seconds) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4)
@@ -164,25 +166,27 @@ def search(
     time: Callable[[Sequence[Blocks]], Mapping[Blocks | None, Timing]] | None = None,
     top: int = 5,
 ) -> Result:
-    """Compile candidates one by one, and time the best on a device, if there is one.
+    """Compile candidates one by one, time the best on a device if there is one, and accept one.
 
     Args:
-      candidates: the candidates, with the rule's blocks first.
-      compile: compiles a candidate, and returns its rating or refusal.
-      fields: returns the fields of a candidate, by name.
-      grows: the names of fields with which a program needs more on-chip memory.
-      clock: returns the time, in seconds.
-      until: the time on the clock after which no other candidate is begun; the first one always is.
-      log: is called with every trial once it is known, or with several; again with one that is
-        timed.
-      known: trials of an earlier search, which are not compiled again.
-      time: times candidates on a device; `wrong` results are not used. The key None stands for
-        plain JAX.
-      top: how many candidates are timed in addition to the default.
+      candidates: the candidates, with the default block sizes first.
+      compile: a function that compiles a candidate, and returns its rating or a refusal.
+      fields: a function that returns a candidate's fields by name.
+      grows: the names of the fields that increase the need for on-chip memory when they increase.
+      clock: a function that returns the current time in seconds.
+      until: the deadline on that clock; after it, no further candidate is started. The first
+        candidate is always tried.
+      log: a function that is called with each trial, or several trials, when the outcome is known.
+        It is called again with a trial that has been timed.
+      known: trials of an earlier search, which are not repeated.
+      time: a function that times candidates on a device, or None without a device. In its result,
+        the key None stands for plain JAX; a candidate with wrong results is not used.
+      top: the number of candidates to time in addition to the default.
     """
     known, grows = known or {}, tuple(grows)
-    # A device may prefer a candidate that an estimate rules out; and the time of the rule's blocks
-    # is always needed.
+    # With a device, candidates that an earlier search ruled out by estimates are tried again,
+    # because they may be fast on the device. The default is always compiled, because its time is
+    # needed.
     anew = candidates if time is not None else candidates[:1]
     ruled_out = {b for b in anew if b in known and known[b].fate == "no faster"}
     trials = {b: known[b] for b in candidates if b in known and b not in ruled_out}
@@ -231,7 +235,7 @@ def search(
 
 
 def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
-    """Return the trials worth timing: the default, and the `top` others that may be the fastest."""
+    """Return the trials to time: the default, and up to `top` others that may be the fastest."""
     others = [t for t in trials if t.fate in ("compiled", "unrated", "timed") and t != default]
     rated = sorted((t for t in others if t.estimate is not None), key=lambda t: t.estimate)
     near = [t for t in rated if t.estimate <= _HOPEFUL * rated[0].estimate]
@@ -239,13 +243,17 @@ def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
 
 
 def unlike(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:
-    """Return how many fields differ, and by how many powers of two in total."""
+    """Return how different two candidates are.
+
+    The result is the number of fields that differ, and the total of their differences in powers of
+    two.
+    """
     pairs = [(int(best[name]), int(other[name])) for name in best]
     return sum(a != b for a, b in pairs), sum(abs(math.log2((b + 1) / (a + 1))) for a, b in pairs)
 
 
 def _fastest(default: Trial, trials: Iterable[Trial]) -> Trial:
-    """Return the trial with the least estimate; the default, if there is none."""
+    """Return the trial with the lowest estimate, or the default if no trial has an estimate."""
     rated = [trial for trial in trials if trial.estimate is not None]
     return min(rated, key=lambda trial: trial.estimate, default=default)
 
@@ -271,7 +279,7 @@ def _contains(larger: Mapping[str, Any], smaller: Mapping[str, Any], grows: tupl
 def _accepted(default: Trial, trials: Iterable[Trial], threshold: float) -> Trial:
     """Return the fastest trial if it is clearly faster than the default, else the default.
 
-    Of equally fast trials, the one with the least on-chip memory is used.
+    Among equally fast trials, the trial that needs the least on-chip memory is chosen.
     """
     rated = [trial for trial in trials if trial.time is not None and trial.fate != "wrong"]
     if not rated:

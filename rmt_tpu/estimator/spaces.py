@@ -1,6 +1,6 @@
-"""The tuning spaces of kernels: candidates of each, and a call that runs little else.
+"""The tuning spaces of kernels: candidate block sizes, and a call that runs little but the kernel.
 
-A new kernel is an entry of `SPACES`.
+To add a kernel, add an entry to `SPACES`.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ from pallas_kernels.target import Platform, lowering_for
 from rmt_tpu.estimator.programs import lower
 
 Values = dict[str, tuned.Value]
-# The least tokens of a call, which are enough to fill a chip.
+# The minimum number of tokens in a call, which is enough to occupy a whole chip.
 _TOKENS = 8192
 _EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A kernel at one size, on one kind of device."""
+    """A kernel to tune, at one size and on one kind of device."""
 
     device: str
     platform: Platform
@@ -55,16 +55,16 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """The problem's name in a line of text."""
+        """A one-line name of the problem."""
         return f"{self.kernel} {' '.join(f'{k}={v}' for k, v in self.key)} tokens={self.tokens}"
 
     def default(self) -> tuned.Blocks | None:
-        """Return the rule's blocks; None if the kernel cannot serve this size."""
+        """Return the default rule's block sizes, or None if the kernel cannot run this size."""
         with lowering_for(self.device):
             return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:
-        """Return the rule's blocks, and then all others that fit by arithmetic."""
+        """Return the default block sizes, then all others whose computed memory use fits."""
         default, key = self.default(), dict(self.key)
         space = SPACES[self.platform, self.kernel]
         others = []
@@ -75,7 +75,7 @@ class Problem:
         return [default, *dict.fromkeys(others)]
 
     def bytes(self) -> int:
-        """Return the bytes that any blocks have to move."""
+        """Return the bytes that must be moved with any block sizes."""
         return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
@@ -93,15 +93,15 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A function of arrays that runs a kernel, from a module of kernels or of plain JAX.
+    """A call of an op, which can be built from its kernels or from plain JAX.
 
     Attributes:
-      function: makes the function from a module.
-      kernels, portable: the modules.
-      arguments: shapes and dtypes, in trees.
-      donated: which of the arguments the results may overwrite.
-      counts: values of arguments that are whole numbers; others are 0, and booleans True.
-      spared: bytes of the arguments and results that are not moved.
+      function: a function that takes one of the two modules and returns the function to call.
+      kernels, portable: the module with the kernels, and the module with plain JAX.
+      arguments: the shapes and dtypes of the arguments, as trees.
+      donated: the indices of the arguments that the results may overwrite.
+      counts: maps the index of an integer argument to its value, where that is not 0.
+      spared: the number of bytes of arguments and results that no implementation needs to move.
     """
 
     function: Callable[[ModuleType], Callable[..., Any]]
@@ -113,7 +113,7 @@ class Call:
     spared: int = 0
 
     def bytes(self) -> int:
-        """Return the bytes of operands and results, each once: no blocks move less."""
+        """Return the minimum traffic in bytes: every operand and result moved once."""
         results = jax.eval_shape(self.function(self.portable), *self.arguments)
         return _bytes((self.arguments, results)) - self.spared
 
@@ -123,10 +123,11 @@ class Space:
     """The tuning space of one kernel.
 
     Attributes:
-      default: a function of `(key, tokens)` that returns the rule's blocks.
-      values: a function of `(key, tokens, default)` that yields other values of fields.
-      grows: fields with which a program takes more on-chip memory.
-      call: a function of `(key, tokens)` that returns the call.
+      default: a function of `(key, tokens)` that returns the default rule's block sizes.
+      values: a function of `(key, tokens, default)` that yields alternative values of the block
+        fields.
+      grows: the fields that increase the need for on-chip memory when they increase.
+      call: a function of `(key, tokens)` that returns the call to compile.
     """
 
     default: Callable[[Values, int], tuned.Blocks | None]
@@ -142,12 +143,12 @@ def problem_of(look: tuned.Look) -> Problem:
 def lower_candidate(
     device: jax.Device, problem: Mapping[str, Any], blocks: Values
 ) -> jax.stages.Lowered:
-    """Lower a problem's call with these blocks, for a device that need not exist.
+    """Lower (for compilation) a problem's call, for a device that need not be present.
 
     Args:
       device: a device of the problem's kind.
-      problem: the fields of a Problem, as JSON values.
-      blocks: the block sizes by name.
+      problem: the fields of a `Problem`, as JSON values.
+      blocks: the candidate's block sizes by name.
     """
     given = Problem(**(dict(problem) | {"key": tuned.items(dict(problem["key"]))}))
     call = SPACES[given.platform, given.kernel].call(dict(given.key), given.tokens)
@@ -157,10 +158,10 @@ def lower_candidate(
 def lower_call(
     device: jax.Device, problem: Problem, call: Call, blocks: tuned.Blocks | None
 ) -> jax.stages.Lowered:
-    """Lower the call by its kernel with these blocks, or by plain JAX if they are None.
+    """Lower (for compilation) a call with the kernel, or in plain JAX if `blocks` is None.
 
     Raises:
-      RuntimeError: the kernel does not take these blocks.
+      RuntimeError: the kernel does not accept these block sizes.
     """
     if blocks is None:
         return lower(call.function(call.portable), call.arguments, device, donate=call.donated)
@@ -195,7 +196,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def _around(value: int, most: int) -> list[int]:
-    """Return a number, half of it and twice it, at most `most`."""
+    """Return `value`, half of it, and the double of it limited to `most`, in ascending order."""
     return sorted({max(1, value // 2), value, min(most, 2 * value)})
 
 
@@ -227,10 +228,10 @@ def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterato
 
 
 def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
-    """Return the call of a key-vector op.
+    """Return the call with which a key-vector op is tuned.
 
-    `rows` gives the shape of its tokens: on a TPU several sequences of `tokens`, on a GPU all in
-    one.
+    `rows` returns the shape of the token axes: several sequences of `tokens` on a TPU, and a single
+    sequence on a GPU.
     """
     size = KeyVector(*(key[name] for name in "KVRP"))
     data = key.get("data_dtype", key.get("dtype"))
@@ -286,7 +287,7 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
 
 
 def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    # No tile is larger than all tokens, and no loop is longer than a tile.
+    # A tile has at most all tokens, and an inner loop has at most one tile.
     most = -(-tokens // 16) * 16
     for size in (16, 32, 48, 64, 96, 128, 192, 256, 512):
         if size <= most:
@@ -310,13 +311,13 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
         given, cotangents = size._replace(S=2).merge_backward((tokens,))
-        row = _bytes(given.current)  # of one of two sites; one of them is merged
+        row = _bytes(given.current)  # `given` has two sites, but only one is merged
         if op == "merge":
             function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
             return Call(function, *modules, tuple(given), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*given, *cotangents)
-        # The gradient overwrites that of the site, which is not read.
+        # The gradient overwrites the incoming gradient of this site without reading it.
         function, spared = lambda m: functools.partial(back, m), 4 * row
         return Call(function, *modules, arguments, (8, 9), spared=spared)
     given, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}

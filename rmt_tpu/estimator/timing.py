@@ -1,4 +1,4 @@
-"""Timing of a kernel's candidates on this machine's device, after a check of their results."""
+"""Timing of candidate block sizes on this machine's device, after a check of their results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +11,20 @@ from rmt_tpu.estimator.measure import Compiled, draw, placed, seconds_in_turn
 from rmt_tpu.estimator.search import Timing
 from rmt_tpu.estimator.spaces import SPACES, Call, Problem, lower_call
 
-# The legal ratio of a candidate's error to that of the rule's blocks, which tests compare with
-# float64; and an error that is only rounding, relative to the largest value.
+# _WORSE: the maximum ratio of a candidate's error to the error of the default block sizes, which
+# tests compare with float64. _ROUNDING: an error relative to the array's largest value that counts
+# as rounding and is always allowed.
 _WORSE, _ROUNDING = 2.0, 1e-5
 
 
 def time_candidates(
     problem: Problem, candidates: Sequence[tuned.Blocks], device: jax.Device
 ) -> dict[tuned.Blocks | None, Timing]:
-    """Return the times of calls, in turn, with the rule's blocks first.
+    """Check and time candidates; the default block sizes come first.
 
-    The key None has the times of plain JAX. A candidate is not timed if its results differ from
-    plain JAX by more than those of the rule's blocks allow.
+    The candidates and plain JAX, which has the key None, take turns. A candidate is not timed if
+    the difference of its results from those of plain JAX is too large compared with the same
+    difference for the default block sizes.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = draw(call.arguments, call.counts)
@@ -34,7 +36,7 @@ def time_candidates(
         try:
             program = _compiled(device, problem, call, blocks)
             errors = errors_of(_results(program, call, arguments), plain)
-        except Exception as error:  # one candidate's failure does not end the others
+        except Exception as error:  # a failure of one candidate does not stop the others
             words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             timings[blocks] = Timing(wrong=words)
             continue
@@ -49,9 +51,9 @@ def time_candidates(
 
 
 def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> list[float]:
-    """Return each array's largest error relative to its largest value.
+    """Return the maximum error of each array, relative to the maximum of its reference in `plain`.
 
-    It is NaN where only one of two values is NaN.
+    The error is NaN if an entry is NaN in only one of the two arrays.
     """
     found = []
     for got, want in zip(results, plain, strict=True):
@@ -64,7 +66,7 @@ def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> lis
 
 
 def wrong(errors: Sequence[float], allowed: Sequence[float]) -> str:
-    """Return which result is wrong, in words; "" if none is."""
+    """Return a message about the first error that exceeds its allowed value, or "" if none does."""
     for number, (error, most) in enumerate(zip(errors, allowed, strict=True)):
         if not error <= most:
             return f"result {number} is off by {error:.2g} of its largest value, legal {most:.2g}"

@@ -1,8 +1,8 @@
-"""Devices to compile for without one, and what the cost model knows of them.
+"""Devices that programs can be compiled for in their absence, with the cost model's parameters.
 
-Clocks follow from XLA's own estimates and the makers' peak FLOP/s; bandwidths are the makers'.
-Matrix-unit timings are those of libtpu's critical-path dumps, except where measured times refute
-them (see `_MATRIX_256`).
+Clock rates follow from XLA's own cycle estimates and the makers' figures for peak FLOP/s.
+Bandwidths are the makers' figures. Matrix-unit timings come from libtpu's critical-path dumps,
+except where measured times contradict the dumps (see `_MATRIX_256`).
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from pallas_kernels.target import chip_of
 
 @dataclasses.dataclass(frozen=True)
 class MatrixUnit:
-    """Timing of a core's matrix units (MXUs), in cycles.
+    """The timing of the matrix units (MXUs) of one core, in cycles.
 
     Attributes:
-      size: a unit has `size x size` cells.
-      units: the number of units.
-      rows16: the cycles in which a bfloat16 product of 16 rows occupies a unit.
-      rows8_float32: the cycles in which a float32 product of 8 rows occupies a unit.
-      push: the cycles of loading rows of the right-hand side.
-      push_to_product: the cycles from such a load to a product that uses it.
+      size: the side length of a unit, which has `size x size` cells.
+      units: the number of units per core.
+      rows16: the cycles for which a bfloat16 product with 16 rows occupies a unit.
+      rows8_float32: the cycles for which a float32 product with 8 rows occupies a unit.
+      push: the cycles that it takes to load rows of the right-hand side into a unit.
+      push_to_product: the minimum number of cycles from such a load to a product that uses it.
     """
 
     size: int
@@ -37,34 +37,35 @@ class MatrixUnit:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One device of a generation, and its topology; units are bytes, bytes/s and Hz.
+    """A device generation, with a topology to compile for; units are bytes, bytes/s and Hz.
 
-    The two cores of a v5p chip share the work of a program: a grid axis that is "parallel" is split
-    over them in a kernel's schedule, and XLA's estimates count cycles in which both work (so a
-    bfloat16 product of 8192^3 is rated at the chip's peak). The two cores of a TPU7x chip are two
-    devices, with half of the chip's bandwidths each.
+    The two cores of a v5p chip are one device and share the work of a program. In a kernel's
+    schedule, a grid axis marked "parallel" is split over the two cores. XLA's estimates count
+    cycles in which both cores work, so that a bfloat16 product of 8192^3 is rated at the chip's
+    peak. The two cores of a TPU7x chip are two devices, each with half of the chip's bandwidths.
 
     Attributes:
       name: the name of the generation.
-      topology: the topology, like "v5e:2x2".
-      accelerator_type: libtpu's name of the topology, or a GPU's compute capability.
-      cores: the number of cores that the peak counts; used for the peak only.
-      clock: the clock of a core.
-      bandwidth: the bandwidth of HBM.
+      topology: the name of the topology, like "v5e:2x2".
+      accelerator_type: libtpu's name for the topology, or the compute capability of a GPU.
+      cores: the number of cores that contribute to the peak FLOP/s; it is used for nothing else.
+      clock: the clock rate of a core in Hz.
+      bandwidth: the HBM bandwidth in bytes/s.
       vmem: the bytes of a core's VMEM.
-      matrix: the timing of the matrix units; None where there is no model of time.
-      hbm: the bytes that libtpu's out-of-memory error says are available to a program (on a GPU,
-        the maker's capacity).
-      interconnect: the maker's bandwidth of all links of a chip together, in one direction.
-      most: the number of devices or chips in the largest topology.
+      matrix: the timing of the matrix units, or None for a device without a time model.
+      hbm: the bytes of HBM available to a program, according to libtpu's out-of-memory error; for a
+        GPU, the capacity that the maker states.
+      interconnect: the maker's figure for the total bandwidth of a chip's links, in one direction.
+      most: the number of devices (for a GPU) or chips in the largest topology.
       kind: the device kind, as jax gives it.
       platform: "tpu" or "cuda".
-      assumed: which figures are assumed, because nobody states them.
-      dcn: a device's share of a host's or a pod's links to the data center, over which slices send
-        to each other.
-      slices: how many slices of the topology there are.
-      grouped: the share of the peak at which others measured products of groups that only the data
-        determines (the geometric mean, see docs/benchmarks/estimates.md).
+      assumed: the names of the figures that are assumptions, because no source states them.
+      dcn: one device's share of the bandwidth between its host or pod and the data center's
+        network, over which slices communicate.
+      slices: the number of slices of this topology.
+      grouped: the fraction of peak FLOP/s that others measured for grouped matrix products, with
+        group sizes known only at run time. It is a geometric mean; see
+        docs/benchmarks/estimates.md.
     """
 
     name: str
@@ -87,16 +88,16 @@ class Target:
 
     @property
     def label(self) -> str:
-        """The topology, with the number of slices if there are several."""
+        """The name of the topology, with the number of slices if there are several."""
         return self.topology if self.slices == 1 else f"{self.slices} slices of {self.topology}"
 
     def network(self, between_slices: bool) -> float:
-        """Return the bytes/s out of a device, over its links or between slices."""
+        """Return a device's outgoing bandwidth in bytes/s, over its links or between slices."""
         return self.dcn if between_slices else self.interconnect
 
     @property
     def peak_flops(self) -> float:
-        """The bfloat16 FLOP/s of the device; 0 where there is no model of time."""
+        """The peak bfloat16 FLOP/s of the device, or 0 for a device without a time model."""
         m = self.matrix
         if m is None:
             return 0.0
@@ -104,12 +105,12 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the topology, in chips."""
+        """The sizes of the topology's dimensions, in chips."""
         return tuple(int(n) for n in self.topology.partition(":")[2].split("x"))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of `jax.experimental.topologies.get_topology_desc`."""
+        """Keyword arguments for `jax.experimental.topologies.get_topology_desc`."""
         if self.platform == "cuda":
             return _cuda_options(self)
         options: dict[str, Any] = {"platform": "tpu", "topology_name": self.topology}
@@ -119,16 +120,16 @@ class Target:
 
 
 _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
-# libtpu's figure for rows8_float32 is 8, but with it the least time of kernels is longer than their
-# measured time (docs/benchmarks/estimates.md).
+# libtpu's figure for rows8_float32 is 8, but with 8 the minimum time of some kernels would exceed
+# their measured time (docs/benchmarks/estimates.md).
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30
-_HOST = 4  # the most chips of a host, where libtpu itself does not know how many a host has
+_HOST = 4  # maximum chips per host, for topologies where libtpu does not know it
 
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
-    """Return a TPU of the table that kernels use too."""
+    """Return the target for a TPU, with figures from the device table that kernels also use."""
     chip = chip_of(kind)
     return Target(
         name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
@@ -137,7 +138,7 @@ def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: A
 
 
 def _gpu(name: str, kind: str, hbm: int) -> Target:
-    """Return a GPU of Hopper's generation."""
+    """Return the target for a GPU of the Hopper generation."""
     return Target(
         name, f"{name}:1", "9.0", 132, 1.755e9, chip_of(kind).bandwidth, 0, None,
         hbm=hbm, interconnect=450e9, most=8, platform="cuda", kind=kind,
@@ -165,9 +166,9 @@ TARGETS = {
     )
 }  # fmt: skip
 
-# Devices that whole programs can be compiled for; not all have schedules of kernels. Nothing is
-# known here of a TPU7x core's matrix units: they are assumed to be those of a v6e at the clock that
-# gives the maker's peak.
+# Devices that whole programs can be compiled for, by name; libtpu dumps no kernel schedules for
+# some of them. The matrix units of a TPU7x core are unknown. They are assumed to be those of a v6e,
+# at the clock rate that gives the maker's peak FLOP/s.
 DEVICES = TARGETS | {
     t.name: t
     for t in (
@@ -180,19 +181,20 @@ DEVICES = TARGETS | {
         _gpu("h200", "NVIDIA H200", 141 * 10**9),
     )
 }  # fmt: skip
-# The TPUs that reports accept; TARGETS are those that they use by default.
+# The TPUs that reports accept, by name; by default, reports use TARGETS.
 TPUS = {name: target for name, target in DEVICES.items() if target.platform == "tpu"}
 
 
 def parse_topology(text: str, slices: int = 1) -> Target:
-    """Return the device of a topology like "v5e:16x16", "v5p:4x4x8" or "h100:8", with it.
+    """Return the target for a topology like "v5e:16x16", "v5p:4x4x8" or "h100:8".
 
     Args:
-      text: the topology.
-      slices: how many slices of it, of a TPU, the data center's network connects.
+      text: the name of the topology.
+      slices: the number of TPU slices with this topology, connected by the data center's network.
 
     Raises:
-      ValueError: the generation is unknown, its topologies have another form, or it has no slices.
+      ValueError: the generation is unknown, its topologies have another form, or it does not
+        support several slices.
     """
     name, colon, shape = text.partition(":")
     device = DEVICES.get(name)
@@ -204,7 +206,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
         return device
     form = r"\d+" + r"x\d+" * (len(device.shape) - 1)
     sizes = [int(n) for n in shape.split("x")] if re.fullmatch(form, shape) else [0]
-    # Hosts of a slice have 2x2 chips; smaller hosts have one chip or two.
+    # A host in a slice has 2x2 chips; only the smallest topologies have hosts of one or two chips.
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
     if min(sizes) < 1 or not hosts or math.prod(sizes) > device.most:
         raise ValueError(f"{text!r} is no topology of {name}; legal: {_LEGAL}")
@@ -218,7 +220,7 @@ _LEGAL = (
 
 
 def _cuda_options(target: Target) -> dict[str, Any]:
-    """Return XLA's description of a GPU, from the maker's figures."""
+    """Return options that describe a GPU to XLA, from the maker's figures."""
     major, minor = target.accelerator_type.split(".")
     config = f"""
 gpu_device_info {{
@@ -252,32 +254,33 @@ def compiler_environment(
     buffers: bool = False,
     schedules: bool = True,
 ) -> dict[str, str]:
-    """Return the environment of a process that compiles for a device.
+    """Return the environment variables for a process that compiles for a device.
 
-    The process must not have loaded a compiler before.
+    The variables must be set before the process loads a compiler.
 
     Args:
       target: the device.
-      dump_folder: the folder for dumps.
+      dump_folder: the folder for the compiler's dumps.
       buffers: whether XLA dumps its buffer assignment (see `memory`).
-      schedules: whether libtpu dumps the final schedule of every instruction, and XLA a GPU's PTX.
+      schedules: whether libtpu dumps the final schedule of every instruction, or, for a GPU, XLA
+        dumps the PTX code.
     """
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     if dump_folder is not None and schedules:
-        # The dumps of all passes of a train step would take gigabytes.
+        # Only some passes are dumped: dumps of all passes of a train step would take gigabytes.
         flags += (
             f" --xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_text=true"
             " --xla_jf_dump_llo_pass_label_regex=^final_(bundles|hlo.*)$"
         )
     dump = [f"--xla_dump_to={dump_folder}"]
     dump += ["--xla_dump_hlo_as_text"] * buffers
-    # With this flag newer XLA dumps nothing else, and without it no PTX.
+    # Recent XLA versions dump PTX only with this flag, and then dump nothing else.
     dump += ["--xla_dump_emitter_re=ptx"] * (schedules and not buffers)
     wanted = dump_folder and (buffers or (schedules and target.platform == "cuda"))
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(dump) if wanted else "",
-        # A cache can store programs for an absent device, but not load them.
+        # The compilation cache can store programs for an absent device, but cannot load them.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     if target.platform == "cuda":
@@ -285,7 +288,7 @@ def compiler_environment(
     return environment | {
         "LIBTPU_INIT_ARGS": flags.strip(),
         "TPU_SKIP_MDS_QUERY": "1",
-        # Without this, a second process that compiles dies on a lock file.
+        # Without this variable, a second compiling process fails on libtpu's lock file.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_ACCELERATOR_TYPE": target.accelerator_type,
         "TPU_WORKER_HOSTNAMES": "localhost",

@@ -1,4 +1,4 @@
-"""Rating of a kernel's candidates by a target's compiler, in processes with a time limit."""
+"""Ratings of a kernel's candidate block sizes, by compiling each within a time limit."""
 
 import dataclasses
 import math
@@ -24,21 +24,21 @@ from rmt_tpu.estimator.search import Rating, Refusal
 from rmt_tpu.estimator.spaces import Problem
 from rmt_tpu.estimator.topology import Target
 
-# The version of the ratings below; it changes when an estimate is made in another way.
+# The version of the rating method; increase it when ratings are computed in another way.
 RATING = 3
-# Words in the errors of programs that need more on-chip memory than there is.
+# Matches error messages for programs that need more on-chip memory than the chip has.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
-# A GPU multiprocessor's registers, the warps that hide the latency of memory, and the bytes of a
-# spill that cost as much as everything else.
+# The registers of a GPU multiprocessor; the concurrent warps that suffice to hide memory latency;
+# and the bytes spilled per thread that double a kernel's estimated time.
 _REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
 
 
 class Compiler:
-    """A compiler that rates candidates for one target; call `close` at the end.
+    """A rater of candidates for one target; call `close` when done.
 
     Args:
       target: the target to compile for.
-      limit: seconds for each candidate.
+      limit: the time limit per candidate, in seconds.
 
     Raises:
       CompilerError: the compiler is missing.
@@ -52,7 +52,7 @@ class Compiler:
         self._worker.close()
 
     def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:
-        """Compile and rate a candidate; a crash or a time limit affects that candidate alone."""
+        """Compile and rate a candidate; a crash or timeout affects only that candidate."""
         given = dataclasses.asdict(problem) | {"key": dict(problem.key)}
         arguments = {"problem": given, "blocks": tuned.fields(blocks)}
         job = Job("rmt_tpu.estimator.spaces:lower_candidate", arguments)
@@ -81,14 +81,16 @@ def _refusal(failure: Failure) -> Refusal:
 
 
 def tpu_rating(program: Program, needed: int) -> Rating:
-    """Return the rating by the longer of schedule and bytes of all its kernels.
+    """Rate a TPU program by the longer of schedule time and HBM time, over all its kernels.
 
-    `needed` are the bytes that any blocks have to move.
+    `needed` is the number of bytes that must be moved with any block sizes.
     """
     kernels = program_cost(program).kernels
     if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="a kernel has no schedule")
-    # Inner loops of unknown length, such as copies of a variable number of sources, count once.
+    # An outermost loop of unknown length cannot be rated. An inner loop of unknown length, for
+    # example
+    # over a variable number of sources, counts as one iteration.
     if any(kernel.trips[:1] == (None,) for kernel in kernels):
         return Rating(None, words="a grid of unknown length")
     bandwidth = program.target.bandwidth
@@ -105,9 +107,15 @@ def tpu_rating(program: Program, needed: int) -> Rating:
 
 
 def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
-    """Return the time of a kernel's bytes, longer with few warps at a time or spilled registers.
+    """Rate a GPU kernel by its memory traffic, concurrent warps and spilled registers.
 
-    The time serves only to rank candidates.
+    The estimated time is that of moving the bytes, times a penalty for few concurrent warps and a
+    penalty for spills. It is used only to rank candidates.
+
+    Args:
+      use: the resources that the kernel uses, or None if unknown.
+      moved: the bytes that the kernel moves.
+      bandwidth: the memory bandwidth in bytes/s.
     """
     if use is None:
         return Rating(None, words="ptxas says nothing of the kernel")
@@ -123,7 +131,7 @@ def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """A kernel's use of a multiprocessor; `spilled` is in bytes per thread."""
+    """The resources of a GPU multiprocessor that a kernel uses; `spilled` is bytes per thread."""
 
     registers: int
     spilled: int
@@ -131,16 +139,17 @@ class Usage:
 
     @property
     def warps_at_a_time(self) -> int:
-        """The number of concurrent warps, limited by registers alone."""
+        """The number of concurrent warps per multiprocessor that the register use allows."""
         blocks = _REGISTERS // max(1, math.ceil(self.registers / 8) * 8 * self.threads)
         return blocks * self.threads // 32
 
 
 def ptxas_usage(ptx: str) -> dict[str, Usage]:
-    """Return what `ptxas` assigns, by the kernel's name.
+    """Run `ptxas`, and return the resources that it assigns to each kernel, by kernel name.
 
     Raises:
-      CompilerError: `ptxas` refuses the code, for example because it is older than jax expects.
+      CompilerError: `ptxas` rejects the code, for example because `ptxas` is older than jax
+        expects.
     """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -157,16 +166,16 @@ def ptxas_usage(ptx: str) -> dict[str, Usage]:
 
 
 def _ptxas() -> str:
-    """Return the ptxas of the wheel nvidia-cuda-nvcc, which fits jax's plugin.
+    """Return the path of `ptxas` from the wheel nvidia-cuda-nvcc, which matches jax's CUDA plugin.
 
-    Without that wheel it is the one on the PATH.
+    If the wheel is not installed, the path is that of the `ptxas` found on PATH.
     """
     places = (Path(path) / "nvidia" / "cu13" / "bin" / "ptxas" for path in sys.path)
     return next((str(p) for p in places if p.exists()), shutil.which("ptxas") or "ptxas")
 
 
 def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
-    """Return each kernel's usage, from a module's PTX and the output of `ptxas -v`."""
+    """Parse the resources of each kernel from a module's PTX and the output of `ptxas -v`."""
     threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:req|max)ntid (\d+)", ptx, re.DOTALL))
     pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
     return {
@@ -176,6 +185,6 @@ def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
 
 
 def target_of(device_kind: str, targets: Mapping[str, Target]) -> Target | None:
-    """Return the target that describes an existing device; None if there is none."""
+    """Return the target that describes a device kind, or None if no target does."""
     name = slug(device_kind)
     return next((t for t in targets.values() if slug(t.kind) == name), None)

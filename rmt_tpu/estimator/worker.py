@@ -1,9 +1,10 @@
-"""The process that compiles for one target; `estimator.Worker` starts it with its environment.
+"""The main program of a process that compiles for one target, started by `estimator.Worker`.
 
     python -m rmt_tpu.estimator.worker <folder with request.json>
 
-It reads a job per line. For each job it writes result.json, hlo.txt, the schedules of instructions
-and a GPU's PTX to a folder, and prints a line when that is complete.
+It reads one job per line from standard input. For each job, it writes result.json, hlo.txt and
+either the schedules of instructions or a GPU's PTX code to a folder, and prints a line when these
+files are complete.
 """
 
 import importlib
@@ -24,16 +25,16 @@ from jax.experimental import topologies
 
 from rmt_tpu.estimator.memory import DUMPS
 
-# "<time>-<instruction>-<pass>-<end>.txt", where the pass is a number; other dumps have other ends.
+# File names "<time>-<instruction>-<pass number>-<suffix>.txt"; other dumps have other suffixes.
 _SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
-# A message of the compiler can have a whole program after its first lines.
+# Maximum characters of a compiler message to keep: a whole program may follow its first lines.
 _MESSAGE = 400
 
 
 def main() -> None:
-    """Compile what request.json and the lines on standard input ask for."""
+    """Compile each job read from standard input, with the options in request.json."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
@@ -46,7 +47,7 @@ def main() -> None:
         try:
             given = devices if job["whole_topology"] else devices[0]
             result |= _compile(given, job, folder / "dump", results, result["info"])
-        except Exception as error:  # the error belongs to this job, and the next one goes on
+        except Exception as error:  # the error is this job's result; later jobs still run
             message = " ".join(f"{type(error).__name__}: {error}".split())
             result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
         for path in (folder / "dump").glob("*.*"):
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End the process group when the parent has gone, because a compilation may take long."""
+    """Kill this process group when the parent exits, instead of finishing a long compilation."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
@@ -80,7 +81,7 @@ def _compile(
         if isinstance(lowered, tuple):
             lowered, told = lowered
             info.update(told)
-        shutil.rmtree(dump)  # drop the dumps of what was compiled on the way
+        shutil.rmtree(dump)  # delete dumps of programs compiled while lowering
         dump.mkdir()
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
