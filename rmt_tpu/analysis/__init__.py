@@ -1,1 +1,1 @@
-"""Costs of a model, computed or measured."""
+"""Estimates and measurements of what models cost, and tools that compare trained models."""

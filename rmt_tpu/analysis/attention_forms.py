@@ -1,4 +1,4 @@
-"""The form that a model's attention takes on a device, and why it is not the device's kernel."""
+"""Which implementation a model's attention uses on a device, and why a kernel is not used."""
 
 import dataclasses
 from types import ModuleType
@@ -17,14 +17,14 @@ _KERNELS = {"tpu": ("mosaic_tpu", mosaic_tpu), "cuda": ("cudnn", cudnn)}
 
 @dataclasses.dataclass(frozen=True)
 class Attends:
-    """The form of attention for one kind of heads.
+    """The implementation of attention for one kind of attention layer in a model.
 
     Attributes:
-      core: the kind of the core.
-      size: the size of queries and keys.
-      form: "mosaic_tpu", "cudnn" or "xla"; "xla" is plain JAX, with an online softmax where there
-        are many logits.
-      why: why the kernel is not used, in a line; None where it is.
+      core: the kind of the layer's attention core.
+      size: the head size of queries and keys.
+      form: the implementation: "mosaic_tpu", "cudnn" or "xla". "xla" is plain JAX, which uses an
+        online softmax if there are many logits.
+      why: the reason why the kernel is not used, in one line, or None if it is used.
     """
 
     core: str
@@ -36,14 +36,14 @@ class Attends:
 def attention_forms(
     model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
 ) -> tuple[Attends, ...]:
-    """Return the forms of a model's different softmax attentions, in the order of depth.
+    """Return the implementation of each kind of softmax attention in a model, in order of depth.
 
     Args:
       model: the model; its compute dtype "auto" counts as bfloat16, as on an accelerator.
       target: the device.
-      length: tokens of a row, or keys of a prompt.
-      segments: whether attention has segment ids, for documents in a row or for unused cache
-        entries.
+      length: the number of tokens per row, or of keys for a prompt.
+      segments: whether attention gets segment ids, which separate the documents in a row or mark
+        unused cache entries.
     """
     name, kernel = _KERNELS[target.platform]
     found = []
@@ -62,7 +62,7 @@ def attention_forms(
 
 
 def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None:
-    """Return why the kernel does not take these arrays, or None if it does."""
+    """Return the reason why the kernel does not support these arguments, or None if it does."""
     told = []
 
     def ask(given):
@@ -75,7 +75,7 @@ def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None
 
 
 def _given(model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool) -> Attention | None:
-    """Return the arguments of attention for one row; None for a core without softmax attention."""
+    """Return attention's arguments for one row, or None for a core without softmax attention."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
     if (softmax := core.softmax) is None:

@@ -1,4 +1,4 @@
-"""Tuning of kernels in turn, with a log of every candidate and a table of the results."""
+"""Tuning of kernels one after the other, with a log of all candidates and a table of results."""
 
 import contextlib
 import dataclasses
@@ -25,10 +25,11 @@ class Tuned(NamedTuple):
     """The result of tuning one kernel.
 
     Attributes:
-      problem: the kernel and its size.
-      result: the result of the search; None if the kernel was left out.
-      entry: the table's entry, from this search or an earlier one; None means the default rule.
-      note: why the kernel was left out, or that its entry is old.
+      problem: the kernel and the size that it was tuned for.
+      result: the result of the search, or None if the kernel was skipped.
+      entry: the kernel's entry in the table, from this search or an earlier one. If it is None, the
+        kernel uses the default rule's block sizes.
+      note: why the kernel was skipped, or that its entry comes from an earlier search.
     """
 
     problem: Problem
@@ -39,17 +40,17 @@ class Tuned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Options of tuning.
+    """Tunes kernels and writes a table of their block sizes.
 
     Attributes:
-      out: the table, local or gs://.
-      log: the log of every trial.
-      rate: rates candidates by a compiler.
-      timer: times candidates on a device; None without a device.
-      top: how many candidates are timed.
-      refresh: whether kernels that the table has are tuned again.
-      progress: is called with a line for each candidate.
-      clock: the clock, in seconds.
+      out: the path of the table, local or gs://.
+      log: the log of all trials.
+      rate: a function that compiles a candidate and rates it.
+      timer: a function that times candidates on a device, or None without a device.
+      top: the number of candidates per kernel to time, in addition to the default.
+      refresh: whether to tune kernels again that already have an entry in the table.
+      progress: a function that is called with a line of text per candidate.
+      clock: a function that returns the current time in seconds.
     """
 
     out: str
@@ -62,7 +63,9 @@ class Tuner:
     clock: Callable[[], float] = time.monotonic
 
     def run(self, problems: Sequence[Problem], seconds: float) -> Iterator[Tuned]:
-        """Tune the kernels within a time, and yield each one when its result is in the table.
+        """Tune the kernels within a time budget of `seconds`.
+
+        Each kernel's outcome is yielded once its result has been written to the table.
 
         Raises:
           RunError: the table cannot be written.
@@ -73,7 +76,7 @@ class Tuner:
             yield self.tune(problem, now + (end - now) / (len(problems) - number))
 
     def tune(self, problem: Problem, until: float) -> Tuned:
-        """Tune one kernel until a time on the clock."""
+        """Tune one kernel, and stop when the clock reaches `until` (in seconds)."""
         found = self._found(problem)
         if found is not None and not self.refresh:
             old = "" if dict(found.versions) == _versions() else " by other versions: --refresh"
@@ -107,7 +110,7 @@ class Tuner:
         return Tuned(problem, result, entry)
 
     def _found(self, problem: Problem) -> tuned.Entry | None:
-        """Return the table's entry for this version of the kernel, or None."""
+        """Return the table's entry for the current version of the problem's kernel, or None."""
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
             if entry.identity == identity and entry.kernel_version == problem.of.version:
@@ -117,10 +120,10 @@ class Tuner:
 
 
 def check_table(out: str) -> None:
-    """Check that tuning can write its table.
+    """Check that a tuning table can be written to the path `out`.
 
     Raises:
-      UsageError: no table can be written there, or the file that exists is not a table.
+      UsageError: the path cannot be written, or the file there is not a tuning table.
     """
     folder, name = open_parent(out)
     if not name:
@@ -149,9 +152,9 @@ def _entry(problem: Problem, result: Result) -> tuned.Entry:
 
 
 def _implementation(problem: Problem, result: Result) -> str | None:
-    """Return the fastest implementation on a GPU, where kernels are used only if they win.
+    """Return the name of the fastest implementation on a GPU, or None on other devices.
 
-    It is None on other devices.
+    On a GPU, a kernel is used only where it is faster than plain JAX.
     """
     if problem.platform != "cuda" or not result.plain:
         return None
@@ -163,7 +166,7 @@ def _versions() -> dict[str, str]:
 
 
 def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
-    """Return the fields in which a candidate differs from the default, as text."""
+    """Return the block fields in which a candidate differs from the default, as text."""
     before, now = tuned.fields(default), tuned.fields(blocks)
     different = [f"{name}={now[name]}" for name in now if now[name] != before[name]]
     return " ".join(different) or "default"
@@ -181,11 +184,11 @@ def _told(problem: Problem, trials: Sequence[Trial], number: int, count: int) ->
 
 
 class Log:
-    """A log of every trial, one line each, next to the table.
+    """A log of all trials, stored next to the table with one line of JSON per trial.
 
     Args:
-      out: the table's location.
-      resume: whether earlier lines of the log count; otherwise the log begins anew.
+      out: the path of the table.
+      resume: whether to reuse the trials in an existing log; if False, the log is started anew.
 
     Raises:
       RunError: the log cannot be read or written.
@@ -200,22 +203,21 @@ class Log:
             self._folder.delete(self.name)
 
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
-        """Return the trials of a problem by this version of the kernel and of the compiler.
+        """Return the logged trials of a problem with the current versions of kernel and compiler.
 
-        Times on a device are left out, because times of another hour cannot be compared with
-        today's.
+        Times on a device are left out, because times from different sessions are not comparable.
         """
         head, found = _head(problem), {}
         for line in self._lines:
             if {name: line.get(name) for name in head} == head:
-                # A line may be of older code, or edited by hand.
+                # Ignore a line that was written by older code or edited by hand.
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     trial = _trial(problem, line)
                     found[trial.blocks] = trial
         return found
 
     def write(self, problem: Problem, *trials: Trial) -> None:
-        """Append trials."""
+        """Append trials of a problem to the log."""
         head, names = _head(problem), [f.name for f in dataclasses.fields(Trial)]
         lines = []
         for trial in trials:
@@ -226,7 +228,7 @@ class Log:
 
 
 def _parsed(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are complete."""
+    """Yield the parsed lines of a log, without an incomplete last line."""
     for text in content.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             line = json.loads(text)

@@ -1,4 +1,4 @@
-"""Results of tuning as a table, JSON and a picture."""
+"""Reports of kernel tuning, as a Markdown table, JSON values and a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from rmt_tpu.estimator.calibration import error_bar
 
 
 def table(done: Sequence[Tuned]) -> str:
-    """Return a Markdown table with a line per kernel."""
+    """Return a Markdown table with one row per tuned kernel."""
     lines = [
         "| device | kernel | default us | best us | gain | spread | best, where not the default "
         "| source |",
@@ -45,7 +45,7 @@ def _us(seconds: float | None) -> str:
 
 
 def summary(done: Sequence[Tuned], out: str) -> str:
-    """Return a line or two about the result."""
+    """Return a summary of the results in one or two lines."""
     searched = [each for each in done if each.result is not None]
     gained = [each for each in searched if each.entry is not None]
     late = sum(each.result.late for each in searched)
@@ -96,7 +96,7 @@ def _values(each: Tuned) -> dict[str, Any]:
 
 
 def draw(done: Sequence[Tuned], path: Path) -> bool:
-    """Draw the time of every candidate relative to the default, a row per kernel.
+    """Draw each candidate's time relative to the default's, with one row per kernel.
 
     Returns:
       False if there is nothing to draw.

@@ -1,4 +1,4 @@
-"""Comparisons of runs on the same tokens, in one table and one picture."""
+"""Comparisons of runs that trained on the same tokens, as a table and a picture."""
 
 import json
 import math
@@ -12,16 +12,16 @@ from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Folder, Location, open_folder
 
-# With more curves than this, curves in one picture would hide one another.
+# Maximum number of loss curves in one picture; more would hide each other.
 _CURVES_IN_ONE = 4
 
 
 @dataclass(frozen=True)
 class Result:
-    """The cost and the losses of a run.
+    """The cost and the losses of one run.
 
-    Losses are in nats per token; FLOPs are forward and backward. `train_loss` is a mean over the
-    last tenth of the steps.
+    Losses are in nats per token. FLOPs include the forward and backward passes. `train_loss` is the
+    mean training loss over the last tenth of the steps.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Result:
 
 
 def result(name: str, workdir: Location) -> Result:
-    """Return the numbers of a complete run.
+    """Read the cost and the losses of a complete run from its folder.
 
-    `train_loss` is the mean over the last tenth of the steps, because single steps are noisy.
+    `train_loss` is averaged over the last tenth of the steps, because single steps are noisy.
     """
     config, rows = read_config(workdir), read_metrics(workdir)
     _, losses = series(rows, "train/loss")
@@ -63,14 +63,16 @@ def result(name: str, workdir: Location) -> Result:
 def write_comparison(
     runs: dict[str, list[Location]], folder: Location, *, by_loss: bool = False
 ) -> str:
-    """Write comparison.png, .md and .json of complete runs, and return the table.
+    """Compare complete runs: write comparison.png, .md and .json, and return the Markdown table.
 
-    For more than four systems, comparison.png has the final losses and curves.png the curves.
+    For more than four systems, comparison.png shows the final losses, and the loss curves are in
+    curves.png.
 
     Args:
-      runs: run folders by the name of their system, one per seed; all systems have the same seeds.
-      folder: the folder of these files.
-      by_loss: whether the best held-out loss comes first, instead of the given order.
+      runs: maps the name of each system to its run folders, one per seed; all systems have the same
+        seeds.
+      folder: the folder to write to.
+      by_loss: whether to sort systems by held-out loss, best first, instead of keeping their order.
     """
     results = {name: [result(name, w) for w in workdirs] for name, workdirs in runs.items()}
     if by_loss:
@@ -90,7 +92,7 @@ def write_comparison(
 
 
 def markdown(results: dict[str, list[Result]]) -> str:
-    """Return a Markdown table with a row per system, and a line about its seeds."""
+    """Return a Markdown table with one row per system, and a line about the seeds."""
     lines = [
         "| preset | parameters | residual | tokens | FLOPs | seconds | train loss | held out |",
         "|---|---|---|---|---|---|---|---|",
@@ -122,7 +124,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def notes(configs: dict[str, RunConfig]) -> str:
-    """Return a list of differences between systems beyond their names, one line per kind."""
+    """Return a Markdown list of differences between the systems' configs, one line per kind."""
     systems: dict[str, list[str]] = {}
     for name, config in configs.items():
         systems.setdefault(_note(config.model), []).append(name)
@@ -147,7 +149,7 @@ def _note(config: ModelConfig) -> str:
 def over_seeds(
     workdirs: Sequence[Location], metric: str
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return the steps at which all runs have a metric, and its mean, minimum and maximum there."""
+    """Return the steps at which all runs have a metric, with its mean, minimum and maximum."""
     curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
     steps = sorted(set.intersection(*map(set, curves)))
     at_steps = [[curve[step] for curve in curves] for step in steps]
@@ -165,7 +167,7 @@ def _draw(
 
 
 def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
-    """Draw comparison.png of many systems: the loss of each seed, and the FLOPs."""
+    """Draw comparison.png for many systems: the final loss of each seed, and the training FLOPs."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -185,7 +187,7 @@ def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
         )  # fmt: skip
     by_flops.barh(rows, [results[name][0].flops for name in names], 0.6, color="0.7")
     by_loss.set_yticks(rows, names)
-    by_loss.invert_yaxis()  # both panels share the axis
+    by_loss.invert_yaxis()  # both panels share the y axis, so this inverts both
     by_loss.margins(x=0.12)
     seeds = "; dots: seeds, bar: their mean" if len(results[names[0]]) > 1 else ""
     by_loss.set(xlabel=f"held-out loss at the end (nats per token){seeds}")
@@ -199,7 +201,7 @@ def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
 
 
 def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
-    """Draw curves.png: each system's held-out loss in its own panel, over the other systems'."""
+    """Draw curves.png: one panel per system with its held-out loss, and the others' in grey."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -221,7 +223,9 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
         axes.xaxis.set_major_formatter(EngFormatter())
     for axes in panels.flat[len(runs) :]:
         axes.set_axis_off()
-    # The steep fall of the first steps is the same for all, and would take most of the height.
+    # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
+    # of
+    # the height.
     panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
     figure.supxlabel("tokens; band: min to max over seeds; grey: the other systems", fontsize=9)
     figure.supylabel("held-out loss", fontsize=9)
@@ -255,7 +259,9 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
             axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
-    # The steep fall of the first steps is the same for all, and would take most of the height.
+    # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
+    # of
+    # the height.
     by_tokens.set_ylim(top=max(first_held_out) + 0.5)
     for axes in (by_tokens, by_flops):
         axes.xaxis.set_major_formatter(EngFormatter())

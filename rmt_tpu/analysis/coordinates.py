@@ -1,18 +1,18 @@
-"""Coordinate checks of a parametrisation: how far activations move in a few steps, by width.
+"""Coordinate checks: how much activations change in a few training steps, depending on width.
 
 The check follows Yang et al. (2022), appendix D.1. A model trains on the same batch at every step.
-Before the first step and after each, the layers run one by one (`depth.unrolled`). The quantities
-are
+Before the first step and after each step, the layers run one by one (`depth.unrolled`), and these
+quantities are recorded:
 
-- read: what a site reads for its sublayer,
+- read: what a site (the input of a sublayer, or of the unembedding) reads from the residual,
 - written: what a sublayer writes to the residual,
-- residual: the residual after each write (with attention over depth, the sum of a block),
+- residual: the residual after each write (with attention over depth, the running sum of the block),
 - logits.
 
-For each quantity the check takes the root mean square of its entries, and that of their change
-since before the first step. Both are over tokens, and mean squares are averaged over sites. In the
-maximal update parametrisation the change does not depend on width; in the standard one it grows
-with width.
+For each quantity, the check computes the root mean square of the entries, and the root mean square
+of their change since before the first step. Mean squares are averaged over tokens and sites. In the
+maximal update parametrisation (muP), the change does not depend on width; in the standard
+parametrisation, it grows with width.
 """
 
 import json
@@ -38,11 +38,13 @@ QUANTITIES = ("read", "written", "residual", "logits")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one model by quantity, before the first step and after each step.
+    """Root mean squares of one model's activations, for each quantity in the module's list.
+
+    Each list has one value before the first step, and one value after each step.
 
     Attributes:
-      size: the root mean square of the entries.
-      moved: the root mean square of their change since before the first step.
+      size: maps each quantity to the root mean squares of its entries.
+      moved: maps each quantity to the root mean squares of its change since before the first step.
     """
 
     size: dict[str, list[float]]
@@ -50,7 +52,7 @@ class Coordinates:
 
 
 def measure(config: RunConfig, batch: Batch, *, steps: int = 4) -> Coordinates:
-    """Train a model for some steps on one batch, with its run's optimizer and schedule."""
+    """Train a model on one batch with its run's optimizer and schedule, and record coordinates."""
     batch = jax.tree.map(jnp.asarray, batch)
     run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
 
@@ -97,18 +99,18 @@ def _sizes(activations: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
 
 
 def growth(by_width: dict[int | float, Coordinates], quantity: str) -> float:
-    """Return the power of width by which a quantity has moved in the last step; 0 is flat.
+    """Return the exponent p for which a quantity's change grows as width^p; 0 means no dependence.
 
-    It is the slope of a least-squares line through the logarithm of the movement over that of
-    width.
+    It is the slope of a least-squares line through log(change after the last step) against
+    log(width).
     """
     widths = np.log(list(by_width))
     moved = np.log([found.moved[quantity][-1] for found in by_width.values()])
-    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # turn -0 into 0
+    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # adding 0 turns -0 into 0
 
 
 def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
-    """Return rows of random tokens, one document each; low numbers are more frequent."""
+    """Return a batch of random tokens, one document per row; low token ids are more frequent."""
     rng = np.random.default_rng(seed)
     stream = np.minimum(rng.zipf(1.3, (rows, seq + 1)) - 1, vocab_size - 1).astype(np.int32)
     ones = np.ones((rows, seq), np.int32)
@@ -117,12 +119,13 @@ def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0
 
 # Showing -------------------------------------------------------------------------------------
 
-# Coordinates by kind of parametrisation, and by width relative to the first.
+# Maps the name of a parametrisation to a map from width, relative to the first model's, to
+# coordinates.
 Found = dict[str, dict[int | float, Coordinates]]
 
 
 def table(found: Found) -> str:
-    """Return a Markdown table of the powers of width, a row per model."""
+    """Return a Markdown table of the growth exponents (see `growth`), with one row per model."""
     lines = [f"| what | widths | {' | '.join(QUANTITIES)} |", "|---" * (2 + len(QUANTITIES)) + "|"]
     for name, by_width in found.items():
         powers = [f"{growth(by_width, quantity):+.2f}" for quantity in QUANTITIES]
@@ -132,7 +135,7 @@ def table(found: Found) -> str:
 
 
 def write_check(found: Found, folder: Folder) -> str:
-    """Write coordinates.png, .md and .json, and return the table."""
+    """Write coordinates.png, .md and .json to a folder, and return the Markdown table."""
     rows = [
         {"what": name, "width": width} | asdict(one)
         for name, by_width in found.items()

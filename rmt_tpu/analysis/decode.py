@@ -1,9 +1,11 @@
-"""The cost of a decode step, which reads and makes a new token for each row of a batch.
+"""The cost of a decode step, which generates one new token for each row of a batch.
 
-The lower bound is the time of a step's bytes at the full bandwidth of a device, or of its products
-at the peak if that is longer: weights in the compute dtype and the cache are read once, and nothing
-else is moved. It is compared with a dispatch of steps, compiled for a TPU that need not be there
-and estimated as train steps are (see `step_cost`), or with the engine's steps, timed here.
+The lower bound on a step's time is the longer of two times: moving its bytes at the device's full
+bandwidth, and computing its matrix products at peak FLOP/s. It assumes that the weights, in the
+compute dtype, and the cache are read once and nothing else is moved. The lower bound is compared
+with one of two times. One is an estimate for a TPU that need not be present, made like that for a
+train step (see `step_cost`) from a compiled dispatch of several steps. The other is the time of the
+engine's steps, measured on this machine.
 """
 
 import contextlib
@@ -33,19 +35,19 @@ from rmt_tpu.generation.engine import bucket
 from rmt_tpu.generation.layouts import lay_out, lower_steps
 from rmt_tpu.generation.programs import Model
 
-STEPS = 8  # tokens per row in a dispatch, as in the engine
-_MOST = 64  # tokens per row in one repeat of a measurement
+STEPS = 8  # tokens generated per row in one dispatch, as in the engine
+_MOST = 64  # maximum number of tokens generated per row in one repeat of a measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A decode step of a model, with its sizes.
+    """A decode step to estimate or time: a model, a batch size and a context length.
 
     Attributes:
-      preset: the preset of the model.
+      preset: the name of the model's preset.
       batch: the number of rows.
-      context: tokens of each row, including the new one.
-      changes: values at dotted paths of the preset's config.
+      context: the number of tokens per row, including the new token.
+      changes: config values that replace the preset's, keyed by dotted path.
     """
 
     preset: str
@@ -54,10 +56,10 @@ class Case:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def model(self, dtype: str) -> ModelConfig:
-        """Return the model, with a compute dtype that a change may replace.
+        """Return the model's config with compute dtype `dtype`, unless `changes` sets another one.
 
         Raises:
-          UsageError: the preset or a change is not legal.
+          UsageError: the preset does not exist or a change is not valid.
         """
         return overrides.apply(
             run(self.preset), {"model.compute_dtype": dtype} | self.changes
@@ -65,22 +67,21 @@ class Case:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that the program's cache has room for."""
+        """The number of tokens per row that the program's cache has room for."""
         return bucket(self.context)
 
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-    """The lower bounds of a step.
+    """The minimum memory traffic, memory and FLOPs of a decode step.
 
     Attributes:
-      weights: bytes of weights that are read: one row of an embedding for each token; of experts
-        the expected share that the rows choose if all experts are equally likely; all other
-        weights.
-      cache: bytes of the cache that are read for earlier tokens or written for the new ones.
-      held: bytes in memory of all weights and of a cache of the program's capacity.
-      flops: FLOPs by `rmt_tpu.cost`.
-      flops: as `rmt_tpu.cost` counts them.
+      weights: the bytes of weights that are read. Of an embedding, one row per token is read; of a
+        layer's experts, the expected share that the rows select if all experts are equally likely;
+        and all other weights entirely.
+      cache: the bytes of the cache that are read for earlier tokens or written for new tokens.
+      held: the bytes of memory that all weights and a cache of `Case.capacity` tokens occupy.
+      flops: the FLOPs of a step, as `rmt_tpu.cost` counts them.
     """
 
     weights: int
@@ -89,25 +90,29 @@ class Least:
     flops: int
 
     def seconds(self, bandwidth: float, peak_flops: int | float) -> float:
-        """Return the longer of the bytes' time at the bandwidth (bytes/s) and the products'."""
+        """Return the lower bound on the time: the longer of memory time and compute time.
+
+        `bandwidth` is in bytes/s, and `peak_flops` in FLOP/s.
+        """
         return max((self.weights + self.cache) / bandwidth, self.flops / peak_flops)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of a case on a device.
+    """The result of a case on one device.
 
     Attributes:
-      case: the case.
-      device: the device that it was estimated for or timed on.
-      least: its lower bounds.
-      least_seconds: the lower bound of its time; None where the device's bandwidth is not known.
-      timed: whether the step is timed and not estimated.
-      cost: the cost of a dispatch of STEPS steps; None if the step is timed, or failed.
-      copies: in the dispatch, the number and the bytes of moves from HBM to HBM that are at least
-        as large as a layer's keys.
-      times: measured seconds per step, one for each repeat.
-      fault: why there is no step, in a line.
+      case: the decode step.
+      device: the name of the device that the step was estimated for or timed on.
+      least: the step's minimum traffic, memory and FLOPs.
+      least_seconds: the lower bound on the step's time, or None if the device's bandwidth is
+        unknown.
+      timed: whether the step's time is measured, rather than estimated.
+      cost: the estimated cost of a dispatch of STEPS steps, or None if the step is timed or failed.
+      copies: the number and bytes of HBM-to-HBM moves in a dispatch that are each at least as large
+        as one layer's keys.
+      times: the measured seconds per step, one value per repeat.
+      fault: why the step could not be estimated or timed, in one line.
     """
 
     case: Case
@@ -122,10 +127,9 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds of a step, or None.
+        """The time of a step in seconds, or None if there is no result.
 
-        They are the median if the step was timed; an estimate is never less than the time of its
-        bytes.
+        For a timed step, it is the median over repeats. An estimate is at least the lower bound.
         """
         if self.times:
             return statistics.median(self.times)
@@ -133,7 +137,7 @@ class Row:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The least and most seconds, over repeats or over the models of cost."""
+        """The minimum and maximum time in seconds, over repeats or over cost models, or None."""
         if self.times:
             return min(self.times), max(self.times)
         if self.cost is None:
@@ -146,13 +150,13 @@ class Row:
 
     @property
     def of_bandwidth(self) -> float | None:
-        """The fraction of the full bandwidth: the least time divided by that of the step."""
+        """The lower bound on the time divided by the step's time, or None."""
         if self.seconds is None or self.least_seconds is None:
             return None
         return self.least_seconds / self.seconds
 
     def json(self) -> dict[str, Any]:
-        """Return all figures, in bytes and seconds."""
+        """Return all figures as JSON values, in bytes and seconds."""
         return dataclasses.asdict(dataclasses.replace(self, cost=None)) | {
             "capacity": self.case.capacity,
             "steps": STEPS,
@@ -164,7 +168,7 @@ class Row:
 
 
 def least(case: Case, dtype: str) -> Least:
-    """Return the lower bounds of a case, from shapes alone.
+    """Compute the minimum costs of a case from the shapes of its arrays alone.
 
     Raises:
       UsageError: see `Case.model`.
@@ -180,7 +184,7 @@ def least(case: Case, dtype: str) -> Least:
         elif "expert" in axes:
             _, stack, sublayer, *_ = path
             experts = decoder.config.stacks[stack].cores[sublayer]
-            # Share of the experts that one row does not choose.
+            # The probability that one row does not select a given expert.
             idle = 1 - experts.top_k / experts.num_experts
             size = round(size * (1 - idle**case.batch))
         read += size
@@ -192,7 +196,9 @@ def least(case: Case, dtype: str) -> Least:
 def estimate(
     cases: Sequence[Case], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[Row]:
-    """Estimate each case on a chip that need not be there; report each compiled one to `progress`.
+    """Estimate each case on a chip that need not be present.
+
+    `progress` is called with a line of text when a case has been compiled.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -223,30 +229,31 @@ def _compiled(row: Row, outcome: Program | Failure) -> Row:
 
 
 def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
-    """Lower a dispatch like the engine's for a device that need not exist.
+    """Lower (for compilation) a dispatch of decode steps, like the engine's.
 
-    See `layouts.lower_steps`. Steps take the likeliest token: other choices are branches, and the
-    estimate does not know how often they are taken.
+    See `layouts.lower_steps`. The device need not be present. Each step chooses the likeliest
+    token: other sampling methods are in conditional branches, and the estimate does not know how
+    often those are taken.
 
     Args:
-      device: a device of a topology.
-      **case: the fields of a Case.
+      device: a device of a topology description.
+      **case: the fields of a `Case`.
     """
     case = Case(**case)
     graphdef, params = nnx.split(_abstract(case.model("bfloat16")), nnx.Param)
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     decoder = nnx.merge(graphdef, jax.tree.map(placed, params))
-    # Block sizes are looked up by the device of the mesh that is active.
+    # Kernels look up their block sizes by the device kind of the active mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
-        # Some kernels serve only calls with many tokens.
+        # Ignore this warning, because some kernels support only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, case.batch)
         return lower_steps(*Model.of(decoder), case.batch, case.capacity, STEPS)
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:
-    """Return the number and bytes of HBM-to-HBM moves of at least `least_bytes` in a run."""
+    """Return the count and total bytes of HBM-to-HBM moves of at least `least_bytes` in one run."""
     calls = moved = 0
     for ran in module.run():
         instruction = ran.instruction
@@ -254,7 +261,7 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
         if not (starts or module.moves_only(instruction)):
             continue
         written = sum(array.bytes for array in instruction.arrays if array.space == 0)
-        # An update in place reads and writes only a part of the array.
+        # An in-place update moves only a part of the array, so its traffic limits the size.
         size = min(written, module.traffic(ran.computation, instruction).hbm // 2)
         if size >= least_bytes:
             calls, moved = calls + ran.times, moved + ran.times * size
@@ -264,11 +271,11 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
 def measure(
     cases: Iterable[Case], repeats: int, progress: Callable[[str], None] | None = None
 ) -> Iterator[Row]:
-    """Time each case on this machine's first device with the engine.
+    """Time the engine's decode steps for each case on this machine's first device.
 
-    Weights, prompts and choices of tokens are random. Rows grow to the case's context. A repeat's
-    time is that of its median round of steps. It includes neither prompts nor compilation, because
-    a first repeat is left out.
+    Weights, prompts and sampled tokens are random. Rows grow until they reach the case's context.
+    The result of a repeat is the median over its rounds of steps. It excludes prompt processing,
+    and a first repeat, which includes compilation, is discarded.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -304,26 +311,26 @@ def _times(case: Case, repeats: int) -> Iterator[float]:
     prompts = np.random.default_rng(0).integers(
         config.vocab_size, size=(case.batch, max(1, case.context - new))
     )
-    # One more token comes from reading the prompt.
+    # One additional token is generated when the prompt is read.
     requests = [Request(p, Sampling(max_tokens=new + 1, seed=n)) for n, p in enumerate(prompts)]
     for repeat in range(1 + repeats):
         ends = []
         for number, _ in enumerate(engine.run(requests)):
             if number % case.batch == case.batch - 1:
                 ends.append(time.perf_counter())
-        if repeat:  # ends[0] is the prompts', and the first round may still enlarge the cache
+        if repeat:  # ends[0] ends the prompts; the next round may still grow the cache
             yield float(np.median(np.diff(ends[1:]))) / STEPS
 
 
 def _random(config: ModelConfig) -> Decoder:
     draw = lambda: nnx.state(cast_once(Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
     graphdef, _ = nnx.split(_abstract(config), nnx.Param)
-    # One program is much faster than one for each array.
+    # Drawing all weights in one program is much faster than one program per array.
     return nnx.merge(graphdef, jax.jit(draw)())
 
 
 def _fault(case: Case, needs: Least, limit: int | float) -> str:
-    """Return why there can be no step, in a line; "" if there may be one."""
+    """Return why a step is impossible, in one line, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
         return f"has {learned.max_length} learned positions"
@@ -334,17 +341,17 @@ def _fault(case: Case, needs: Least, limit: int | float) -> str:
 
 
 def _abstract(config: ModelConfig) -> Decoder:
-    """Return a decoder of shapes, with its matrices in the compute dtype."""
+    """Return a decoder of abstract arrays (shapes only), with matrices in the compute dtype."""
     return nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def _cache(decoder: Decoder, batch: int, capacity: int) -> Cache:
-    """Return a cache of shapes."""
+    """Return a cache with abstract arrays (shapes only)."""
     return jax.eval_shape(lambda: decoder.empty_cache(batch, capacity))
 
 
 def _of_layer(cache: Cache) -> int:
-    """Return the bytes of the cache's largest array for one layer, such as its keys."""
+    """Return the bytes of one layer in the cache's largest array, for example of its keys."""
     return max(_bytes(leaf) // leaf.shape[0] for leaf in jax.tree.leaves(cache.cores))
 
 

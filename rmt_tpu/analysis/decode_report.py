@@ -1,4 +1,4 @@
-"""Costs of decode steps as tables and as a picture."""
+"""Reports on the cost of decode steps, as Markdown tables and a picture."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -11,17 +11,17 @@ from rmt_tpu.estimator import MODELS
 from rmt_tpu.estimator.calibration import error_bar
 from rmt_tpu.runs.plots import line_style
 
-# The parts of a decode step: names of `step_cost`, and the names shown here.
+# Maps the name of each part of a decode step in `step_cost` to the name shown in reports.
 _PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unembedding"}
 
 
 def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
-    """Return a Markdown report: its method, a table per device, and parts of estimated steps.
+    """Return a Markdown report with the method, a table per device, and parts of estimated steps.
 
     Args:
       rows: the rows of all devices.
-      versions: the versions of what made the figures.
-      largest: how many instructions of each estimated step are listed, the most expensive first.
+      versions: the versions of the software that produced the figures.
+      largest: the number of most expensive instructions to list for each estimated step.
     """
     parts = ["# A decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
     parts += [_tables(device, of) for device, of in _by_device(rows)]
@@ -35,7 +35,7 @@ def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
 
 
 def how(rows: Sequence[Row]) -> list[str]:
-    """Return paragraphs on how the figures were made, and on their error."""
+    """Return paragraphs that explain how the figures were obtained and how accurate they are."""
     told = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         told += [
@@ -53,7 +53,7 @@ def how(rows: Sequence[Row]) -> list[str]:
 
 
 def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the time of each preset's step relative to the first preset's on the same device."""
+    """Return each preset's step time relative to the first preset's, per device and case."""
     found = []
     for row in rows:
         over = _over(row, rows)
@@ -72,7 +72,7 @@ def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[Row], versions: str) -> Any:
-    """Draw the fraction of bandwidth over the batch, or milliseconds if it is not known."""
+    """Draw the fraction of bandwidth, or milliseconds if that is unknown, against batch size."""
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)
@@ -139,7 +139,7 @@ def _figures(row: Row, rows: Sequence[Row], several: bool) -> list[str]:
 
 
 def _over(row: Row, rows: Iterable[Row]) -> float | None:
-    """Return the row's time relative to the first preset's in the same case, if both have one."""
+    """Return the row's time relative to the first preset's for the same case, or None."""
     rows = list(rows)
     same = lambda other: (other.device, other.case.batch, other.case.context)
     first = rows[0].case.preset

@@ -1,26 +1,31 @@
-"""Measurements over depth of a trained model: Figures 5 and 8 of the Attention Residuals paper.
+"""Measurements by depth in a trained model: Figures 5 and 8 of the Attention Residuals paper.
 
-They are taken over tokens of held-out text, for each of the `2L + 1` writes (the embedding, then
-what every sublayer writes to the residual):
+The measurements use tokens of held-out text. A model of L layers writes to its residual `2L + 1`
+times: the embedding, and then the output of every sublayer. For each write, there are:
 
-- output: the root mean square, over tokens and features, of what was written;
-- residual: the root mean square of the residual after this write. With attention over depth it is
-  the running sum of a block, which starts anew after each block (with Full AttnRes, at each write);
-- gradient: the root mean square of `dLoss / d(write)`, with the cross-entropy summed over a batch's
-  tokens (nats), so that its size does not depend on the batch's.
+- output: the root mean square, over tokens and features, of the written array;
+- residual: the root mean square of the residual after this write. With attention over depth, the
+  residual is the running sum of a block, which restarts after each block (with Full AttnRes, at
+  each write);
+- gradient: the root mean square of the gradient of the loss with respect to the written array. The
+  loss is the cross-entropy in nats, summed over the batch's tokens, so that the gradient's size
+  does not depend on the batch size.
 
-For each site of a mixer with weights over depth, they include the mean over tokens and heads of the
-weight of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer. Where each token has
-its own weights, of n sources, each site with two or more sources also has:
-their own, of n sources, also for each site that has two or more:
+A site is a point where a sublayer, or the unembedding, reads its input. If the mixer weighs earlier
+writes (the sources) at each site, the measurements include the weight of each source, averaged over
+tokens and heads: `alpha` in Attention Residuals, `a_ij` in DenseFormer. If the weights also differ
+between tokens, there are two more measurements for each site with n >= 2 sources:
 
-- entropy: the entropy of the weights divided by `log n`, averaged over tokens and heads: 1 is a
-  plain mean, 0 one source. (Weights that do not add up to 1 are normalized first.)
-- spread: the largest `log(largest weight / least weight)` of any token and head; for a softmax, the
-  range of the logits. Weights too small for the dtype count as its least normal number.
+- entropy: the entropy of the weights divided by `log n`, averaged over tokens and heads. It is 1
+  for equal weights, and 0 if one source has all the weight. Weights that do not add up to 1 are
+  normalized first.
+- spread: the maximum over tokens and heads of `log(largest weight / smallest weight)`, which for a
+  softmax is the range of the logits. Weights that underflow count as the dtype's smallest normal
+  number.
 
-The layers run one by one, in float32 or more and without kernels for the mixing over depth. A zero
-is added to every write, and its gradient is that of the write.
+The layers run one by one, in float32 or wider, and without kernels for the mixing over depth. A
+zero array (a tap) is added to every write; the gradient with respect to the tap is the gradient
+with respect to the write.
 """
 
 import json
@@ -49,18 +54,18 @@ from rmt_tpu.training.loss import Loss, next_token_loss
 
 @dataclass(frozen=True)
 class DepthProfile:
-    """The measurements of one model; lists are by write.
+    """The measurements of one model; lists have one entry per write unless stated otherwise.
 
     Attributes:
-      tokens: the number of tokens that means are taken over.
-      loss: the loss, in nats per token.
+      tokens: the number of tokens measured.
+      loss: the mean loss in nats per token.
       writes: the names of the writes: "E", "A1", "F1", "A2", ...
-      output, gradient: root mean squares of each write and of its gradient.
-      residual: root mean squares of the residual after each write; None where the mixer is not a
-        plain sum.
-      weights: the mean weights over depth; None where the mixer has none.
-      entropy, spread: values by site, as in `weights`, and None at sites with one source; None in
-      all where tokens do not have their own weights.
+      output, gradient: the root mean square of each write, and of the gradient with respect to it.
+      residual: the root mean square of the residual after each write, or None if the mixer keeps no
+        sum of writes.
+      weights: for each site, the mean weight of each source; None if the mixer has no weights.
+      entropy, spread: one value per site, which is None at sites with a single source. The whole
+        field is None if the weights do not differ between tokens.
     """
 
     tokens: int
@@ -75,15 +80,15 @@ class DepthProfile:
 
 
 class Trace(NamedTuple):
-    """The writes and reads of one pass over the layers, site by site.
+    """The arrays that one pass over the layers writes to and reads from the residual.
 
     Attributes:
-      z: what the unembedding reads.
-      written: `2L + 1` arrays in the order of the writes.
-      residuals: the residual after each write; empty where the mixer does not add to one.
-      reads: what each site has read, the last one for the unembedding; empty where the mixer does
+      z: the input of the unembedding.
+      written: the `2L + 1` written arrays, in order.
+      residuals: the residual after each write; empty if the mixer does not keep a sum of writes.
+      reads: the array that each site reads, ending with the unembedding's; empty if the mixer does
         not read through the store.
-      weights: weights of attention over depth, by site, of the sources that it sees, oldest first.
+      weights: for each site, its weights over the sources available to it, oldest source first.
     """
 
     z: Float[Array, "batch seq vectors size"]
@@ -97,7 +102,10 @@ class Trace(NamedTuple):
 
 
 def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
-    """Measure a model on batches, forward and backward; at least one token must have a target."""
+    """Measure a model on batches, with a forward and a backward pass per batch.
+
+    At least one token must have a target.
+    """
     graphdef, params = nnx.split(in_full_precision(decoder), nnx.Param)
     run = jax.jit(partial(_sums, graphdef))
     total, spreads = None, []
@@ -122,13 +130,13 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _of_several(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """Return values by site, None at sites with one source; None if there is no site."""
+    """Return one value per site, None at sites with a single source; None if there are no sites."""
     counts = [len(w) for w in total["weights"]]
     return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
 
 
 def in_full_precision(decoder: Decoder) -> Decoder:
-    """Return the decoder with a config that has nothing narrower than float32."""
+    """Return the decoder with all narrower dtypes in its config replaced by float32."""
     dtype = jnp.promote_types(decoder.dtype, jnp.float32).name
     store = replace(decoder.config.store, dtype=dtype)
     config = replace(decoder.config, compute_dtype=dtype, remat="full", store=store)
@@ -162,7 +170,7 @@ def no_taps(decoder: Decoder, batch: int, seq: int) -> list[Float[Array, "batch 
 
 
 def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
-    """Return sums over the tokens of a batch that have a target."""
+    """Return the sums that `measure` needs, over the tokens of a batch that have a target."""
     decoder = nnx.merge(graphdef, params)
     counts = batch.weights > 0
     taps = no_taps(decoder, *batch.inputs.shape)
@@ -189,7 +197,7 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
 def _entropy(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Return the entropy over sources relative to that of equal weights; 0 for one source."""
+    """Return the entropy over sources, divided by that of equal weights; 0 for a single source."""
     share = weights / jnp.sum(weights, axis=0)
     return -jnp.sum(jax.scipy.special.xlogy(share, share), axis=0) / np.log(max(2, len(share)))
 
@@ -197,7 +205,7 @@ def _entropy(
 def _spread(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Return `log(largest weight / least weight)`."""
+    """Return `log(largest weight / smallest weight)` over the sources."""
     logs = jnp.log(jnp.maximum(weights, jnp.finfo(weights.dtype).tiny))
     return jnp.max(logs, axis=0) - jnp.min(logs, axis=0)
 
@@ -213,13 +221,13 @@ def unrolled(
     taps: Sequence[Float[Array, "batch seq *shape"]] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Trace:
-    """Do what `decoder.features` does, layer by layer, and return a record of it.
+    """Run the computation of `decoder.features` layer by layer, and return its intermediate arrays.
 
     Args:
       decoder: the decoder, without an int16 residual; see `in_full_precision`.
-      tokens: tokens below the vocabulary's size.
-      taps: arrays to add to each write, with the residual's shape and dtype.
-      segment_ids: the document of each token; None means one document per row.
+      tokens: token ids.
+      taps: one array per write, with the residual's shape and dtype, which is added to the write.
+      segment_ids: the id of each token's document, or None for one document per row.
     """
     context = causal(tokens.shape[1], None, segment_ids)
     embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
@@ -236,9 +244,9 @@ def unrolled(
 
 
 class _TappedStore:
-    """A store that records every write and adds a tap to it.
+    """A wrapper of a residual store that records every write and adds a tap to it.
 
-    It is stepwise if the wrapped store is.
+    It has the methods of a stepwise store only if the wrapped store has them.
     """
 
     def __init__(self, store: Store, taps: Sequence[Array] | None):
@@ -288,7 +296,7 @@ def _sublayers(decoder, context) -> list[Unstacked]:
 
 
 def _advance(decoder, sublayers, store, state, y):
-    """Run the decoder's loop over sites."""
+    """Run all sublayers from the first write `y`, and return the input of the unembedding."""
     mixer = decoder.mixer
     state, y = mixer.start(store, state, y)
     for index, (site, core, _) in enumerate(sublayers):
@@ -301,7 +309,7 @@ def _advance(decoder, sublayers, store, state, y):
 
 
 def _names(config: cfg.ModelConfig) -> list[str]:
-    """Return the names of the sublayers."""
+    """Return the names of the sublayers, like "A1" and "F1"."""
     return [f"{core.letter}{1 + k // 2}" for k, core in enumerate(config.sublayers)]
 
 
@@ -315,11 +323,11 @@ def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | 
 
 
 def table(profiles: dict[str, DepthProfile]) -> str:
-    """Return a Markdown table with the first and last values of the curves, a row per run.
+    """Return a Markdown table of the first and last value of each curve, with one row per run.
 
-    Weights are means over sites with more than one source: that of the newest source (in a block:
-    its running sum), that of the embedding, and that of their entropy. The spread is the largest of
-    any site.
+    The table has the weight of the newest source (in a block, of its running sum), the weight of
+    the embedding, and the entropy, each averaged over sites with more than one source. The spread
+    is the maximum over sites.
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
@@ -349,12 +357,12 @@ def _summary(weights: DepthWeights) -> tuple[str, str]:
 
 
 def write_report(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> str:
-    """Draw the profiles, write their numbers as .json next to the picture, and return the table.
+    """Draw profiles, write their numbers as JSON next to the picture, and return a Markdown table.
 
     Args:
-      profiles: the profiles by the runs' names.
+      profiles: maps the name of each run to its profile.
       folder: the folder of both files.
-      picture: the name of the picture, which ends in .png.
+      picture: the file name of the picture, which ends in .png.
     """
     rows = [{"run": name} | asdict(profile) for name, profile in profiles.items()]
     numbers = json.dumps(rows, indent=1) + "\n"
@@ -384,7 +392,7 @@ def _draw(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> No
 
 
 def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
-    values = np.array(weights.mean, float)  # None becomes NaN, which is left white
+    values = np.array(weights.mean, float)  # None becomes NaN, which the map leaves white
     if weights.signed:
         most = np.nanmax(np.abs(values))
         image = axes.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")

@@ -1,8 +1,8 @@
-"""Cases that check a program's own calls of kernels against their equations, at its sizes.
+"""Test cases for the kernel calls that a given program makes, at that program's sizes.
 
-Cases have at most 8192 of a call's tokens, 8192 rows of experts, and 2048 tokens of logits: rows of
-a batch are left out first, then the end of a sequence. A call is not checked if its op has no case
-here.
+A case has at most 8192 tokens, 8192 rows of experts, or 2048 tokens of logits. If a call has more,
+rows of the batch are left out first, and then the end of each sequence. A call of an op that has no
+case here is not checked.
 """
 
 import math
@@ -21,12 +21,12 @@ _TOKENS, _LOGITS = 8192, 2048
 
 
 def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
-    """Return the cases by the name of the op (`Called.name`), each case once.
+    """Return the distinct cases for some calls, keyed by the name of the op (`Called.name`).
 
     Args:
-      calls: the calls that were collected.
-      platform: the device's platform, "tpu" or "cuda"; calls that its kernels do not serve are left
-        out.
+      calls: the calls that were collected from a program.
+      platform: the device's platform, "tpu" or "cuda". Calls that its kernels do not support are
+        left out.
     """
     found: dict[str, dict[tuple[str, str], Case]] = {}
     for call in calls:
@@ -37,7 +37,10 @@ def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
 
 
 def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
-    """Return the number of rows and of tokens in each; a single axis of tokens is one row."""
+    """Return the number of rows, and of tokens per row, limited to `most` tokens in total.
+
+    If there is only one token axis, it counts as one row.
+    """
     batch, seq = (1, *tokens)[-2:] if len(tokens) < 3 else (math.prod(tokens[:-1]), tokens[-1])
     seq = min(seq, most)
     return max(1, min(batch, most // max(seq, 1))), seq
@@ -58,7 +61,8 @@ def _key_vector(call: Called) -> Iterator[Case]:
     norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
     given = KeyVector(K, V, R, P), _capped(tuple(tokens)), dtype
     if whole.dtype == jnp.int16 or call.options.get("rebuild"):
-        # Both `undo` and `again` need a store and a read. A call that has a store is an undo.
+        # A call that has a store is an `undo`, any other an `again`. Both cases need a store and a
+        # read, so a missing one gets size 1.
         given = KeyVector(K, V, R or 1, P or 1), *given[1:]
         yield (residual.undo if R else residual.again)(*given, **norm)
     elif R and P:
@@ -83,7 +87,7 @@ def _depth(call: Called) -> Iterator[Case]:
         dtype = given.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
-    # The sources are S or N times as large as the tokens.
+    # The arrays have S or N rows per token, so the number of tokens is limited accordingly.
     tokens = _capped(tuple(tokens), max(1, _TOKENS // max(S, N)))
     yield make(size, tokens, matrix, str(dtype))
 

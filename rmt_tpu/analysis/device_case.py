@@ -1,4 +1,4 @@
-"""A call of an op with which a device's kernels are checked, and random inputs for it."""
+"""The test case type with which a device's kernels are checked, and its random inputs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,19 +14,23 @@ EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an op.
+    """A call of an op, as a test case for its kernels.
 
     Attributes:
       op: the name of the op.
-      size: the sizes, in words.
-      function: the op as `function(implementation, **inputs)`; it returns results by name.
-      inputs: makes the inputs, by name.
-      flops: FLOPs of the forward pass.
-      gradients: whether the floating inputs have gradients; all results are then floats.
-      reference: the equations as they are written, `reference(**inputs)`; None is the plain form.
-      exact: for each result that must equal an input bit for bit, the name of the input.
-      wide: results for which nothing is rounded below float32, whatever the inputs are.
-      cancels: results with rows that may cancel to nothing.
+      size: the sizes, as text.
+      function: a function that calls the op, as `function(implementation, **inputs)`, and returns
+        the results by name.
+      inputs: a function that creates the inputs, by name.
+      flops: the FLOPs of the forward pass.
+      gradients: whether to check the gradients of the floating-point inputs; if so, all results are
+        floating-point.
+      reference: a direct implementation of the equations, as `reference(**inputs)`; None means the
+        op's plain JAX form.
+      exact: maps each result that must equal an input bit for bit to the name of that input.
+      wide: the names of results that are computed in float32 throughout, even if inputs are
+        narrower.
+      cancels: the names of results with rows in which all terms may cancel.
     """
 
     op: str
@@ -42,18 +46,18 @@ class Case:
 
 
 def normal(seed: int, dtype: jax.typing.DTypeLike, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Return normally distributed numbers, drawn on the host so that nothing is compiled."""
+    """Return normally distributed numbers, drawn on the host to avoid a compilation."""
     drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return jnp.asarray(scale * drawn if scale != 1 else drawn, dtype)
 
 
 def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int) -> str:
-    """Return a size as a table shows it; bfloat16 is left out."""
+    """Return sizes as the text that a table shows; the dtype is left out if it is bfloat16."""
     named = [f"{name}={value}" for name, value in sizes.items()]
     return " ".join(["x".join(map(str, tokens)), *named, *([] if dtype == "bfloat16" else [dtype])])
 
 
 def only(inputs: Callable[[], Arrays], names) -> Arrays:
-    """Return the inputs of these names."""
+    """Return those of the inputs that are in `names`."""
     made = inputs()
     return {name: made[name] for name in names}

@@ -1,4 +1,4 @@
-"""Cases of every op that a device's kernels are checked with, at two sizes each."""
+"""The test cases for a device's kernels: every op, at two scales."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -13,9 +13,9 @@ Scale = Literal["real", "small"]
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Return the cases of all ops, at sizes of models or at the least sizes of kernels.
+    """Return test cases for all ops, at the sizes of models or at the kernels' minimum sizes.
 
-    Some have an odd number of tokens.
+    Some cases have an odd number of tokens.
     """
     return [case for op in OPS.values() for case in op(scale)]
 
@@ -57,8 +57,8 @@ def _depth(scale: Scale) -> Iterator[Case]:
 
 def _attention(scale: Scale) -> Iterator[Case]:
     if scale == "small":
-        # Cases have whole blocks and partial ones, one key head, and a head size that no lanes
-        # divide.
+        # The cases include full and partial blocks, a single key head, and a head size that does
+        # not divide into the vector lanes.
         whole = [
             (Heads(2, 16), (1, 128), {}),
             (Heads(2, 16), (2, 131), {"kv_heads": 1, "alibi": True}),
@@ -72,7 +72,7 @@ def _attention(scale: Scale) -> Iterator[Case]:
             (shapes.GPT2_160M, (4, 1023), {}),
             (Heads(16, 128), (1, 4096), {}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
-            # cuDNN takes some of these head sizes; segments are more entries of a head there.
+            # cuDNN supports only some of these head sizes, and segments add entries to each head.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],
         ]
         after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]

@@ -1,4 +1,4 @@
-"""Cases of the ops of layers, at any size: attention, linear attention, experts and logits."""
+"""Test cases for the ops in layers, at any size: attention, linear attention, experts, logits."""
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,18 @@ def attention(
     order: Rows = "size_major",
     dtype: str = "bfloat16",
 ) -> Case:
-    """Return the case of `causal_attention` on whole sequences.
+    """Return a test case for `causal_attention` on whole sequences.
 
     Args:
       size: the heads of the queries.
-      tokens: the number of rows, and of tokens in each.
-      kv_heads: the number of key and value heads; None is as many as the queries have.
-      alibi: whether logits have ALiBi's slopes.
+      tokens: the number of rows, and of tokens per row.
+      kv_heads: the number of key and value heads; None means as many as query heads.
+      alibi: whether ALiBi biases are added to the logits.
       segments: whether each row has two documents.
-      values: the head size of the values, if keys and values are separate from the queries.
-      order: the order of rows in the kernel's layout.
-      dtype: the dtype of data vectors.
+      values: the head size of the values, if they and the keys are arrays separate from the
+        queries; otherwise None.
+      order: the order of feature rows in the kernel's layout.
+      dtype: the dtype of queries, keys and values.
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
@@ -73,15 +74,15 @@ def attention(
     words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " of one document"
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
-    # The gradients of a query that sees one key, and of that key.
+    # The gradients of a query that sees only one key, and of that key, cancel to rounding errors.
     cancels = frozenset({"d_qkv", "d_k"})
     return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
 
 
 def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
-    """Return the case of attention that also sees earlier tokens.
+    """Return a test case for attention whose queries also see `before` earlier tokens.
 
-    Its gradients are the plain form's.
+    The op computes its gradients with the plain JAX form.
     """
     heads, D = size
 
@@ -102,7 +103,7 @@ def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bflo
 
 
 def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
-    """Return the case of attention to given keys, as in decoding; it has no gradient."""
+    """Return a test case for attention to given keys, as in decoding; it has no gradients."""
     heads, D = size
 
     def function(implementation, q, before, seen):
@@ -123,19 +124,19 @@ def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat1
 
 
 def _filled(batch: int, before: int) -> jax.Array:
-    """Return the number of earlier tokens of each row; rows differ by one token."""
+    """Return the number of earlier tokens in each row; consecutive rows differ by one token."""
     return jnp.arange(before - batch, before, dtype=jnp.int32)
 
 
 def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: bool = False) -> Case:
-    """Return the case of linear attention by a gated delta rule.
+    """Return a test case for linear attention with a gated delta rule.
 
     Args:
-      tokens: the number of rows, and of tokens in each.
-      size: the heads.
-      dtype: the dtype of data vectors.
-      stepwise: whether it is compared with its recurrence, which keeps every state, and not with
-        the plain form in chunks.
+      tokens: the number of rows, and of tokens per row.
+      size: the number and the size of heads.
+      dtype: the dtype of queries, keys and values.
+      stepwise: whether the reference is the token-by-token recurrence, which keeps every state in
+        memory, rather than the plain form in chunks.
     """
     heads, D = size
     rows = *tokens, heads
@@ -176,18 +177,18 @@ def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: boo
 def grouped(
     M: int, K: int, N: int, G: int, dtype: str = "bfloat16", *, rowwise: bool = False
 ) -> Case:
-    """Return the case of M rows times their group's matrix.
+    """Return a test case for grouped matrix products: each of M rows times its group's matrix.
 
     Some rows belong to no group, and one group is empty.
 
     Args:
       M: the number of rows.
-      K: the size of a row.
-      N: the size of a product.
+      K: the length of a row.
+      N: the length of a row of the product.
       G: the number of groups.
       dtype: the dtype of rows and matrices.
-      rowwise: whether it is compared with a product for every row, which needs a matrix for each,
-        and not with the plain form.
+      rowwise: whether the reference is one product per row, which copies a matrix for each row,
+        rather than the plain form.
     """
 
     def inputs():
@@ -202,7 +203,7 @@ def grouped(
         given = jnp.where(_of_a_group(rows, sizes), rows, 0)
         options = {"implementation": implementation}
         products = pallas_kernels.grouped_matmul(given, matrices, sizes, **options)
-        # The products of rows without a group are undefined.
+        # Rows without a group have undefined products, so they are replaced by zeros.
         return {"products": jnp.where(_of_a_group(rows, sizes), products, 0)}
 
     def by_rows(rows, matrices, sizes):
@@ -218,16 +219,16 @@ def _of_a_group(rows, sizes):
 
 
 def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfloat16") -> Case:
-    """Return the case of `count` rows of the tokens' choices, and of their sums by token.
+    """Return a test case that gathers tokens' rows for their chosen experts and sums by token.
 
-    Each token has `each` choices.
+    Each token has `each` choices, and `count` rows are gathered.
     """
 
     def inputs():
         order = np.random.default_rng(50).permutation(tokens * each)[:count].astype(np.int32)
         places = np.full(tokens * each, count, np.int32)
         places[order] = np.arange(len(order))
-        order = np.pad(order, (0, count - len(order)))  # rows that belong to no choice
+        order = np.pad(order, (0, count - len(order)))  # the padding rows belong to no choice
         return {
             "rows": normal(51, dtype, count, width),
             "x": normal(52, dtype, tokens, width),
@@ -251,13 +252,13 @@ def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfl
 
 
 def _of_choices(rows, places):
-    """Return the rows, with zeros in those that belong to no choice."""
+    """Return the rows, with rows that belong to no choice replaced by zeros."""
     there = jnp.zeros(len(rows), bool).at[places].set(True, mode="drop")
     return jnp.where(there[:, None], rows, 0)
 
 
 def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> Case:
-    """Return the case of logits and the sums that a loss needs; its kernels have no gradient."""
+    """Return a test case for logits and the sums that a loss needs; it has no gradients."""
 
     def inputs() -> Arrays:
         targets = np.random.default_rng(62).integers(vocab, size=tokens, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Cases of the ops of residual streams, at any size: key-vector ops and depth attention."""
+"""Test cases for the ops on residuals, at any size: key-vector ops and depth attention."""
 
 import functools
 
@@ -17,14 +17,15 @@ Tokens = tuple[int, int]
 
 # Key-vector ops -------------------------------------------------------------------------------
 
-# Results that are sums over all keys of rounded values, of a store or its gradient.
+# Results that are sums over all keys of values that were rounded before, so that their terms may
+# cancel.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
 
 
 def site(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """Return the case of `store_norm_retrieve` with its gradients."""
+    """Return a test case for `store_norm_retrieve` (write, norm and read), with gradients."""
     options = {"norm": norm, "epsilon": EPSILON}
 
     def function(implementation, **given):
@@ -52,7 +53,7 @@ def site(
 
 
 def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
-    """Return the case of the half of a site that writes."""
+    """Return a test case for a write to the residual alone."""
     made = functools.partial(_site_inputs, size, tokens, dtype)
     return Case(
         "store",
@@ -69,7 +70,7 @@ def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
 def norm_retrieve(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """Return the case of the half of a site that reads."""
+    """Return a test case for a norm and a read of the residual, without a write."""
     options = {"norm": norm, "epsilon": EPSILON}
     made = functools.partial(_site_inputs, size, tokens, dtype)
     return Case(
@@ -94,9 +95,10 @@ def norm_retrieve(
 def undo(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """Return the case of a reversible backward pass: a store in int16, and its undo.
+    """Return a test case for a reversible backward pass: a write in int16, and its undo.
 
-    Its results include the gradients; it has no gradients of its own.
+    The gradients that the undo computes are among the results; the case itself is not
+    differentiated.
     """
 
     def function(implementation, d_stored, d_retrieved, residual, **given):
@@ -126,9 +128,9 @@ def undo(
 def again(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """Return the case of an undo that reads what it rebuilt, and of the same read as an op.
+    """Return a test case for an undo that also reads the rebuilt residual, and for that read alone.
 
-    They have no gradient.
+    Neither is differentiated.
     """
 
     def function(implementation, d_stored, d_retrieved, residual, **given):
@@ -169,15 +171,15 @@ def again(
 
 
 def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> Case:
-    """Return the case of a site of one of two layers, with one token per row.
+    """Return a test case for a write, norm and read in one of two layers, with one token per row.
 
-    Its kernels have no gradient.
+    The kernels have no gradients.
     """
     tokens = (batch, 1)
 
     def inputs():
         made = _site_inputs(size, tokens, dtype)
-        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the second layer is used
+        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the op uses the second layer
         return made | {k: of_layers(made[k]) for k in ("store_keys", "gain", "read_keys")}
 
     def function(implementation, **given):
@@ -231,11 +233,11 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 
 # Depth attention ------------------------------------------------------------------------------
 
-_READ = 12  # data vectors that are read after a merge
+_READ = 12  # number of data vectors to read after a merge
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Case:
-    """Return the case of one site over all sources."""
+    """Return a test case for depth attention at one site, over all sources."""
     _, N, D = size
     return Case(
         "depth_attention",
@@ -256,7 +258,10 @@ def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Cas
 def partial(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> Case:
-    """Return the case of all sites over their sources, which are vectors, or matrices K x V."""
+    """Return a test case for depth attention of all sites at once over the same sources.
+
+    The sources are vectors, or K x V matrices if `matrix` gives K and V.
+    """
 
     def function(implementation, queries, sources):
         mixed, log_sums = pallas_kernels.depth_attention_partial(
@@ -277,9 +282,9 @@ def partial(
 def merge(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> Case:
-    """Return the case of a merge of the last site with its current source.
+    """Return a test case for merging the last site's partial result with the current source.
 
-    Vectors are normed as they are read.
+    If the residual is a vector, the merge also normalizes its result.
     """
 
     def function(implementation, mixed, log_sums, current, query, norm_gain=None):
@@ -301,7 +306,7 @@ def merge(
 
 
 def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> Case:
-    """Return the case of a merge of matrices whose norm is read in the same kernel."""
+    """Return a test case for a merge of matrices, with a norm and a read in the same kernel."""
 
     def function(implementation, mixed, log_sums, current, **given):
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
@@ -321,9 +326,9 @@ def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat
 
 
 def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> Case:
-    """Return the case of a merge of one token per row, in one of two layers.
+    """Return a test case for a merge with one token per row, in one of two layers.
 
-    Its kernels have no gradient.
+    The kernels have no gradients.
     """
     tokens = (batch, 1)
 
@@ -388,6 +393,6 @@ def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
         epsilon=EPSILON,
         norm_epsilon=EPSILON,
     )
-    # A site is merged once: its row has no later use, and therefore no other gradient.
+    # A site is merged only once, so its row of `mixed` has no later use and gets no other gradient.
     mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
     return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}

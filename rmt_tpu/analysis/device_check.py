@@ -1,7 +1,8 @@
-"""The check of a device's kernels against their equations, and the time that they take.
+"""A check of a device's kernels against their equations, with a measurement of their speed.
 
-Every case of `device_cases` runs as a program would run it, and is compared with the equations in
-float32: results, gradients of all floating inputs, and bit for bit what an undo has to restore.
+Every case of `device_cases` runs as a program would run it. Its results, and the gradients of all
+floating-point inputs, are compared with the equations evaluated in float32. Results that an undo
+must restore are compared bit for bit.
 """
 
 import contextlib
@@ -23,9 +24,10 @@ from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import placed, seconds_of, wall_seconds
 
 _ROUNDS = 3
-# The least wall-clock seconds of a measurement, and the most calls in it.
+# The minimum duration of a wall-clock measurement in seconds, and the maximum number of calls in
+# it.
 _LONG, _MOST_CALLS = 0.02, 256
-# Texts in a compiled program, and the kernels that they stand for.
+# Maps a string in a compiled program to the kernel implementation that it indicates.
 _CALLS = {
     "tpu_custom_call": "mosaic_tpu",
     "xla.gpu.triton": "triton",
@@ -35,22 +37,23 @@ _CALLS = {
 
 
 def wrong(differences: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
-    """Return the names of results that exceed their bounds, or are NaN."""
+    """Return the names of results whose difference exceeds its bound or is NaN."""
     return [name for name, d in differences.items() if not d <= bounds[name]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of a case.
+    """The outcome of checking one case.
 
     Attributes:
-      op, size: the op and the size of the case.
-      implementation: the implementation that ran.
-      differences, bounds: for each result and gradient, the values of `device_compare.compare`.
-      seconds: the time of a call, forward and backward; None if it was not timed.
-      bytes, flops: the least that the call has to move, and to compute.
-      error: why it did not run, in a line.
-      note: why it used the plain form although there is a kernel, in a line.
+      op, size: the op and the size of the case, as text.
+      implementation: the name of the implementation that ran.
+      differences, bounds: maps from each result and gradient to its difference from the equations
+        and to the bound on that difference, from `device_compare.compare`.
+      seconds: the time of one call, forward and backward, in seconds, or None if it was not timed.
+      bytes, flops: the minimum number of bytes that the call moves, and its FLOPs.
+      error: why the case did not run, in one line.
+      note: why the plain form ran although the device has a kernel, in one line.
     """
 
     op: str
@@ -66,7 +69,7 @@ class Row:
 
     @property
     def wrong(self) -> list[str]:
-        """The results that exceed their bounds."""
+        """The names of results whose difference exceeds its bound."""
         return wrong(self.differences, self.bounds)
 
     @property
@@ -75,7 +78,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The verdict of the case, in a line."""
+        """The verdict on the case, in one line."""
         if self.error:
             return f"failed: {self.error}"
         verdict = "differs: " + ", ".join(self.wrong) if self.wrong else "ok"
@@ -83,7 +86,7 @@ class Row:
 
     @property
     def worst(self) -> str | None:
-        """The result that is nearest to its bound, or farthest beyond it."""
+        """The name of the result with the largest ratio of difference to bound, or None."""
         if not self.differences:
             return None
         return max(self.differences, key=self._share)
@@ -97,7 +100,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """The FLOPs and bytes per second that this device reaches in a product and in a copy."""
+    """The measured speed of this device: FLOP/s of a matrix product, and bytes/s of a copy."""
 
     flops: float
     bytes: float
@@ -106,18 +109,18 @@ class Rates:
 def check(
     case: Case, implementation: str | None, *, interpret: bool = False, timed: bool = True
 ) -> Row:
-    """Run a case and compare it; a failure gives a row that says why.
+    """Run a case and compare its results with the equations; a failure is reported in the row.
 
     Args:
       case: the case to run.
-      implementation: the implementation, as the op takes it; None is what programs use on this
-        device.
-      interpret: whether to interpret the kernels of a TPU, on a machine without one.
-      timed: whether to time the case too.
+      implementation: the op's `implementation` argument; None means the implementation that
+        programs use on this device.
+      interpret: whether to run TPU kernels in interpret mode, on a machine without a TPU.
+      timed: whether to time the case as well.
     """
     try:
         return _check(case, implementation, interpret, timed)
-    except Exception as error:  # the check looks for kernels that do not compile
+    except Exception as error:  # any exception is a finding of this check
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return Row(case.op, case.size, implementation or "auto", error=words)
 
@@ -140,7 +143,7 @@ def _check(case: Case, implementation: str | None, interpret: bool, timed: bool)
 
 
 class Ran(NamedTuple):
-    """A case that ran, with its inputs, its results and the wanted results on the host."""
+    """A case that ran: its inputs, results and expected results, as arrays on the host."""
 
     program: jax.stages.Compiled
     inputs: Arrays
@@ -152,7 +155,7 @@ class Ran(NamedTuple):
 
 
 def run(case: Case, implementation: str | None, *, interpret: bool = False) -> Ran:
-    """Compile and run a case, and run its equations; see `check` for the arguments."""
+    """Compile and run a case, and evaluate its equations; see `check` for the arguments."""
     inputs = case.inputs()
     cotangents = _cotangents(case, inputs)
     with contextlib.ExitStack() as stack:
@@ -173,7 +176,7 @@ def run(case: Case, implementation: str | None, *, interpret: bool = False) -> R
 
 
 def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
-    """Return results and gradients by the equations, entirely in float32."""
+    """Return the expected results and gradients, by evaluating the equations in float32."""
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     plain = lambda _, **given: case.reference(**given)
     exact = case if case.reference is None else dataclasses.replace(case, function=plain)
@@ -183,7 +186,7 @@ def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
 
 
 def measure_rates(*, small: bool = False) -> Rates:
-    """Measure a product of two square bfloat16 matrices, and a copy of float32 numbers."""
+    """Measure the speed of a square bfloat16 matrix product and of a float32 copy."""
     n = 512 if small else 8192
     length = 2**22 if small else 2**28
     square = jnp.ones((n, n), "bfloat16")
@@ -194,7 +197,7 @@ def measure_rates(*, small: bool = False) -> Rates:
 
 
 def table(rows: Sequence[Row], rates: Rates | None) -> str:
-    """Return a Markdown table with one line per case."""
+    """Return a Markdown table with one row per case."""
     lines = [
         "| op | size | implementation | largest difference | bound | time, ms | of the device | |",
         "|---|---|---|---|---|---|---|---|",
@@ -213,7 +216,10 @@ def table(rows: Sequence[Row], rates: Rates | None) -> str:
 
 
 def share(row: Row, rates: Rates | None) -> str:
-    """Return the larger of a call's shares of a copy's bandwidth and a product's FLOP/s."""
+    """Return how near a call comes to the device's measured speed, as text.
+
+    It is the larger of two fractions: of a copy's bandwidth, and of a matrix product's FLOP/s.
+    """
     if rates is None or not row.seconds:
         return ""
     bandwidth = row.bytes / row.seconds / rates.bytes
@@ -222,7 +228,7 @@ def share(row: Row, rates: Rates | None) -> str:
 
 
 def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
-    """Return the record of a machine as JSON values; numbers that are not finite become null."""
+    """Return all results for a machine as JSON values; non-finite numbers become null."""
     number = lambda x: x if x is None or math.isfinite(x) else None
     names = lambda values: {name: number(x) for name, x in values.items()}
     of_row = lambda row: (
@@ -247,7 +253,10 @@ def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict
 def results_and_gradients(
     case: Case, implementation: str | None
 ) -> Callable[[Arrays, Arrays], Arrays]:
-    """Return a function that gives results by name, and gradients as "d_" and an input's name."""
+    """Return a function of inputs and cotangents that returns results and gradients by name.
+
+    A gradient's name is "d_" followed by the name of the input.
+    """
 
     def both(inputs: Arrays, cotangents: Arrays) -> Arrays:
         function = functools.partial(case.function, implementation)
@@ -268,7 +277,7 @@ def _cotangents(case: Case, inputs: Arrays) -> Arrays:
 
 
 def abstract_cotangents(case: Case, inputs: Arrays) -> Arrays:
-    """Return shapes and dtypes of the cotangents of a case's results; none without gradients."""
+    """Return the shapes and dtypes of a case's cotangents; {} for a case without gradients."""
     if not case.gradients:
         return {}
     return jax.eval_shape(functools.partial(case.function, "xla"), **inputs)
@@ -281,7 +290,7 @@ def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:
 
 
 def _wall_seconds(program: jax.stages.Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
-    """Return the seconds per call, with as many calls as can be measured."""
+    """Return the wall-clock seconds per call, averaged over enough calls for a reliable time."""
     calls, taken = 1, 0.0
     while (taken := wall_seconds(program, arguments, calls)) < _LONG and calls < _MOST_CALLS:
         calls *= 4

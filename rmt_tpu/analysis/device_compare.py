@@ -1,18 +1,20 @@
-"""The distance of a device's results from their equations, and the bounds on it.
+"""Comparison of a device's results with the equations, and bounds on their differences.
 
-An error is measured against the size of its row, the last axis of an array (or last axes, with at
-least 16 entries together): an error confined to rows of small values counts as much as one in rows
-of large values. The size of a row is its largest value, and at least 1/16 of the largest row's, or
-1/4 where rows may cancel: the gradient of a query that sees one key consists only of rounding
-errors. In addition to the largest error, the root mean square of all errors over that of the wanted
-values has a narrower bound, because few rounding errors are as large as they can be.
+An error is measured relative to the magnitude of its row. A row is the last axis of an array, or
+the last axes that have at least 16 entries together. Therefore, an error confined to rows of small
+values counts as much as one in rows of large values. The magnitude of a row is its largest absolute
+value, but at least 1/16 of the largest row's. Where rows may cancel, it is at least 1/4: for
+example, the gradient of a query that sees only one key consists entirely of rounding errors. In
+addition, the root mean square of all errors, relative to the root mean square of the expected
+values, has a tighter bound, because few rounding errors are as large as they can be.
 
-Bounds follow from the dtype of the inputs and the length of a sum. An entry of bfloat16 is off by
-at most 2^-8 of itself when it is rounded. A result is rounded once, and up to five of its factors
-are rounded before it, some with millions of entries in the same direction: the bounds are 6 * 2^-8
-of a row, and 2 * 2^-8 of the root mean square. Float32 rounds by 2^-24, at each of the n terms of a
-sum in either direction: the bound is 4 sqrt(n) 2^-24, and eight times as much for exponentials and
-for products that a device makes of several bfloat16 products.
+Bounds follow from the dtype of the inputs and the lengths of sums. Rounding to bfloat16 changes an
+entry by at most 2^-8 of its value. A result is rounded once, and up to five of its factors are
+rounded before it, some with millions of entries that are off in the same direction. Therefore the
+bounds are 6 * 2^-8 of the row's magnitude, and 2 * 2^-8 for the root mean square. Float32 rounds
+each of the n terms of a sum by up to 2^-24, in either direction. The bound is 4 sqrt(n) 2^-24, and
+eight times as much for exponentials and for products that the device computes as several bfloat16
+products.
 """
 
 import math
@@ -24,21 +26,21 @@ import numpy as np
 
 from rmt_tpu.analysis.device_case import Arrays, Case
 
-# The unit roundoffs of bfloat16 and float32.
+# The unit roundoffs of bfloat16 and of float32.
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
 _OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
-_ROW = 16  # the least number of entries in a row
-_BLOCK = 2**22  # entries that are compared at a time
-MEAN = " (rms)"  # appended to a name for its root mean square
+_ROW = 16  # minimum number of entries in a row
+_BLOCK = 2**22  # number of entries compared at a time
+MEAN = " (rms)"  # appended to a result's name for its root mean square
 
 
 class Error(NamedTuple):
-    """The error of an array.
+    """The error of an array, as two relative figures.
 
     Attributes:
-      largest: the largest error, relative to the size of its row.
-      mean: the root mean square of the errors, relative to that of the wanted values.
+      largest: the maximum error, relative to the magnitude of its row.
+      mean: the root mean square of the errors, relative to that of the expected values.
     """
 
     largest: float
@@ -48,10 +50,12 @@ class Error(NamedTuple):
 def compare(
     case: Case, inputs: Arrays, got: Arrays, want: Arrays
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the differences and their bounds by name; root mean squares are "name (rms)".
+    """Return the differences of results from expected values, and the bounds on them, by name.
 
-    The difference of a result that must be exact is its largest number of integer steps. A
-    difference is NaN where one of two arrays has NaN or infinity, or the shapes differ.
+    Each result has a maximum difference, under its name, and a root mean square, under "name
+    (rms)". For a result that must be exact, the difference is the maximum distance in integer
+    steps. A difference is NaN if one of the two arrays contains NaN or infinity, or if their shapes
+    differ.
     """
     differences, bounds = {}, {}
     for name, x in got.items():
@@ -68,22 +72,23 @@ def compare(
 
 
 def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> Error:
-    """Return the bound on results of these inputs.
+    """Return the bound on the error of results that are computed from `inputs`.
 
-    With `wide`, nothing in the result is rounded to the dtype of the inputs.
+    With `wide`, no step of the computation rounds to the dtype of the inputs.
     """
     if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
         return Error(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
-    # No sum is longer than an array without its last axis, or than one axis.
+    # An upper bound on the length of a sum: over all axes but the last, or over any single axis.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
     most = 32 * math.sqrt(max(length, 1)) * _WIDE
     return Error(most, most / 2)
 
 
 def error(got: Any, want: Any, *, cancels: bool = False) -> Error:
-    """Return the error of an array.
+    """Return the error of the array `got` relative to the array `want`.
 
-    It is NaN if one of the two has NaN or infinity, or if the shapes differ.
+    The error is NaN if one of the two arrays contains NaN or infinity, or if their shapes differ.
+    With `cancels`, the terms of some rows may cancel (see the module's docstring).
     """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:

@@ -1,4 +1,4 @@
-"""The dry run of a training run: checked as `train` checks it, with nothing computed."""
+"""A dry run of training, which makes the checks that `train` makes but computes nothing."""
 
 import json
 
@@ -23,17 +23,18 @@ def dry_run(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> str:
-    """Return the config of a run as it would be on these devices, and its sizes.
+    """Check a run as `train` would, and report its resolved config and its sizes on these devices.
 
     Args:
-      config: the config of the run.
-      name: the name of its model.
-      folder: the folder that it would be in; nothing is written there.
+      config: the run's config.
+      name: the name of the run's model.
+      folder: the run folder; nothing is written there.
       change_config: see `runs.workdir.open_workdir`.
       from_step: see `runs.workdir.step_to_go_back_to`.
 
     Returns:
-      JSON of the config, and lines with parameters, FLOPs, memory, tokens and the execution plan.
+      The config as JSON, followed by lines on parameters, FLOPs, memory, tokens and the execution
+      plan.
 
     Raises:
       UsageError, MeshError: `train` would refuse the run.

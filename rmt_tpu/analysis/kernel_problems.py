@@ -1,4 +1,4 @@
-"""The kernels that programs call, and their sizes, on a device that need not be there."""
+"""The kernels to tune for a program, with the sizes at which it calls them on a given target."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
 def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
-    """Return the kernels of the ops' cases, for both passes."""
+    """Return the kernels that the ops' cases call, in the forward and the backward pass."""
 
     def trace() -> None:
         for op in ops:
@@ -29,13 +29,13 @@ def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
 
 
 def of_preset(step: Step, target: Target) -> list[Problem]:
-    """Return the kernels of a preset: its train step, reading a prompt, and a decode step.
+    """Return the kernels that a preset calls in a train step, in reading a prompt and in decoding.
 
-    The prompt is as long as the step's sequences.
+    The prompt is as long as the sequences of the train step.
 
     Raises:
       UsageError: the preset does not exist.
-      MeshError: a size does not divide.
+      MeshError: a size of the model or batch does not divide over the mesh.
     """
     config = step.config()
 
@@ -55,7 +55,7 @@ def of_preset(step: Step, target: Target) -> list[Problem]:
 
 def _problems(target: Target, trace: Callable[[], None]) -> list[Problem]:
     with lowering_for(target.kind), tuned.collecting() as looks:
-        if target.platform == "cuda":  # kernels are used there only on request
+        if target.platform == "cuda":  # on GPUs, kernels are used only on request
             with preferring("pallas"):
                 trace()
         else:

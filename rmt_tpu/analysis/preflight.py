@@ -1,10 +1,11 @@
-"""A check of whether a train step fits the devices of a topology, and of what it costs there.
+"""A check of whether a train step fits in the memory of a topology's devices, and what it costs.
 
-The exact step that `train` runs, or what an engine runs for a part of a prompt, is compiled for all
-devices of a topology that need not exist. What is in memory comes from XLA's own buffer assignment,
-which exists even for a program that does not fit. Time is estimated: see `step_cost`. Collectives
-take the bytes that a device sends over the maker's bandwidth of all its links, or, between slices,
-over its share of the data center's network.
+The exact step that `train` runs, or the program that an engine runs for a part of a prompt, is
+compiled for all devices of a topology, which need not be present. The contents of memory come from
+XLA's own buffer assignment, which exists even for a program that does not fit. The time is an
+estimate (see `step_cost`). The time of a collective is the number of bytes that a device sends
+divided by a bandwidth: the maker's figure for all of the device's links or, between slices, the
+device's share of the data center's network.
 """
 
 import contextlib
@@ -35,9 +36,9 @@ from rmt_tpu.estimator import (
 )
 from rmt_tpu.training.run import resolved
 
-# The kinds of what is in memory: arguments, what only a step needs, and the program itself.
+# The kinds of memory use: arguments, buffers that exist only during a step, and the program's code.
 KINDS = ("parameters", "optimizer", "cache", "batch", "activations", "temporaries", "program")
-# The parts of a step's time, and the parts of `step_cost` that they consist of.
+# Maps each reported part of a step's time to the parts of `step_cost` that it consists of.
 GROUPS = {
     "cores": ("attention", "feed_forward", "projections"),
     "residual": ("residual",),
@@ -49,7 +50,8 @@ GROUPS = {
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NO_MEMORY = "Ran out of memory on HBM"
-# In an op_name, JAX's wrappers of scopes, and parts that say nothing about the model.
+# Matches components of an op_name: scopes inside JAX's wrappers, and names that say nothing about
+# the model.
 _WRAPPED = re.compile(r"^(?:transpose\()?(?:jvp|vmap)\(([\w/]*)\)\)?$")
 _PLUMBING = re.compile(
     r"^(jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation"
@@ -59,13 +61,13 @@ _PLUMBING = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A buffer at the moment when most memory is needed.
+    """A buffer that is in memory at the step's peak.
 
     Attributes:
-      kind: one of KINDS.
-      name: its meaning in the model.
-      shape: its dtype and shape on a device.
-      bytes: its size with padding.
+      kind: the kind of memory use, one of KINDS.
+      name: what the buffer holds, in terms of the model.
+      shape: the dtype and per-device shape, as text.
+      bytes: the size in bytes, including padding.
     """
 
     kind: str
@@ -76,16 +78,16 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind along the same axes, in one step.
+    """All collectives in one step with the same kind and the same mesh axes.
 
     Attributes:
-      kind: XLA's name of the kind.
-      axes: the axes of the mesh, joined by " x ".
-      instructions: the number of instructions in the program.
-      calls: how often they run in a step.
-      bytes: the bytes that a device sends.
+      kind: XLA's name for the kind.
+      axes: the mesh axes, joined by " x ".
+      instructions: the number of such instructions in the program.
+      calls: the number of times that they run in a step.
+      bytes: the bytes that one device sends.
       overlapped: the part of `bytes` that is sent during other work.
-      between_slices: whether they use the data center's network.
+      between_slices: whether the bytes are sent over the data center's network.
     """
 
     kind: str
@@ -99,17 +101,16 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """The estimated time of one step, in seconds.
+    """The estimated time of one step; times are in seconds.
 
     Attributes:
-      parts: the time by GROUPS, without collectives, by the best guess.
-      by_model: the time of all parts, by each of `estimator.MODELS`.
-      collectives: the time of all collectives, if none is hidden behind other work.
-      overlapped: the part of it that may be hidden.
-      mfu: model FLOPs, with the causal half of attention, relative to the devices' peak, for a step
-        that takes `total`.
-      unknown_loops: the number of loops whose trip count could not be read; they count as running
-        once.
+      parts: maps each of GROUPS to its time by the best-guess cost model, without collectives.
+      by_model: maps each of `estimator.MODELS` to the time of all parts together.
+      collectives: the time of all collectives if none overlaps with other work.
+      overlapped: the time of those collectives that can overlap with other work.
+      mfu: the model FLOPs utilization of a step that takes `total`: the model's FLOPs, counting
+        only the causal half of attention, as a fraction of the devices' peak.
+      unknown_loops: the number of loops with an unknown trip count; each counts as one iteration.
     """
 
     parts: dict[str, float]
@@ -125,22 +126,22 @@ class Time:
 
     @property
     def total(self) -> float:
-        """The time if no collective were hidden."""
+        """The time if no collective overlaps with other work."""
         return self.compute + self.collectives
 
     @property
     def least(self) -> float:
-        """The time if every collective that can be hidden were."""
+        """The time if every collective that can overlap with other work is hidden completely."""
         return self._hidden(self.compute)
 
     @property
     def range(self) -> tuple[float, float]:
-        """The range from `least` by the lowest model of cost to `total` by the highest."""
+        """The range of times: `least` by the lowest cost model, and `total` by the highest."""
         shortest, longest = min(self.by_model.values()), max(self.by_model.values())
         return self._hidden(shortest), longest + self.collectives
 
     def mfu_of(self, seconds: float) -> float:
-        """Return the `mfu` of a step that takes `seconds`."""
+        """Return the model FLOPs utilization of a step that takes `seconds`."""
         return self.mfu * self.total / seconds if seconds else 0.0
 
     def _hidden(self, compute: float) -> float:
@@ -149,22 +150,22 @@ class Time:
 
 @dataclasses.dataclass(frozen=True)
 class Preflight:
-    """The result of compiling a train step for a topology.
+    """The result of compiling a train step, or a program of the engine, for a topology.
 
     Attributes:
-      config: the config of the run.
+      config: the run's config.
       target: the device and its topology.
-      mesh: the sizes of the axes.
+      mesh: the size of each mesh axis by name.
       fits: whether the step fits in memory.
-      limit: bytes of a device's memory that a program can use.
-      memory: bytes of a device, by KINDS.
-      gaps: the part of the temporaries that lies unused between them.
-      buffers: the buffers, the largest first.
-      traffic: the collectives, those with most bytes first.
-      time: the estimated time; None if the step does not fit, or there is no model of time.
-      compile_seconds: the seconds of compilation; None if the step does not fit.
-      launches: on a GPU, how many kernels and copies a step launches; else None.
-      prompt: the prompt that is read or continued instead of a train step, or None.
+      limit: the bytes of a device's memory that are available to a program.
+      memory: maps each of KINDS to the bytes that it takes on one device.
+      gaps: the bytes within "temporaries" that are unused, because they lie between buffers.
+      buffers: the buffers in memory at the peak, largest first.
+      traffic: the collectives, in descending order of bytes.
+      time: the estimated time, or None if the step does not fit or the target has no time model.
+      compile_seconds: the time that compilation took in seconds, or None if the step does not fit.
+      launches: for a GPU, the number of kernels and copies that a step launches; otherwise None.
+      prompt: the prompt to read or continue, if that replaces the train step; otherwise None.
     """
 
     config: RunConfig
@@ -183,20 +184,20 @@ class Preflight:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The KINDS that can occur."""
+        """The KINDS that can occur in this program."""
         others = {"cache"} if self.prompt is None else {"optimizer", "activations"}
         return tuple(kind for kind in KINDS if kind not in others)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that are read in a step."""
+        """The number of tokens that a step processes."""
         if self.prompt is not None:
             return self.prompt.new_tokens
         return self.config.train.batch_size * self.config.data.seq_len
 
     @property
     def attention(self) -> tuple[Attends, ...]:
-        """The forms that attention takes; empty for decode steps, which use another attention."""
+        """The implementations of attention; empty for decode steps, which use a separate op."""
         if self.prompt is None:
             length = self.config.data.seq_len
         elif self.prompt.rows is None:
@@ -211,11 +212,11 @@ class Preflight:
 
     @property
     def used(self) -> int:
-        """The bytes of all kinds."""
+        """The total bytes of memory that a device needs."""
         return sum(self.memory.values())
 
     def json(self) -> dict[str, Any]:
-        """Return all results, in bytes and seconds; times are estimates."""
+        """Return all results as JSON values, in bytes and (estimated) seconds."""
         time = self.time and dataclasses.asdict(self.time) | {
             "total": self.time.total,
             "least": self.time.least,
@@ -253,21 +254,22 @@ def preflight(
     """Compile the train step of a run for all devices of a topology.
 
     Args:
-      config: the config of the run; "auto" values are taken as on an accelerator.
-      target: the target, from `parse_topology`.
-      progress: is called with a line when the step is compiled.
-      prompt: a prompt to read a part of, or to continue, instead of a train step.
+      config: the run's config; "auto" values are resolved as they would be on an accelerator.
+      target: the device and topology, from `parse_topology`.
+      progress: a function that is called with a line of text when the step has been compiled.
+      prompt: if given, the program that reads a part of this prompt, or continues it, is compiled
+        instead of the train step.
 
     Raises:
       UsageError: the run's mesh or a size does not fit the topology.
       CompilerError: there is no compiler.
-      RunError: the step does not compile, for another reason than its memory.
+      RunError: the step does not compile for a reason other than memory.
     """
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
-        # Only remat is resolved here: the residual's dtype follows from it, and has to follow from
-        # another remat that is advised.
+        # Only remat is resolved here. The residual's dtype depends on remat and stays "auto", so
+        # that it is resolved again if the advice sets another remat.
         config = overrides.apply(config, {"model.remat": resolved(config).model.remat})
     given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
@@ -283,11 +285,14 @@ def preflight(
 def lower_run(
     devices: Sequence[jax.Device], config: dict[str, Any]
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """Return the train step lowered for all devices of a topology, and `sizes_of` its mesh.
+    """Lower (for compilation) the train step for all devices of a topology.
 
     Args:
-      devices: the devices, which need not exist.
+      devices: the devices, which need not be present.
       config: a RunConfig as JSON values.
+
+      Returns:
+        The lowered step, and `sizes_of` its mesh.
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
@@ -299,7 +304,7 @@ def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> P
     memory, gaps, buffers = _memory(assignment_of(program))
     memory["program"] = program.memory["generated_code"]
     sent = collectives(program.module, mesh, program.info["ids"])
-    # The TPU compiler refuses what does not fit; the GPU compiler does not.
+    # The TPU compiler rejects a program that does not fit in memory, but the GPU compiler does not.
     fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm
     report = Preflight(
         config=config,
@@ -363,7 +368,7 @@ def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[Held, ..
 
 
 def _argument(path: str) -> str:
-    """Return the kind of an argument, by its path."""
+    """Return the kind of memory use, one of KINDS, for the argument at a path."""
     names = re.findall(r"\w+", path)
     kinds = {"params": "parameters", "cache": "cache"}
     kinds |= dict.fromkeys(("optimizer", "copies"), "optimizer")
@@ -371,9 +376,9 @@ def _argument(path: str) -> str:
 
 
 def readable(op_name: str) -> str:
-    """Return an op_name without the wrappers of JAX and XLA, or an argument's path."""
+    """Return an op_name or argument path in readable form, without the wrappers of JAX and XLA."""
     if _is_path(op_name):
-        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # the path may be a key itself
+        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # a key of a dict may itself be a path
         path = re.sub(r"\['([^']*)'\]", r".\1", path)
         return re.sub(r"^(args\[\d\]|state|batch)\.|\.value$", "", path)
     scopes = []
@@ -391,7 +396,7 @@ def readable(op_name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    """Return whether a name is the path of an argument, and not an op_name."""
+    """Return whether a name is an argument's path, rather than an op_name."""
     return re.match(r"\w+(\[|\.\w)", name) is not None and "/" not in name
 
 

@@ -1,4 +1,4 @@
-"""Advice on what to change if a train step does not fit, as flags for each change."""
+"""Advice on flags to change if a train step, or reading a prompt, does not fit in memory."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,13 @@ from rmt_tpu.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A change with which a step needs less memory.
+    """A change of flags with which a step needs less memory.
 
     Attributes:
-      flags: the flags to give, instead of those given before.
-      why: what the change does.
-      bytes: the bytes that a device would then need, estimated in proportion; None if unknown.
+      flags: the flags to set; they replace earlier values of the same flags.
+      why: the effect of the change.
+      bytes: the memory that a device would then need, in bytes, by a proportional estimate; None if
+        unknown.
     """
 
     flags: str
@@ -25,28 +26,30 @@ class Advice:
     bytes: int | None
 
 
-# The share of a device's memory to aim at: proportional estimates differ from the compiler's sizes.
+# The fraction of a device's memory to aim for. It leaves a margin, because proportional estimates
+# differ from the compiler's sizes.
 _ROOM = 0.95
 
 
 def advice(report: Preflight) -> list[Advice]:
-    """Return legal changes that help a step to fit, the first thing to try first.
+    """Return valid changes that help a step to fit in memory, in the order in which to try them.
 
-    A change is left out if it would neither make the step fit nor save a twentieth of the memory.
+    A change is left out if it would neither make the step fit nor save at least 5% of its memory.
     """
     if report.prompt is not None:
         return _smaller_part(report)
     state = report.memory["parameters"] + report.memory["optimizer"]
     steps = [*_remat(report), *_parts(report), *_smaller_batch(report)]
     shards = _more_shards(report)
-    # If the state takes most of the memory, savings of activations do not suffice.
+    # If parameters and optimizer take most of the memory, saving activations is not enough, so
+    # sharding comes first.
     ordered = [*shards, *steps] if state > report.limit // 2 else [*steps, *shards]
     helps = lambda size: size is None or size <= max(report.limit, _ROOM * report.used)
     return [step for step in [*ordered, *_more_chips(report)] if helps(step.bytes)]
 
 
 def _smaller_part(report: Preflight) -> list[Advice]:
-    """Return advice to read a smaller part of a prompt: temporaries are proportional to it."""
+    """Return advice to read fewer tokens of a prompt at a time, which shrinks temporaries."""
     if report.prompt.rows is not None:
         return []
     part, work = report.prompt.part, report.memory["temporaries"]
@@ -57,7 +60,7 @@ def _smaller_part(report: Preflight) -> list[Advice]:
 
 
 def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the first size that fits with some room to spare, or else the last."""
+    """Return the first (value, bytes) pair that fits with a margin, or the last if none does."""
     fitting = (s for s in sized if s[1] <= _ROOM * report.limit)
     return next(fitting, sized[-1] if sized else None)
 
@@ -84,7 +87,7 @@ def _remat(report: Preflight) -> list[Advice]:
 
 
 def _rows(report: Preflight) -> int:
-    """Return the number of sequences of a batch on one device."""
+    """Return the number of a batch's sequences that one device processes."""
     return report.config.train.batch_size // _batch_shards(report.mesh)
 
 
@@ -93,9 +96,9 @@ def _batch_shards(mesh: dict[str, int]) -> int:
 
 
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
-    """Return the bytes with this fraction of the tokens at a time.
+    """Return the estimated bytes if a device processes the fraction `part` of its tokens at a time.
 
-    Gradients stay as large as the parameters.
+    The memory of gradients does not shrink. `extra` bytes are added.
     """
     gradients = min(report.memory["parameters"], report.memory["temporaries"])
     work = report.memory["activations"] + report.memory["temporaries"] - gradients
@@ -103,12 +106,15 @@ def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
 
 
 def _parts(report: Preflight) -> list[Advice]:
-    """Return advice to accumulate: the fewest parts that fit in proportion, or else the most."""
+    """Return advice on gradient accumulation: the fewest parts that fit by a proportional estimate.
+
+    If no number of parts fits, the maximum is advised.
+    """
     if report.mesh.get("stage", 1) > 1:
         return _microbatches(report)
     now, rows = report.config.train.accumulate, _rows(report)
     more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
-    # Accumulation keeps another gradient in addition to the one that is added to it.
+    # Accumulation keeps a sum of gradients in addition to the current gradient.
     extra = report.memory["parameters"] if now == 1 else 0
     chosen = _enough(report, [(n, _with_rows(report, now / n, extra)) for n in more])
     if chosen is None:
@@ -118,9 +124,10 @@ def _parts(report: Preflight) -> list[Advice]:
 
 
 def _microbatches(report: Preflight) -> list[Advice]:
-    """Return advice on a pipeline's microbatches: the fewest that fit in proportion.
+    """Return advice on a pipeline's microbatches: the fewest that fit by a proportional estimate.
 
-    A pipeline keeps a bounded number of them, whatever their total.
+    More microbatches save memory, because the number of microbatches in memory at a time is
+    bounded.
     """
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate
@@ -149,9 +156,9 @@ def _mesh_flag(mesh: dict[str, int]) -> str:
 
 
 def _more_shards(report: Preflight) -> list[Advice]:
-    """Return advice for more fsdp in place of data.
+    """Return advice to enlarge the `fsdp` mesh axis at the expense of the `data` axis.
 
-    If a device has one row of the batch, more sequence is advised too.
+    If a device already has only one row of the batch, enlarging the `sequence` axis is advised too.
     """
     mesh, model = report.mesh, report.config.model
     state = report.memory["parameters"] + report.memory["optimizer"]
@@ -177,7 +184,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
 
 
 def _more_chips(report: Preflight) -> list[Advice]:
-    """Return advice for twice as many chips, for fsdp; all three sides of a pod stay even."""
+    """Return advice to use twice as many chips, along `fsdp`; all sides of a 3D pod stay even."""
     target, train = report.target, report.config.train
     name, sides = target.topology.partition(":")[0], list(target.shape)
     if len(sides) > 1 and math.prod(sides) == 1:

@@ -1,4 +1,4 @@
-"""Preflights as text and as pictures."""
+"""Preflight reports (see `preflight`), as text and as pictures."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rmt_tpu.analysis.preflight import Preflight
 from rmt_tpu.analysis.preflight_advice import advice
 from rmt_tpu.estimator.calibration import error_bar
 
-_WIDTH = 40  # characters of a bar
+_WIDTH = 40  # length of a bar in characters
 _MEANING = {
     "parameters": "as they are kept",
     "optimizer": "moments, counts and bfloat16 copies of weights",
@@ -25,7 +25,7 @@ _FORMS = {
 
 
 def report_text(report: Preflight, name: str, count: int = 12) -> str:
-    """Return a whole preflight as text for a terminal, with its `count` largest buffers."""
+    """Return a preflight report for a terminal, with the `count` largest buffers."""
     sections = [
         _heading(report, name),
         _attention(report),
@@ -39,11 +39,11 @@ def report_text(report: Preflight, name: str, count: int = 12) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-_THINNEST = 0.003  # the least share of a bar's length that is shown
+_THINNEST = 0.003  # minimum fraction of a bar's length at which a segment is shown
 
 
 def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
-    """Draw what a device's memory holds as one bar, stacked by kind, and the memory's limit."""
+    """Draw the use of a device's memory as one bar stacked by kind, with the memory limit."""
     from matplotlib.figure import Figure
 
     unit, name_of_unit = _unit(report)
@@ -52,7 +52,7 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
     left = 0.0
     for i, kind in enumerate(report.kinds):
         size = report.memory[kind] / unit
-        # A kind that is too thin to be seen is left out of the legend too.
+        # A segment that is too thin to see is also left out of the legend.
         label = f"{kind} {size:.2f}" if size > _THINNEST * _scale(report) / unit else "_"
         axes.barh([0], [size], 0.5, left=left, label=label, color=f"C{i}")
         left += size
@@ -68,15 +68,15 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
 
 
 def _unit(report: Preflight) -> tuple[int, str]:
-    """Return the unit of amounts and its name: MiB if no kind reaches 0.1 GiB."""
+    """Return the unit for sizes, in bytes, and its name: MiB if all kinds are below 0.1 GiB."""
     small = max(report.memory.values()) < 0.1 * 2**30
     return (2**20, "MiB") if small else (2**30, "GiB")
 
 
 def _scale(report: Preflight) -> int:
-    """Return the bytes of a bar's full length.
+    """Return the number of bytes that a bar of full length stands for.
 
-    They are the device's memory, or what is used if that is little.
+    It is the device's memory, or less if the step uses only a small part of that.
     """
     few = _unit(report)[1] == "MiB"
     return max(report.used, 1) if few else max(report.used, report.limit)
@@ -185,7 +185,7 @@ def _collectives(report: Preflight) -> str:
 def _launches(report: Preflight) -> str:
     if report.launches is None:
         return ""
-    # The compiler asks for cuDNN's work space only when there is a GPU.
+    # The compiler asks cuDNN for the size of its workspace only when a GPU is present.
     return f"kernels and copies launched: {report.launches:,} a step; work space of cuDNN not known"
 
 
@@ -246,7 +246,7 @@ def _advice(report: Preflight) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table with columns as wide as they need to be, and numbers aligned to the right."""
+    """Return a text table with minimum column widths and right-aligned numbers."""
     columns = list(zip(heads, *rows, strict=True))
     lines = []
     for row in (heads, *rows):

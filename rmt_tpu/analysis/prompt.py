@@ -1,4 +1,4 @@
-"""Programs that read or continue a long text on all devices of a topology that need not exist."""
+"""Compilation of the engine's programs that read or continue a prompt, for absent devices."""
 
 import dataclasses
 import warnings
@@ -28,12 +28,12 @@ _WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt that is read, or rows of prompts that are continued.
+    """A prompt for the engine to read a part of, or several rows of such prompts to continue.
 
     Attributes:
-      tokens: the tokens of the prompt, for which the cache has room.
-      part: how many of them are read at a time.
-      rows: how many rows of such prompts get new tokens, instead of reading one; None reads one.
+      tokens: the number of tokens in a prompt, which is also the capacity of the cache.
+      part: the number of tokens that are read at a time.
+      rows: the number of rows to generate new tokens for, or None to read a prompt instead.
     """
 
     tokens: int
@@ -42,11 +42,11 @@ class Prompt:
 
     @property
     def new_tokens(self) -> int:
-        """The number of tokens that a program processes."""
+        """The number of tokens that one run of the program processes."""
         return self.part if self.rows is None else self.rows * STEPS
 
     def check(self, model: ModelConfig) -> None:
-        """Raise UsageError if the model has no positions for the prompt."""
+        """Check that the model has positions for the whole prompt, or raise UsageError."""
         learned = model.learned_positions
         if learned is not None and learned.max_length < self.tokens:
             raise UsageError(
@@ -59,14 +59,14 @@ class Prompt:
 def lower_prompt(
     devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int, rows: int | None
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """Lower the engine's program for a part of a prompt or for new tokens.
+    """Lower (for compilation) the engine's program that reads a prompt or generates tokens.
 
     Args:
-      devices: the devices, which need not exist.
-      config: a RunConfig as JSON values; only the mesh of its `train` is used.
-      tokens: the tokens of the prompt.
-      part: how many of them are read at a time.
-      rows: how many rows get STEPS new tokens each, instead of reading; None reads.
+      devices: the devices, which need not be present.
+      config: a RunConfig as JSON values; of its `train` field, only the mesh is used.
+      tokens: the number of tokens in the prompt.
+      part: the number of tokens that are read at a time.
+      rows: the number of rows to generate STEPS new tokens for, or None to read a prompt instead.
 
     Returns:
       The lowered program, and `sizes_of` its mesh.
@@ -87,7 +87,7 @@ def lower_prompt(
             f"multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
-        # Some kernels serve only calls with many tokens, others only calls with few.
+        # Ignore this warning: some kernels support only calls with many tokens, others only few.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, rows or SLOTS + -SLOTS % devices)
     model, params = programs.Model.of(decoder)
@@ -107,7 +107,7 @@ def lower_prompt(
 def _lowered_steps(
     model: programs.Model, params: nnx.State, mesh: Mesh, rows: int, capacity: int
 ) -> jax.stages.Lowered:
-    """Lower a dispatch of STEPS tokens per row."""
+    """Lower (for compilation) a dispatch that generates STEPS tokens per row."""
     of_device = rows // model.devices("batch")
     make = lambda params: programs.empty_rows(model, params, of_device, capacity)
     placed = lambda x, spec=None: _at(x, mesh, spec or _WHOLE)
@@ -119,20 +119,20 @@ def _lowered_steps(
     ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))
     given = of_rows, used, how, ends, shape((), jnp.bool_)
     with warnings.catch_warnings():
-        # Some kernels serve only calls with many tokens.
+        # Ignore this warning, because some kernels support only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         return programs.steps.lower(model, params, *given, STEPS)
 
 
 def sizes_of(mesh: Mesh) -> dict[str, Any]:
-    """Return the sizes of the mesh's axes, and its devices' ids if there are several slices."""
+    """Return the axis sizes of a mesh, and the ids of its devices if there are several slices."""
     devices = mesh.devices.flatten().tolist()
     several = len({getattr(device, "slice_index", 0) for device in devices}) > 1
     return {"mesh": dict(mesh.shape), "ids": [d.id for d in devices] if several else None}
 
 
 def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
-    """Return a decoder of shapes in the compute dtype, with the shardings of the mesh."""
+    """Return a decoder of abstract arrays in the compute dtype, sharded over the mesh."""
     config = repeated_model(config, mesh)
     abstract = nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
     graphdef, state = nnx.split(abstract, nnx.Param)

@@ -1,4 +1,4 @@
-"""The speed of reading a token store, and whether a step would wait for it."""
+"""A measurement of how fast a token store is read, and whether train steps would wait for it."""
 
 import time
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from rmt_tpu.storage import Folder
 
 
 class ReadingReport(NamedTuple):
-    """The speed of reading random windows, and the time that a step waits for them.
+    """The speed of reading random windows, and how much time a consumer waits for them.
 
     Attributes:
-      tokens_per_second: the tokens per second of two threads that read as fast as they can.
-      step_tokens_per_second: the tokens per second of the consumer.
-      waited: the share of time in which the consumer waited.
-      batches: how many batches were consumed.
-      seconds: how long this took.
+      tokens_per_second: the speed of two threads that read as fast as they can.
+      step_tokens_per_second: the speed of the consumer while it does not wait.
+      waited: the fraction of time for which the consumer waited.
+      batches: the number of batches that were consumed.
+      seconds: the duration of the measurement with a consumer, in seconds.
     """
 
     tokens_per_second: float
@@ -34,17 +34,18 @@ def reading_report(
     seconds: int | float = 10.0,
     depth: int = 3,
 ) -> ReadingReport:
-    """Read random windows as a run does: at full speed, then with a consumer that computes.
+    """Measure reading random windows as a run does: at full speed, then with a simulated consumer.
 
     Args:
-      source: the location of the store.
-      batch_size, seq_len: the sizes of the batches.
-      step_tokens_per_second: tokens that the consumer takes in a second; its steps are sleeps.
-      seconds: how long each of the two lasts.
-      depth: how many batches are read ahead.
+      source: the location of the token store.
+      batch_size, seq_len: the number of windows per batch, and the number of tokens per window.
+      step_tokens_per_second: the number of tokens that the consumer processes per second; it sleeps
+        instead of computing.
+      seconds: the duration of each of the two measurements, in seconds.
+      depth: the number of batches to read ahead.
 
     Raises:
-      UsageError, RunError: the store cannot be read, or has less than a window.
+      UsageError, RunError: the store cannot be read, or is shorter than one window.
     """
     store = open_store(source)
     windows = Windows(
@@ -63,7 +64,7 @@ def reading_report(
     flat_out = position * seq_len / elapsed
     waited, batches, step = 0.0, 0, tokens / step_tokens_per_second
     with Prefetcher(windows.batch_at, position, batch_size, depth=depth) as ahead:
-        ahead.next()  # a run reads the first batch while it compiles
+        ahead.next()  # the first batch does not count: a run reads it while compiling
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < seconds:
             time.sleep(step)

@@ -1,12 +1,13 @@
-"""The cost of a train step on a TPU, part by part, estimated without a TPU.
+"""An estimate of what each part of a train step costs on a TPU, made without a TPU.
 
-The exact step that `train` runs is compiled for one chip. An instruction takes the longer of its
-schedule and of its HBM bytes over the bandwidth, as often as the loops around it run. Copies
-between HBM and VMEM that overlap other work count in the bytes, not in the cycles. Collectives take
-no cycles here: `preflight` estimates their time on the network.
+The exact step that `train` runs is compiled for one chip. The time of an instruction is the longer
+of its schedule's time and the time to move its HBM bytes at full bandwidth, multiplied by the trip
+counts of the enclosing loops. Copies between HBM and VMEM that overlap other work count in the
+bytes, but not in the cycles. Collectives take no cycles here; `preflight` estimates their time on
+the network.
 
-All of these are estimates: `estimator.calibration` compares such estimates with measured times that
-others published, and the other models of `estimator.cost.MODELS` give lower and higher ones.
+`estimator.calibration` compares such estimates with measured times that others published. The other
+cost models of `estimator.cost.MODELS` give lower and higher estimates.
 """
 
 import contextlib
@@ -50,8 +51,8 @@ PARTS = (
     "other",
 )
 
-# Words in an instruction's op_name, the innermost last, which are names of scopes and of kernels,
-# and the part that each belongs to.
+# Maps words in an instruction's op_name, which are names of scopes and kernels, to the part of the
+# step. If an op_name contains several of these words, the innermost (last) one decides.
 _PART_OF_WORD = {part: part for part in PARTS} | {
     "projection": "projections",
     "key_vector_store": "residual",
@@ -72,18 +73,18 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An instruction, and the cost of all its calls in one step.
+    """An instruction with the cost of all its calls in one step.
 
     Attributes:
       name: the name of the instruction.
-      part: one of PARTS.
-      what: the end of its op_name.
-      result: dtype and shape of its first result.
-      calls: how often it runs in a step.
-      by_model: cycles of all calls, by MODELS.
-      bytes: bytes of all calls, in HBM and in VMEM.
+      part: the part of the step that it belongs to, one of PARTS.
+      what: the last components of its op_name.
+      result: the dtype and shape of its first result, as text.
+      calls: the number of times that it runs in a step.
+      by_model: maps each of MODELS to the cycles of all calls.
+      bytes: the bytes that all calls move, in HBM and in VMEM.
       moves: whether it only moves data.
-      in_loop: whether a loop over layers or chunks runs it.
+      in_loop: whether it is inside a loop, such as the loop over layers or chunks.
       kernel: whether it is a Pallas kernel.
     """
 
@@ -100,25 +101,25 @@ class Row:
 
     @property
     def cycles(self) -> float:
-        """The cycles of all calls by the best guess."""
+        """The cycles of all calls, by the best-guess cost model."""
         return self.by_model[BEST_GUESS]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """The cost of one step on one chip.
+    """The estimated cost of one train step on one chip.
 
     Attributes:
-      preset, target: names of the model and of the chip.
-      rows: all instructions, the most expensive first.
-      temporary_bytes: HBM bytes in addition to parameters, optimizer and batch.
-      argument_bytes: HBM bytes of parameters, optimizer and batch.
-      clock: the chip's clock in Hz.
-      bandwidth: the bandwidth of its HBM in bytes/s.
-      tokens: the tokens of a step.
-      unknown_loops: loops whose trip count could not be read, counted as running once.
-      unscheduled: kernels without a schedule, which count by their bytes alone.
-      compile_seconds: how long compilation took here.
+      preset, target: the names of the model and of the chip.
+      rows: all instructions, most expensive first.
+      temporary_bytes: the HBM needed in addition to parameters, optimizer and batch, in bytes.
+      argument_bytes: the HBM that parameters, optimizer and batch occupy, in bytes.
+      clock: the chip's clock rate in Hz.
+      bandwidth: the chip's HBM bandwidth in bytes/s.
+      tokens: the number of tokens per step.
+      unknown_loops: the number of loops with an unknown trip count; each counts as one iteration.
+      unscheduled: the number of kernels without a schedule; only their bytes count.
+      compile_seconds: the time that compilation took on this machine, in seconds.
     """
 
     preset: str
@@ -135,12 +136,12 @@ class StepCost:
 
     @property
     def cycles(self) -> float:
-        """The cycles of the step by the best guess, which all figures use that name no model."""
+        """The cycles of the step by the best-guess model, the default for all figures here."""
         return self.by_model[BEST_GUESS]
 
     @functools.cached_property
     def by_model(self) -> dict[str, float]:
-        """Cycles of the step, by MODELS."""
+        """The cycles of the step by each of MODELS."""
         return {name: float(sum(row.by_model[name] for row in self.rows)) for name in MODELS}
 
     @property
@@ -149,14 +150,14 @@ class StepCost:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Cycles by part, in the order of PARTS."""
+        """The cycles of each part of the step, in the order of PARTS."""
         total = Counter()
         for row in self.rows:
             total[row.part] += row.cycles
         return {part: float(total[part]) for part in PARTS}
 
     def json(self) -> dict[str, Any]:
-        """Return all figures, without the instructions."""
+        """Return all figures as JSON values, without the individual instructions."""
         fields = dataclasses.asdict(dataclasses.replace(self, rows=()))
         del fields["rows"]
         calls, cycles, moved = self.moves
@@ -172,7 +173,7 @@ class StepCost:
 
     @property
     def kernel_parts(self) -> dict[str, float]:
-        """The cycles of Pallas kernels, by part."""
+        """The cycles that Pallas kernels take in each part of the step."""
         total = Counter()
         for row in self.rows:
             total[row.part] += row.cycles * row.kernel
@@ -180,17 +181,17 @@ class StepCost:
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes that all instructions read and write in HBM, including asynchronous copies."""
+        """The bytes that all instructions, including asynchronous copies, move from and to HBM."""
         return sum(row.bytes.hbm for row in self.rows)
 
     @property
     def hbm_cycles(self) -> float:
-        """The cycles that `hbm_bytes` take at the full bandwidth: no step can take less."""
+        """The cycles to move `hbm_bytes` at full bandwidth, a lower bound on the step's time."""
         return self.hbm_bytes / self.bandwidth * self.clock
 
     @property
     def moves(self) -> tuple[int, float, int]:
-        """The number, cycles and bytes of copies, transposes and similar moves within loops."""
+        """The calls, cycles and bytes of instructions in loops that only move data, like copies."""
         rows = [r for r in self.rows if r.moves and r.in_loop and r.cycles]
         calls = sum(row.calls for row in rows)
         cycles = float(sum(row.cycles for row in rows))
@@ -199,7 +200,7 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A train step: a preset, its batch, and changes at dotted paths of its config."""
+    """A train step: a preset, batch sizes, and config values that replace the preset's."""
 
     preset: str
     batch_size: int = 16
@@ -207,7 +208,7 @@ class Step:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def config(self) -> RunConfig:
-        """Return the run as it is on one accelerator device.
+        """Return the run's config as it is resolved for a single accelerator device.
 
         Raises:
           UsageError: the preset or a change is not legal.
@@ -224,12 +225,14 @@ class Step:
 def step_costs(
     steps: Sequence[Step], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[StepCost]:
-    """Return the cost of each step on a chip; report each compiled one to `progress`.
+    """Compile steps for a chip, and return the estimated cost of each.
+
+    `progress` is called with a line of text when a step has been compiled.
 
     Raises:
       UsageError: a preset or a change is not legal.
       CompilerError: there is no compiler.
-      RunError: a step does not compile; the message has the reason.
+      RunError: a step does not compile; the message gives the reason.
     """
     configs = [step.config() for step in steps]
     jobs = [Job(f"{__name__}:lower_step", dataclasses.asdict(step)) for step in steps]
@@ -245,17 +248,17 @@ def step_costs(
 
 
 def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
-    """Lower the train step for a device that need not exist; the state is donated.
+    """Lower (for compilation) the train step for a device that need not be present.
 
     Args:
-      device: a device of a topology.
-      **step: the fields of a Step.
+      device: a device of a topology description.
+      **step: the fields of a `Step`.
     """
     return lower_config(Step(**step).config(), [device])
 
 
 def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """Lower the train step of a run for all of the devices.
+    """Lower (for compilation) the train step of a run, sharded over the devices.
 
     Raises:
       MeshError: the run's mesh does not fit the devices, or a size does not divide over it.
@@ -264,7 +267,7 @@ def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
 
 
 def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Traced:
-    """Trace the train step of a run for all of the devices, without lowering it.
+    """Trace the train step of a run, sharded over the devices, without lowering it.
 
     Raises:
       MeshError: see `lower_config`.
@@ -279,12 +282,12 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
 
 
 def assignment_of(program: Program) -> Assignment:
-    """Return the buffer assignment with which the compiler decides whether a program fits.
+    """Return the buffer assignment by which the compiler decides whether a program fits in memory.
 
-    `memory_analysis` would give 1.5 times a TPU's temporary memory, or more.
+    `memory_analysis` would overstate the temporary memory on a TPU, by a factor of 1.5 or more.
 
     Raises:
-      RunError: the program was compiled without `buffers`, or the compiler left no assignment.
+      RunError: the program was compiled without `buffers`, or the compiler dumped no assignment.
     """
     if program.assignment is None:
         label = program.target.label
@@ -293,7 +296,9 @@ def assignment_of(program: Program) -> Assignment:
 
 
 def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
-    """Return the cost of a step of `tokens` tokens that was compiled with `buffers`.
+    """Return the cost of a compiled step that processes `tokens` tokens.
+
+    The program must have been compiled with the option `buffers`.
 
     Raises:
       RunError: see `assignment_of`.
@@ -321,9 +326,10 @@ def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
 
 
 def part_of(op_name: str) -> str:
-    """Return the part of an instruction, by the innermost scope in its op_name.
+    """Return the part of the step that an instruction belongs to, by the innermost known scope.
 
-    The scope may be inside JAX's wrappers, as in `transpose(jvp(attention))`.
+    The scope is a component of the op_name, and may be inside JAX's wrappers, as in
+    `transpose(jvp(attention))`.
     """
     words = [_PART_OF_WORD[w] for w in _WORD.findall(op_name) if w in _PART_OF_WORD]
     return words[-1] if words else "other"
@@ -348,7 +354,7 @@ def _row(program: Program, ran: Executed, names: dict[str, str]) -> Row:
 
 
 def _op_names(program: Program) -> dict[str, str]:
-    """Return each instruction's op_name; without one, that of a near operand or user."""
+    """Return the op_name of each instruction, or of a nearby operand or user if it has none."""
     names = {}
     for scope in program.module.computations.values():
         operands = {name: instruction.operands for name, instruction in scope.items()}
@@ -368,7 +374,10 @@ def _op_names(program: Program) -> dict[str, str]:
 def _nearest(
     scope: dict[str, Instruction], name: str, neighbours: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the op_name of the nearest instruction with a part, at most four steps away, or ""."""
+    """Return the op_name of the nearest instruction that belongs to a part of the step.
+
+    The search follows `neighbours` for at most four steps, and returns "" if it finds none.
+    """
     layer = [name]
     for _ in range(4):
         layer = [n for near in layer for n in neighbours.get(near, ()) if n in scope]

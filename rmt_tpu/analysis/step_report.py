@@ -1,4 +1,4 @@
-"""Costs of train steps as tables and as a picture."""
+"""Reports on the estimated cost of train steps, as Markdown tables and a picture."""
 
 import dataclasses
 import textwrap
@@ -14,7 +14,7 @@ Figure = Callable[[StepCost], float]
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column of the table: one step, or the ratio of the first model's step to the second's."""
+    """A column of the table: one step's cycles, or the ratio of the first two models' steps."""
 
     title: str
     cost: StepCost
@@ -28,9 +28,9 @@ class _Column:
 
 
 def step_table(costs: Sequence[StepCost]) -> str:
-    """Return a Markdown table of million cycles by part, with ratios of the first two models.
+    """Return a Markdown table of million cycles per part, with the ratio of the first two models.
 
-    The whole step is given by every model of cost; all other rows are by the best guess.
+    The rows for the whole step show every cost model; all other rows show the best guess.
     """
     columns = []
     for target in dict.fromkeys(cost.target for cost in costs):
@@ -63,7 +63,7 @@ def step_table(costs: Sequence[StepCost]) -> str:
 
 
 def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:
-    """Return the first model's cycles relative to the second's, by chip and by model of cost."""
+    """Return the first model's cycles divided by the second's, per chip and cost model."""
     found = []
     for target in dict.fromkeys(cost.target for cost in costs):
         here = [cost for cost in costs if cost.target == target]
@@ -83,7 +83,7 @@ def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:
 
 
 def model_lines() -> str:
-    """Return Markdown lines that describe each model of cost."""
+    """Return Markdown lines that describe the cost models."""
     return "".join(f"- {name}: {model.__doc__}\n" for name, model in MODELS.items())
 
 
@@ -102,7 +102,7 @@ def _notes(costs: Sequence[StepCost]) -> list[str]:
 
 
 def largest_table(cost: StepCost, count: int = 25) -> str:
-    """Return a Markdown table of the instructions that take most of a step."""
+    """Return a Markdown table of a step's `count` most expensive instructions."""
     lines = [
         "| million cycles | calls | part | instruction | result | |",
         "|---|---|---|---|---|---|",
@@ -117,9 +117,9 @@ def largest_table(cost: StepCost, count: int = 25) -> str:
 
 
 def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
-    """Draw a bar for each model and chip, stacked by part, in milliseconds.
+    """Draw the milliseconds of a step as one bar per model and chip, stacked by part.
 
-    A line spans the whole step's times by all models of cost.
+    An error bar spans the times of the whole step by all cost models.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Searches over config values: their points, their rungs, and their results."""
+"""Hyperparameter searches: their points, the rungs of successive halving, and their results."""
 
 import itertools
 import json
@@ -20,40 +20,40 @@ from rmt_tpu.streams import say
 from rmt_tpu.training.run import resolved
 from rmt_tpu.training.trainer import Outcome, train
 
-Point = dict[str, Any]  # config values by their paths
+Point = dict[str, Any]  # maps dotted config paths to values
 
-# The nats above the least loss that a picture shows.
+# Losses more than this many nats above the lowest loss are cut off in pictures.
 _HEIGHT = 1.5
 
-# Draws per wanted point, after which the space counts as exhausted.
+# The number of random draws per requested point after which the space counts as exhausted.
 _DRAWS = 100
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A list of values of a path."""
+    """A list of values to try for one config path."""
 
     path: str
     values: tuple[Any, ...]
 
     def grid(self) -> list[Any]:
-        """Return all values."""
+        """Return all values of the list."""
         return list(self.values)
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Return a random value."""
+        """Return a random value from the list."""
         return self.values[rng.integers(len(self.values))]
 
 
 @dataclass(frozen=True)
 class Between:
-    """Numbers of a path in a range.
+    """A range of numbers to try for one config path.
 
     Attributes:
-      path: the path in the config.
+      path: the dotted path in the config.
       low, high: the ends of the range.
-      log: whether numbers are spaced by their logarithms, and not evenly.
-      count: how many numbers a grid has; None if that is not given.
+      log: whether numbers are spaced evenly on a logarithmic scale, rather than a linear one.
+      count: the number of values in a grid, or None if it is not given.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Between:
     count: int | None
 
     def grid(self) -> list[float]:
-        """Return `count` numbers, including the ends.
+        """Return `count` evenly spaced numbers, including both ends of the range.
 
         Raises:
           UsageError: `count` is not given.
@@ -78,7 +78,7 @@ class Between:
         return [_short(x) for x in space(self.low, self.high, self.count)]
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return a random number."""
+        """Return a random number in the range."""
         if self.log:
             return _short(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
         return _short(rng.uniform(self.low, self.high))
@@ -88,12 +88,12 @@ Space = Choices | Between
 
 
 def _short(x: float) -> float:
-    """Return a number rounded to four digits, so that its folder name has all of it."""
+    """Return a number rounded to four significant digits, which fit into a folder name."""
     return float(f"{x:.4g}")
 
 
 def parse_space(text: str) -> Space:
-    """Parse `path=log:1e-4..1e-1:7`, `path=linear:0..0.2` or `path=3e-3,1e-2`.
+    """Parse a space such as `path=log:1e-4..1e-1:7`, `path=linear:0..0.2` or `path=3e-3,1e-2`.
 
     Raises:
       UsageError: the text has none of these forms.
@@ -124,16 +124,16 @@ def parse_space(text: str) -> Space:
 
 
 def grid(spaces: Sequence[Space]) -> list[Point]:
-    """Return all combinations; the last space varies fastest."""
+    """Return all combinations of the spaces' values; the last space varies fastest."""
     values = itertools.product(*(space.grid() for space in spaces))
     return [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
 
 
 def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
-    """Return `count` different random points.
+    """Return `count` distinct random points.
 
     Raises:
-      UsageError: the spaces have fewer points.
+      UsageError: the spaces have fewer than `count` distinct points.
     """
     rng, points = np.random.default_rng(seed), {}
     for _ in range(_DRAWS * count):
@@ -145,10 +145,11 @@ def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
 
 
 def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
-    """Return the rungs of successive halving: how many points train for how many steps.
+    """Return the rungs of successive halving, each as (number of points, number of steps).
 
-    The first rung has `count` points. One in `factor` goes on to the next rung, which has `factor`
-    times the steps. The last rung has one point and all the steps (Jamieson and Talwalkar 2016).
+    The first rung has `count` points. One in `factor` points advances to the next rung, which has
+    `factor` times as many steps. The last rung has one point and trains for all `steps` (Jamieson
+    and Talwalkar 2016).
     """
     counts = [count]
     while counts[-1] > 1:
@@ -158,9 +159,9 @@ def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
 
 
 def name_of(point: Point) -> str:
-    """Return the name of a point's folder, from the last parts of its paths, or whole paths.
+    """Return the folder name of a point, made of the last component of each path, and the values.
 
-    Whole paths are used if two last parts are equal.
+    Whole paths are used if two paths have the same last component.
     """
     last = [path.rpartition(".")[2] for path in point]
     names = last if len(set(last)) == len(last) else list(point)
@@ -174,14 +175,14 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a variant's point after a number of steps.
+    """The result of training one point of a variant for a number of steps.
 
     Attributes:
       variant: the name of the variant.
-      point: the point.
-      steps: how many steps it trained.
-      seeds, losses: the seeds and their held-out losses; a loss is None if it or the training was
-      not finite.
+      point: the config values of the point.
+      steps: the number of training steps.
+      seeds, losses: the seeds, and the held-out loss for each; a loss is None if it, or the
+        training loss, was not finite.
     """
 
     variant: str
@@ -192,14 +193,14 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """The mean loss over seeds; infinite if one failed."""
+        """The mean loss over seeds, or infinity if any seed failed."""
         if any(loss is None for loss in self.losses):
             return math.inf
         return math.fsum(self.losses) / len(self.losses)
 
 
 def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
-    """Return the `count` rows of least loss, the best first; equal ones keep their order."""
+    """Return the `count` rows of lowest loss, best first; equal losses keep their order."""
     return sorted(rows, key=lambda row: row.loss)[:count]
 
 
@@ -207,7 +208,10 @@ def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
-    """Train the run unless it is settled; a run that diverges is settled too."""
+    """Train a run unless it is settled (complete or diverged), and return the outcome of training.
+
+    Return None if the run was settled before or has diverged now.
+    """
     if settled(config, folder):
         return None
     try:
@@ -218,15 +222,15 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
 
 
 def begun(config: RunConfig, folder: Folder) -> bool:
-    """Return whether this run is in the folder; values that change no number may differ.
+    """Return whether this run has been started in the folder.
 
-    Paths are such values.
+    The config stored there may differ in values that do not affect results, such as file paths.
     """
     return is_of(folder, resolved(config, kept(folder)))
 
 
 def settled(config: RunConfig, folder: Folder) -> bool:
-    """Return whether this run is in the folder, and complete or diverged."""
+    """Return whether this run is in the folder and is complete or diverged."""
     if not begun(config, folder):
         return False
     complete = folder.read(COMPLETE)
@@ -236,7 +240,7 @@ def settled(config: RunConfig, folder: Folder) -> bool:
 
 
 def held_out_loss(folder: Folder) -> float | None:
-    """Return the held-out loss of a settled run at its last step; None if it diverged."""
+    """Return the held-out loss of a settled run at its last step, or None if the run diverged."""
     if folder.read(DIVERGED) is not None:
         return None
     steps, losses = series(read_metrics(folder), "eval/loss")
@@ -247,7 +251,7 @@ def held_out_loss(folder: Folder) -> float | None:
 
 
 def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) -> str:
-    """Write sweep.png, .md and .json, and return the tables."""
+    """Write sweep.png, .md and .json to a folder, and return the Markdown tables."""
     folder = open_folder(folder)
     text = f"{table(rows)}\n{transfer(rows)}"
     folder.write("sweep.md", text.encode())
@@ -258,7 +262,7 @@ def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table with a row for each point."""
+    """Return a Markdown table with one row per point."""
     paths = list(rows[0].point)
     head = ["variant", *paths, "steps", "held-out loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -281,7 +285,7 @@ def _losses(row: Row) -> str:
 
 
 def transfer(rows: Sequence[Row]) -> str:
-    """Return a table of each variant's best point, and its loss with the first one's best."""
+    """Return a table of each variant's best point, and its loss at the first variant's best."""
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(of) for of in by_variant.values())
     lines = [
@@ -299,7 +303,7 @@ def transfer(rows: Sequence[Row]) -> str:
 
 
 def _last_rungs(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows with the most steps, by variant."""
+    """Return the rows with the largest number of steps, by variant."""
     most = max(row.steps for row in rows)
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -314,8 +318,8 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
 
     figure = Figure(figsize=(1.5 + 5 * len(spaces), 4.5), layout="constrained")
     panels = figure.subplots(1, len(spaces), squeeze=False, sharey=True)[0]
-    # With one swept path the points are joined, if values between them make sense. With more paths,
-    # other values vary along with each.
+    # A line joins the points only if a single path is swept and values between its points make
+    # sense. With several paths, neighbouring points also differ in other values.
     joined = len(spaces) == 1 and spaces[0].path != "train.seed"
     lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
     several = len({steps for _, steps in lines}) > 1
@@ -342,7 +346,7 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=space.path)
         axes.grid(alpha=0.3)
-    # Runs that hardly trained would take most of the height.
+    # Cut off the losses of runs that hardly trained, which would take up most of the height.
     finite = [row.loss for row in rows if math.isfinite(row.loss)]
     if finite and max(finite) > min(finite) + _HEIGHT:
         panels[0].set_ylim(min(finite) - 0.05 * _HEIGHT, min(finite) + _HEIGHT)

@@ -1,10 +1,10 @@
-"""Markdown tables aligned for a terminal."""
+"""Alignment of Markdown tables for display in a terminal."""
 
 import itertools
 
 
 def fitted(text: str, width: int) -> str:
-    """Return Markdown with aligned tables, without the last columns that do not fit a line."""
+    """Return Markdown with aligned tables, dropping last columns that exceed `width` characters."""
     lines = []
     for is_table, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
         if not is_table:
