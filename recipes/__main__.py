@@ -21,7 +21,7 @@ def main() -> int:
 def _first_line(file: Path) -> str:
     """Return the first line of a program's docstring.
 
-    The file is parsed, not imported: an import would define its flags in this process.
+    The file is parsed rather than imported, because an import would define the program's flags.
     """
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).partition("\n")[0]
 

@@ -1,15 +1,16 @@
-"""Find block sizes for kernels, with the compiler of an absent device or on this device.
+"""Find fast block sizes for kernels, by timing them on this device or by compiling for another.
 
     python -m recipes.autotune --from_preset=rmt-305m --target=v5e --dry_run
     python -m recipes.autotune --op=attention --target=v5e,v6e --out=tuned.json
     python -m recipes.autotune --from_preset=rmt-305m --device
 
-Candidates are compiled one by one in a process with a time limit. Without a device, candidates are
-ranked by the longer of their static schedule and their bytes (on a GPU: bytes, concurrent warps and
-spilled registers). With a device, the best ones are checked against plain JAX and timed in turn.
-Block sizes that are clearly faster than the default are written to --out, which is by default the
-table that training reads. The result of every candidate is a line of the file named --out plus
-.log.jsonl; the same command resumes where it was stopped.
+Candidate block sizes are compiled one by one, each within a time limit. Without --device, they are
+ranked by an estimate: on a TPU, the longer of the time of the static schedule and the time to move
+their bytes; on a GPU, a time from bytes, concurrent warps and spilled registers. With --device, the
+best candidates are checked against plain JAX and timed in turn. Block sizes that are clearly faster
+than the default are written to the table --out, by default the table that training reads. The
+outcome of every candidate is logged as one line of the file <--out>.log.jsonl. An interrupted
+search resumes with the same command.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
 
-# The ops of rmt_tpu.estimator.ops, repeated here because that module imports jax.
+# The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
 _OP = flags.DEFINE_list("op", None, f"kernels of the papers' sizes: {', '.join(_OPS)}, or all")
 _PRESET = flags.DEFINE_string(
@@ -59,7 +60,7 @@ common.define_list_presets()
 def main() -> int:
     targets, device = _targets()
     asked = _asked()
-    if not _DRY_RUN.value:  # check before anything that takes long
+    if not _DRY_RUN.value:  # fail now, before the slow work starts
         from rmt_tpu.analysis import autotune
 
         out = _out()
@@ -89,7 +90,7 @@ def main() -> int:
 
 
 def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
-    """Tune the kernels of one target, and append each result to `done` as it comes."""
+    """Tune the kernels of one target; append each result to `done` as soon as it is known."""
     from rmt_tpu.analysis.autotune import Tuner
     from rmt_tpu.estimator.tuning import Compiler
 
@@ -107,7 +108,7 @@ def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
 
 
 def _targets() -> tuple[list[Any], Any]:
-    """Return the targets to compile for, and this machine's device if --device is given."""
+    """Return the targets to compile for, and this machine's device, or None without --device."""
     if _DEVICE.value == (_TARGET.value is not None):
         raise UsageError("give either --target=v5e,... or --device, for this machine's own")
     from rmt_tpu.estimator import DEVICES
@@ -135,7 +136,7 @@ def _targets() -> tuple[list[Any], Any]:
 
 
 def _asked() -> Any:
-    """Return the step of --from_preset, or the names of ops of --op."""
+    """Return what to tune: the train step of --from_preset, or the names of the ops in --op."""
     if (_OP.value is None) == (_PRESET.value is None):
         raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
     if _PRESET.value is not None:

@@ -1,13 +1,13 @@
-"""Check the kernels of this machine's device, and time them: the first minutes on a new machine.
+"""Check the results of the kernels on this machine's device, and measure their speed.
 
     python -m recipes.check_device
     python -m recipes.check_device --op=key_vector,attention --output=device.json
 
-Every kernel that programs use on this device runs at two model sizes and is compared with its
-equations in float32: its results and every gradient, and bit for bit what an undo of int16
-restores. A matrix product and a copy are timed, and each kernel is timed next to them. The exit
-code is 1 if anything differs or fails. On a CPU, which has no kernels, the plain forms are checked
-at small sizes.
+Run this command first on a new machine. Every kernel that programs use on this device runs at two
+model sizes. Its results and all its gradients are compared with its equations in float32, and what
+it restores from int16 is compared bit for bit. Each kernel is timed, and so are a matrix product
+and a copy, for comparison. The exit code is 1 if anything differs or fails. On a CPU, which has no
+kernels, the plain JAX forms are checked at small sizes.
 """
 
 import json
@@ -67,9 +67,9 @@ def main() -> int:
 
 
 def _output() -> Path | None:
-    """Return the path of --output after checking that it can be written, or None without one.
+    """Return the path of --output after checking that it can be written, or None if not set.
 
-    The check comes before anything that takes long.
+    The check is made before the slow work starts.
 
     Raises:
       UsageError: the file cannot be written.

@@ -1,4 +1,7 @@
-"""The flags of a run, and the RunConfig that they make up. Imports no jax: see `program`."""
+"""The flags that describe a run, and their conversion to a RunConfig.
+
+This module does not import jax; see `program` for the reason.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from recipes.program import Answer
 from rmt_tpu.config import BEGAN, RunConfig, overrides, presets
 from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
-# Flag, config path, type, help text.
+# For each flag: its name, its config path, its type and its help text.
 _RUN_FLAGS = [
     ("data", "data.source", str, "stdlib, a token store of recipes.prepare_data, or "
      "comma-separated .txt and .jsonl files and globs"),
@@ -45,13 +48,13 @@ flags.disclaim_key_flags()
 
 
 def define_model_flags() -> None:
-    """Define the flags that select a run: see `model_of_flags`."""
+    """Define the flags that select a model's run config: see `model_of_flags`."""
     flags.DEFINE_string("preset", None, "a model, see --list_presets; default rmt-tiny")
     flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
 
 
 def define_run_flags() -> None:
-    """Define the flags that make up a RunConfig, except the preset. None keeps its value."""
+    """Define the flags that change a preset's RunConfig. A flag that is None changes nothing."""
     kinds = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -65,7 +68,7 @@ def define_run_flags() -> None:
 
 
 def define_list_presets() -> None:
-    """Define a flag that lists the models."""
+    """Define the flag that lists the presets."""
     flags.DEFINE_flag(Answer("list_presets", "say which models there are, and end", _presets))
 
 
@@ -83,11 +86,11 @@ def _presets() -> str:
 def model_of_flags(
     begun: Callable[[str], RunConfig | None] = lambda name: None,
 ) -> tuple[str, RunConfig]:
-    """Return the name and the run of --preset or --config, before other flags change it.
+    """Return the name and the RunConfig of --preset or --config, before other flags are applied.
 
     Args:
-      begun: a function of that name; returns the config of a run that already began in its folder,
-        which no longer needs the folder of --init_from, or None.
+      begun: a function that takes the name and returns the stored config of a run that was started
+        before in the run folder, or None. Such a run no longer needs the folder of --init_from.
 
     Raises:
       UsageError: both flags are given, or a preset is unknown, or a config cannot be read.
@@ -107,11 +110,11 @@ def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
     """Return `base` with the tokenizer of --init_from and its vocabulary size, which may be larger.
 
     Args:
-      base: the run before --init_from is applied.
-      begun: the config of a run that already began, or None; see `model_of_flags`.
+      base: the run config before --init_from is applied.
+      begun: the stored config of a run that was started before, or None; see `model_of_flags`.
 
     Raises:
-      UsageError: the folder of --init_from has no model.
+      UsageError: the folder of --init_from contains no model.
     """
     if begun is None and not flags.FLAGS.init_from:
         return base
@@ -126,7 +129,7 @@ def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
 
 
 def _as(init_from: str) -> RunConfig:
-    """Return the run of the model in a run folder, or in a folder of the hub's form."""
+    """Return the RunConfig of the model in a run folder, or in a folder in the hub's format."""
     from rmt_tpu.hub.models import describe, is_hub
     from rmt_tpu.storage import open_folder
 
@@ -147,19 +150,19 @@ def _as(init_from: str) -> RunConfig:
         config = read_config(init_from)
     except ArgumentError as error:
         raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
-    # What that run itself began from does not matter to a run that begins from it.
+    # Clear the origin of that run itself: it does not matter to a run that starts from its weights.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
 
 def run_config(base: RunConfig) -> RunConfig:
-    """Return `base` with the values of the flags of `define_run_flags`.
+    """Return `base` changed by the flags of `define_run_flags`.
 
-    Another tokenizer also sets the vocabulary size. With --init_from it does not: the vocabulary is
-    that of the parameters (`of_origin`).
+    If a flag changes the tokenizer, the vocabulary size changes too. With --init_from, however, the
+    vocabulary size stays that of the loaded parameters (see `of_origin`).
 
     Raises:
-      UsageError: the value of a flag, or a path of --set, is not legal.
+      UsageError: the value of a flag, or a path in --set, is not valid.
     """
     given = {path: (name, getattr(flags.FLAGS, name)) for name, path, _, _ in _RUN_FLAGS}
     changes = {path: value for path, (_, value) in given.items() if value is not None}
@@ -172,7 +175,7 @@ def run_config(base: RunConfig) -> RunConfig:
         from rmt_tpu import data
 
         if data.is_store(source):
-            data.open_store(source)  # fails on an incomplete store before the tokenizer is read
+            data.open_store(source)  # an incomplete store fails here, not at its tokenizer
             changes["data.tokenizer"] = source
     try:
         config = overrides.apply(base, changes)
@@ -185,14 +188,15 @@ def run_config(base: RunConfig) -> RunConfig:
 
 
 def _check_once(spelt: dict[str, str]) -> None:
-    """Check that --set does not set what another flag sets.
+    """Check that --set and another flag do not set the same value.
 
     Args:
-      spelt: for each config path that a flag sets, how the flag is written.
+      spelt: maps each config path that a flag sets to the flag as written on the command line.
 
     Raises:
-      UsageError: --set and a flag of `spelt` both set a value, so that one would have no effect. A
-        string that selects the kind of the object which holds a flag's field is allowed.
+      UsageError: --set and a flag in `spelt` set the same value, so that one of them would have no
+        effect. It is allowed that --set selects, by a string, the kind of the object that contains
+        the flag's field.
     """
     for path, value in assigned().items():
         for own, flag in spelt.items():
@@ -202,27 +206,27 @@ def _check_once(spelt: dict[str, str]) -> None:
 
 
 def given_paths() -> dict[str, str]:
-    """Return the config paths that flags of a run set, each with how its flag is written."""
+    """Return the config paths that the given run flags set, mapped to the flags as written."""
     paths = {path: f"--{name}" for name, path, *_ in _RUN_FLAGS if flags.FLAGS[name].present}
     return paths | {path: f"--set={path}" for path in assigned()}
 
 
 def assigned() -> dict[str, Any]:
-    """Return the values of --set by their paths.
+    """Return the values of --set, keyed by config path.
 
     Raises:
-      UsageError: an assignment is not path=value.
+      UsageError: an assignment does not have the form path=value.
     """
     return dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
 
 
 def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:
-    """Return the config changes of one preset, from assignments of a --set flag.
+    """Return the config changes for one preset, from the assignments of a --set flag.
 
     Args:
       preset: the preset whose changes are returned.
-      presets: all presets of the command.
-      assignments: path=value for every preset, or preset:path=value for one of them.
+      presets: all presets in the command.
+      assignments: texts of the form path=value, for all presets, or preset:path=value, for one.
 
     Raises:
       UsageError: an assignment has neither form.
@@ -241,13 +245,13 @@ def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[
 
 
 def _as_spelt(message: str, spelt: dict[str, str]) -> str:
-    """Return an error message with its leading config path replaced by the flag that set it."""
+    """Return an error message with its leading config path replaced by the flag that sets it."""
     path = message.partition("=")[0].partition(" ")[0]
     return message.replace(path, spelt[path], 1) if path in spelt else message
 
 
 def base_config(preset: str, config_file: str | None) -> RunConfig:
-    """Return the run of a preset, or of a config.json.
+    """Return the RunConfig of a preset, or of a config.json file.
 
     Raises:
       UsageError: the preset does not exist, or the file cannot be read as a config.
@@ -267,7 +271,7 @@ def base_config(preset: str, config_file: str | None) -> RunConfig:
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:
-    """Return `config` with its tokenizer's vocabulary size."""
+    """Return `config` with the vocabulary size of its tokenizer."""
     from rmt_tpu import data
 
     vocab_size = data.load_tokenizer(config.data.tokenizer).vocab_size

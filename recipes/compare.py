@@ -3,10 +3,11 @@
     python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --workdir=runs/compare
     python -m recipes.compare --presets='*-tiny' --seeds=0,1,2 --workdir=runs/systems
 
-Each model trains in <workdir>/<preset>, or with several seeds in <workdir>/<preset>/seed-<n>, and
-resumes there. The command writes comparison.png (loss against tokens and against FLOPs; for more
-than four presets the final losses, with their curves in curves.png), comparison.md and
-comparison.json (every run). The batch, steps and data are those of the first preset.
+Each model trains in <workdir>/<preset>, or in <workdir>/<preset>/seed-<n> if there are several
+seeds. An interrupted command resumes when it is repeated. All models use the batch size, steps and
+data of the first preset. The command writes comparison.md, comparison.json (with every run) and
+comparison.png, which shows loss against tokens and against FLOPs. For more than four presets,
+comparison.png shows the final losses, and the loss curves are in curves.png.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ common.define_run_flags()
 def main() -> int:
     names = _names(_PRESETS.value)
     seeds = several.seeds()
-    # Every model trains with the batch, steps and data of the first preset.
+    # All models train with the batch size, steps and data of the first preset.
     shared = common.base_config(names[0], None)
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value)
@@ -68,7 +69,7 @@ def _train_and_compare(runs: dict[str, list[several.Trial]], folder: Folder) -> 
 
 
 def _names(given: list[str]) -> list[str]:
-    """Return the names of --presets, with each pattern replaced by its matches not yet named."""
+    """Return the names in --presets, with each pattern replaced by matching presets, once each."""
     plain = [name for name in given if not _is_pattern(name)]
     if not given or len(set(plain)) < len(plain):
         raise UsageError(f"--presets={','.join(given)} must be different names, at least one")

@@ -1,15 +1,15 @@
-"""Report what a decode step costs: its lower bound, and its time estimated or measured here.
+"""Report the time of decode steps, estimated or measured here, with a lower bound.
 
     python -m recipes.decode_report --presets=gpt2-405m,rmt-305m --target=v5e --batch=1,32,256
     python -m recipes.decode_report --presets=gpt2-tiny,rmt-tiny --target=host --context=128
 
-A decode step makes one new token for each row of a batch. For each preset, batch and context the
-report has: the bytes that every step must move and their time at full bandwidth, the time of the
-step, the fraction of the bandwidth that it reaches, its ratio to the step of the first preset,
-memory, and copies as large as the keys of a layer. For v5e, v5p and v6e the step is estimated from
-what the TPU compiler (`pip install 'jax[tpu]'`) makes of it. For "host", the default where there is
-a GPU or a TPU, the engine is timed with random weights. Cases that do not fit are reported and left
-out.
+A decode step generates one new token for each row of a batch. For each preset, batch and context,
+the report gives: the bytes that every step must move and the time to move them at full bandwidth;
+the time of the step; the fraction of the bandwidth that the step reaches; the ratio of its time to
+the first preset's; its memory; and copies that are at least as large as one layer's keys. For v5e,
+v5p and v6e, the step is estimated from the output of the TPU compiler (`pip install 'jax[tpu]'`).
+For "host", the default on a machine with a GPU or a TPU, the engine is timed with random weights.
+Cases that do not fit in memory are reported without a time.
 """
 
 import json
@@ -42,7 +42,7 @@ _PICTURE = flags.DEFINE_string("picture", None, "a .png file, local or gs://")
 common.define_list_presets()
 
 _HOST = "host"
-_MOST = 2**20  # limit of rows, and of tokens of a row
+_MOST = 2**20  # maximum number of rows, and of tokens per row
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def _names() -> list[str]:
 
 
 def _numbers(flag: flags.FlagHolder) -> list[int]:
-    """Return the numbers of a flag's list, without duplicates and in ascending order."""
+    """Return the distinct numbers in a list flag, in ascending order."""
     for text in flag.value:
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST):
             raise UsageError(
@@ -100,7 +100,7 @@ def _numbers(flag: flags.FlagHolder) -> list[int]:
 
 
 def _targets() -> list[Any]:
-    """Return the chips to estimate for, and "host" for this machine."""
+    """Return the chips to estimate for; "host" stands for timing on this machine."""
     import jax
 
     from rmt_tpu.estimator import TARGETS, TPUS
@@ -118,10 +118,10 @@ def _targets() -> list[Any]:
 
 
 def _check_positions(cases: list[Any]) -> None:
-    """Check that at least one model has learned positions for each context, or needs none.
+    """Check that each context is supported by the positions of at least one model.
 
     Raises:
-      UsageError: a context is beyond the learned positions of all models.
+      UsageError: all models have learned positions, and the context exceeds them.
     """
     for context in dict.fromkeys(case.context for case in cases):
         models = {case.preset: case.model("auto") for case in cases}
@@ -135,7 +135,7 @@ def _check_positions(cases: list[Any]) -> None:
 
 
 def _opened(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
-    """Return the folder and the name of a file to write, or None if the flag is not given."""
+    """Return the folder and the name of the file to write to, or None if the flag is not set."""
     if flag.value is None:
         return None
     if not flag.value.endswith(ending):

@@ -1,18 +1,19 @@
-"""Draw what happens over depth in trained models, side by side.
+"""Draw how writes, gradients and attention over depth vary with depth in trained models.
 
     python -m recipes.depth_report --workdir=runs/compare/gpt2-tiny,runs/compare/attnres-tiny
 
-The report covers held-out text. It is written to plots/depth.png of the first run folder (or to
---output), and its numbers to depth.json in the same folder:
+The models are compared side by side on held-out text. The picture is written to plots/depth.png in
+the first run folder (or to --output), and the numbers to depth.json in the same folder. They are:
 
 - for each run with weights over depth (Attention Residuals and its ablations, DenseFormer), a map
-  of the mean weight with which each site reads each source (Figure 8 of Attention Residuals),
-  and by site the entropy of the weights (1: a plain mean) and how far their logits are apart;
-- the root mean square, over tokens and features, of what each sublayer writes to the residual, of
-  the residual after it, and of the gradient of the loss by what was written, with the loss summed
-  over tokens (Figure 5).
+  of the mean weight that each site (the input of a sublayer) gives to each earlier output, as in
+  Figure 8 of Attention Residuals. For each site, there are also the entropy of the weights (1 for
+  equal weights) and the spread of their logits;
+- three root mean squares over tokens and features, for each sublayer: of the sublayer's output, of
+  the residual after it, and of the gradient of the loss, summed over tokens, with respect to the
+  output (Figure 5).
 
-A short table is printed.
+The command also prints a short table.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ def main() -> int:
 
 
 def _picture(workdir: Folder) -> tuple[Folder, str]:
-    """Return the folder and the file name of the picture."""
+    """Return the folder and the file name of the picture to write."""
     if _OUTPUT.value is None:
         return workdir.child("plots"), "depth.png"
     folder, _, name = _OUTPUT.value.rpartition("/")

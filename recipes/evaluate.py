@@ -1,16 +1,17 @@
-"""Ask a trained model what it knows: tasks of lm-evaluation-harness, and perplexity of texts.
+"""Evaluate trained models: tasks of lm-evaluation-harness, and perplexity of texts.
 
     python -m recipes.evaluate --workdir=runs/a --tasks=arc_easy,lambada_openai --data_dir=eval
     python -m recipes.evaluate --workdir=runs/a --text='books/*.txt' --against=runs/b
 
-Prompts and metrics are those of the harness; the scorer is our own. --data_dir has <task>.jsonl
-(.gz, .zst) in the form of the dataset on the hub, or with "query", "choices" and "gold"; or it is
-`hub`. Answers are kept in <workdir>/evaluation: the same command resumes where it was stopped, and
-does not repeat what was answered. The command writes evaluation.json, evaluation.md and
-plots/evaluation.png to --output, by default the run folder.
+Prompts and metrics are those of the harness; the scorer is this project's own. --data_dir is a
+folder with files <task>.jsonl (or .gz, .zst), whose lines have the format of the task's dataset on
+the hub, or the keys "query", "choices" and "gold". It can also be `hub`. Answers are stored in
+<workdir>/evaluation, so that an interrupted command resumes when it is repeated, and no question is
+answered twice. The command writes evaluation.json, evaluation.md and plots/evaluation.png to
+--output, which is by default the run folder.
 
---against compares with another run folder, with `untrained` (the model before its first step) or
-with `unigram` (token frequencies of the training text), on the same documents.
+--against compares the model, on the same documents, with another run folder, with `untrained` (the
+model before its first training step), or with `unigram` (token frequencies in the training text).
 """
 
 import sys
@@ -65,7 +66,7 @@ def main() -> int:
     with arguments_as_flags():
         asked = [_subject(source, flags.FLAGS.step)]
     trained.tell_start(asked[0].tokenizer)
-    if flags.FLAGS.init_from is not None:  # the hub folder may not be ours
+    if flags.FLAGS.init_from is not None:  # do not write into the hub folder
         asked = [asked[0]._replace(folder=folder)]
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, asked[0].tokenizer))
@@ -124,7 +125,7 @@ def _check_flags() -> None:
 
 
 def _named(asked: list) -> dict:
-    """Return the subjects by short unique names: the folder's last part, or more if two collide."""
+    """Return the models by short unique names: the last part of the folder, or more parts."""
     from rmt_tpu.evaluation.subjects import UNIGRAM, UNTRAINED
 
     runs = [subject for subject in asked if subject.name not in (UNTRAINED, UNIGRAM)]

@@ -6,12 +6,13 @@
     python -m recipes.experiment attnres-scaling --scale=paper --data=gs://bucket/tokens \\
       --mesh=fsdp=-1 --workdir=gs://bucket/experiments
 
-Each arm and seed trains in a run folder, <workdir>/<scale>/runs/<arm>/seed-<n>, which experiments
-share. Each point of a search and seed trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>.
-The same command resumes where it was stopped; with --outcomes=FILE, which gets a line for each run
-that has ended, it resumes on another machine too. Flags of runs, like --data, apply to every run.
-Text that is not a token store is first made into one, <workdir>/<scale>/text, so that all seeds
-hold out the same part of it.
+An arm is a model that an experiment trains once per seed. Each arm and seed trains in a run folder,
+<workdir>/<scale>/runs/<arm>/seed-<n>, which experiments share. Each point of a hyperparameter
+search trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>. An interrupted command resumes
+when it is repeated. With --outcomes=FILE, which gets a line for each finished run, it also resumes
+on another machine. Flags that describe runs, like --data, apply to every run. If the text is not a
+token store, it is first converted to one, <workdir>/<scale>/text, so that all seeds hold out the
+same part of the text.
 
 The command writes <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
 """
@@ -35,7 +36,8 @@ from rmt_tpu.experiments import catalog
 from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
 from rmt_tpu.storage import Folder, open_folder
 
-# Compute dtypes that replace "auto", so that a run is the same on all machines.
+# Maps each scale to the compute dtype that replaces "auto", so that a run is the same on all
+# machines.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "sizes of what is trained")
@@ -66,7 +68,7 @@ def main() -> int:
     experiment = catalog.experiment(_NAME.value)
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
-    _tasks(experiment)  # fails before anything is trained
+    _tasks(experiment)  # raises errors before anything is trained
     if experiment.plan is not None:
         return _Trained(experiment, folder).run()
     if _ONLY.value is not None:
@@ -78,7 +80,7 @@ def main() -> int:
 
 
 class _Trained:
-    """The runs of a plan, which `run` trains: first its searches, then its arms."""
+    """The trainer of a plan's runs; `run` trains first the searches, then the arms."""
 
     def __init__(self, experiment: Experiment, folder: Folder):
         self.experiment, self.folder = experiment, folder
@@ -87,7 +89,7 @@ class _Trained:
         if flags.FLAGS.seed is not None:
             raise UsageError(f"--seed={flags.FLAGS.seed}: each arm has several; legal: --seeds=0,1")
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
-        # Errors in the flags and configs are raised before anything is trained.
+        # Report errors in flags and configs before anything is trained.
         self._check_searched()
         for of in (*self.plan.arms, *self.plan.searches.values()):
             config = common.run_config(of.config)
@@ -105,7 +107,7 @@ class _Trained:
         def configured(config: RunConfig) -> RunConfig:
             config = common.run_config(config)
             changes = {"data.source": self.text.store}
-            if config.model.compute_dtype == "auto":  # its choice depends on the machine
+            if config.model.compute_dtype == "auto":  # "auto" depends on the machine
                 changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
             return overrides.apply(config, changes)
 
@@ -113,10 +115,11 @@ class _Trained:
         self.matched = 0
 
     def _check_searched(self) -> None:
-        """Check that the flags do not collide with the searches of the plan.
+        """Check that the flags do not conflict with the plan's searches.
 
         Raises:
-          UsageError: a flag sets what is searched, or an arm and a search use the same seed.
+          UsageError: a flag sets a value that is searched, or an arm and a search use the same
+            seed.
         """
         searches = self.plan.searches.values()
         for path in {path for search in searches for point in search.points for path in point}:
@@ -151,10 +154,10 @@ class _Trained:
         return code
 
     def _train(self, runs: list) -> int | None:
-        """Train the runs that match --only, or all runs without it.
+        """Train the runs that match --only, or all runs if --only is not set.
 
         Returns:
-          None if all have ended, else the program's exit code.
+          None if all runs have finished, otherwise the program's exit code.
         """
         if _ONLY.value is not None:
             runs = [r for r in runs if fnmatch.fnmatchcase(r.label, _ONLY.value)]
@@ -172,7 +175,7 @@ class _Trained:
         if _JOBS.value > 1:
             code = several.train_apart(trials, _JOBS.value)
             if self.runs.records is not None:
-                self.runs.records.read()  # read what the processes have added
+                self.runs.records.read()  # read the records that the processes have added
             return code
         from rmt_tpu.experiments.runs import train
 
@@ -185,7 +188,7 @@ class _Trained:
         return several.train_all(trials, train_and_keep)
 
     def _commands(self, runs: list) -> None:
-        """Write the commands of the next runs to the file of --commands."""
+        """Write a script with the commands of the remaining runs to the file of --commands."""
         from rmt_tpu.experiments.runs import write_commands
 
         script = Path(_COMMANDS.value)
@@ -215,7 +218,7 @@ class _Trained:
 
 
 def _outcomes_file(path: str) -> tuple[Folder, str]:
-    """Return the folder and the file name of --outcomes."""
+    """Return the folder and the file name in --outcomes."""
     name = path.rpartition("/")[2]
     with of_flag("outcomes"):
         folder = open_folder(path.removesuffix(name) or ".")
@@ -251,14 +254,14 @@ def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) ->
 
 
 def _tasks(experiment: Experiment) -> list[str]:
-    """Return the tasks of the experiment that have data in --data_dir."""
+    """Return the experiment's tasks for which --data_dir has data."""
     from rmt_tpu.evaluation.documents import there
 
     return there(experiment.tasks, _DATA_DIR.value) if experiment.tasks else []
 
 
 def _report(command: list[str], experiment: Experiment) -> str:
-    """Run another recipe, and return its command and its output as Markdown."""
+    """Run another recipe, and return its command line and its output as Markdown."""
     recipe, *given = command
     if recipe == "evaluate":
         given += [f"--tasks={','.join(_tasks(experiment))}", f"--data_dir={_DATA_DIR.value}"]

@@ -1,10 +1,10 @@
-"""Write a trained model of Llama's family in the hub's form: config.json and safetensors.
+"""Export a trained model of the Llama family in the hub's format: config.json and safetensors.
 
     python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
 
-The hub's form has models with RMSNorm, RoPE, SwiGLU and the plain residual (`llama-...` presets).
-Other models are refused, with the field that the form does not have. The folder opens in other
-programs, and here with --init_from (train, generate, evaluate).
+The format supports models with RMSNorm, RoPE, SwiGLU and the plain residual (`llama-...` presets).
+For any other model, the command stops with an error that names the unsupported config field. Other
+programs can load the folder, and so can the recipes train, generate and evaluate, with --init_from.
 """
 
 from absl import flags

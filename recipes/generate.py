@@ -1,12 +1,13 @@
-"""Write text with a trained decoder: on the terminal as it comes, or for a file of prompts.
+"""Generate text with a trained decoder, streamed to the terminal or for a file of prompts.
 
     python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
     python -m recipes.generate --workdir=runs/rmt-tiny --prompts=in.jsonl --output=out.jsonl
 
-With --mesh, devices share the weights, the caches and the tokens of a prompt: rows are divided over
-`data` and `fsdp`, tokens and heads over `key`, `sequence` and `tensor`.
-A file of prompts has one prompt a line, or in .jsonl an object with "prompt" a line. --output gets
-a line of JSON for each sample when it has ended; the same command resumes where it was stopped.
+With --mesh, the weights, the caches and the tokens of a prompt are sharded over devices: rows along
+the mesh axes `data` and `fsdp`, tokens and heads along `key`, `sequence` and `tensor`. A file of
+prompts has one prompt per line, or, if its name ends in .jsonl, one object with the key "prompt"
+per line. A line of JSON is written to --output for each finished sample. An interrupted command
+resumes when it is repeated.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def _load():
-    """Return the run's model, with weights cast to the compute dtype, and its tokenizer."""
+    """Load the run's model, with weights cast to the compute dtype, and its tokenizer."""
     import rmt_tpu
     from rmt_tpu.generation import cast_once
 
@@ -86,7 +87,7 @@ def _check_flags() -> None:
 
 
 def _one(decoder, tokenizer, sampling) -> int:
-    """Print one text on the terminal, as it comes."""
+    """Generate one text, and print it to the terminal while it is generated."""
     from rmt_tpu.generation import fitting_tokens, generate
 
     with about_flag("prompt", "the text has"):
@@ -106,7 +107,7 @@ def _one(decoder, tokenizer, sampling) -> int:
 
 
 def _file(sampling) -> int:
-    """Write a line of JSON for each sample of each prompt."""
+    """Generate samples for a file of prompts, and write a line of JSON for each sample."""
     from rmt_tpu.generation import files
 
     with of_flag("prompts"):
@@ -128,7 +129,7 @@ def _file(sampling) -> int:
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
-    for number in sorted({number for number, _ in left}):  # check all before any is written
+    for number in sorted({number for number, _ in left}):  # check all before writing
         try:
             tokens = tokenizer.begun(tokenizer.encode(prompts[number]))
             fitting_tokens(decoder.config, len(tokens), 1)
@@ -159,7 +160,7 @@ def _file(sampling) -> int:
 
 
 class _Progress:
-    """Progress of a file, printed on standard error every few seconds."""
+    """The progress on a file of prompts, printed to standard error every few seconds."""
 
     def __init__(self, count: int):
         self.count, self.texts, self.tokens = count, 0, 0

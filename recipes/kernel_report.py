@@ -1,13 +1,13 @@
-"""Estimate what the kernels and whole train steps cost on TPUs that need not be there.
+"""Estimate the cost of kernels and of whole train steps on TPUs, which need not be present.
 
     python -m recipes.kernel_report --op=key_vector --targets=v5e --output=reports
     python -m recipes.kernel_report --step --presets=rmt-305m,gpt2-405m --batch_size=16
 
-For ops, every call is compared with its portable form. On a machine with a GPU or a TPU the ops are
-measured instead, unless --targets is given. For steps (--step), the report has cycles by part, the
-ratio of the first preset to the second, the largest instructions and a picture. The command writes
-Markdown and JSON to --output. Estimates need the TPU compiler (`pip install 'jax[tpu]'`) and no
-TPU.
+For ops (--op), the kernel of every call is compared with the call's portable form. On a machine
+with a GPU or a TPU, the ops are measured instead of estimated, unless --targets is given. For steps
+(--step), the report has cycles per part, the ratio of the first preset to the second, the most
+expensive instructions, and a picture. The command writes Markdown and JSON to --output. Estimates
+need the TPU compiler (`pip install 'jax[tpu]'`), but no TPU.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
-# The ops of rmt_tpu.estimator.ops, repeated here because that module imports jax.
+# The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
 _OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")

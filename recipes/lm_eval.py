@@ -1,12 +1,13 @@
-"""Run lm-evaluation-harness's own command line with the models of run folders.
+"""Run the command line of lm-evaluation-harness with models from run folders.
 
     python -m recipes.lm_eval run --model_args workdir=runs/a --tasks gsm8k
     python -m recipes.lm_eval run --model_args workdir=runs/a --tasks arc_easy --data_dir eval
 
-All arguments after `recipes.lm_eval` are the harness's (see `run --help`). The model is `rmt_tpu`,
-with the arguments of `rmt_tpu.evaluation.harness.RmtTpu`. This recipe adds two things: --data_dir
-reads tasks of `recipes.evaluate` from its files, without a network; and the file name of
---use_cache includes the checkpoint's identity, so that another model's answers are never used.
+All arguments after `recipes.lm_eval` are passed to the harness (see `run --help`). The model is
+`rmt_tpu`, and its arguments are those of `rmt_tpu.evaluation.harness.RmtTpu`. This recipe adds two
+features. With --data_dir, tasks that `recipes.evaluate` supports are read from files, without a
+network. The file name of --use_cache includes the checkpoint's identity, so that cached answers of
+another model are never used.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def main() -> None:
     """Run the harness's command line.
 
     Raises:
-      UsageError: the extra is not installed, or an argument is not legal.
+      UsageError: the harness is not installed, or an argument is not valid.
     """
     try:
         from lm_eval._cli import HarnessCLI
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> None:
-    """Change the arguments of the harness's `run` for --data_dir and --use_cache."""
+    """Adjust the arguments of the harness's `run` command for --data_dir and --use_cache."""
     from rmt_tpu.evaluation import documents, harness
 
     arguments.model = arguments.model or "rmt_tpu"
@@ -60,9 +61,10 @@ def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> 
 
 
 def _without_defaults() -> None:
-    """Keep the harness from looking up its own tasks: reading all their files takes many seconds.
+    """Prevent the harness from indexing its own tasks, which would take many seconds.
 
-    The harness's command line makes the task manager itself, and passes no `include_defaults`.
+    The harness's command line creates the task manager itself, without the option
+    `include_defaults`.
     """
     from lm_eval import tasks
 

@@ -1,4 +1,7 @@
-"""The flags with which several processes run as one. Imports no jax: see `program`."""
+"""The flags with which several processes work as one run.
+
+This module does not import jax; see `program` for the reason.
+"""
 
 import sys
 
@@ -13,7 +16,7 @@ flags.disclaim_key_flags()
 
 
 def define_distributed_flags() -> None:
-    """Define the flags with which several processes train as one."""
+    """Define the flags that connect several processes to one run."""
     flags.DEFINE_bool(
         "distributed",
         False,
@@ -31,10 +34,10 @@ def define_distributed_flags() -> None:
 
 
 def check_member() -> Member | None:
-    """Return the process that --coordinator, --num_processes and --process_id name, or None.
+    """Return the process described by --coordinator, --num_processes and --process_id, or None.
 
     Raises:
-      UsageError: only some of these flags are given, or they cannot name a process.
+      UsageError: only some of these flags are given, or their values are not valid.
     """
     given = {name: flags.FLAGS[name].value for name in ("coordinator", *Member._fields[1:])}
     missing = [f"--{name}" for name, value in given.items() if value is None]
@@ -48,14 +51,14 @@ def check_member() -> Member | None:
 
 
 def join_processes() -> bool:
-    """Join the other processes, if the flags name any. Call this before devices are used.
+    """Connect to the other processes, if the flags describe any; call this before using devices.
 
     Returns:
       Whether this is one of several processes.
 
     Raises:
-      UsageError: the flags do not say which process this is.
-      RunError: some processes are missing, or the processes do not fit together.
+      UsageError: the flags do not identify this process.
+      RunError: some processes are missing, or the processes are not compatible.
     """
     timeout = flags.FLAGS.distributed_timeout
     member, devices = check_member(), None

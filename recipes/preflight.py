@@ -1,26 +1,27 @@
-"""Check whether a run fits a pod, and estimate what a step costs there: without the pod.
+"""Check whether a run fits on a pod, and estimate the time of a step there, without the pod.
 
     python -m recipes.preflight --preset=rmt-305m --topology=v5e:16x16 --mesh=data=-1 \
         --batch_size=1024
 
-The command takes the flags of recipes.train and compiles its train step for all devices of a
-topology, which need not be there. It reports whether the step fits, what fills the memory, what the
-devices send to each other and, as an estimate, how long a step takes; if the step does not fit, it
-says what to change. The exit code is 1 if the step does not fit, and 2 for a command that is wrong.
-The step is that of recipes.train with the same flags, so the vocabulary is that of --tokenizer
-(byte, if none is given), or --set=model.vocab_size.
+The command takes the flags of recipes.train, and compiles the train step for all devices of a
+topology, which need not be present. It reports whether the step fits in memory, what occupies the
+memory, what the devices send to each other and an estimate of the step's time. If the step does not
+fit, the report says what to change. The exit code is 1 if the step does not fit, and 2 if the
+command is wrong. The step is the same as in recipes.train with the same flags; in particular, the
+vocabulary is that of --tokenizer (by default `byte`), unless --set=model.vocab_size sets its size.
 
     python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \
         --prompt=131072
 
-compiles what recipes.generate runs with that mesh for a part of such a prompt. With --decode=32 it
-compiles a decode step of 32 rows of that length instead.
+compiles the program that recipes.generate runs with that mesh to read a part of a prompt of that
+length. With --decode=32, it compiles a decode step for 32 rows of that length instead.
 
-With several slices (--num_slices), the mesh has their devices first along data, stage or fsdp, and
-the traffic over the data center's network is reported by itself.
+With several slices (--num_slices), the slices are laid out along the mesh axis data, stage or fsdp,
+and the traffic over the data center's network is reported separately.
 
-Topologies: v5e:AxB, v5p:AxBxC, v6e:AxB and tpu7x:AxBxC need the TPU compiler (`pip install
-'jax[tpu]'`); h100:N and h200:N need jax's CUDA plugin, and give memory and collectives but no time.
+The topologies v5e:AxB, v5p:AxBxC, v6e:AxB and tpu7x:AxBxC need the TPU compiler (`pip install
+'jax[tpu]'`). The topologies h100:N and h200:N need jax's CUDA plugin, and their report has memory
+and collectives but no time.
 """
 
 import contextlib

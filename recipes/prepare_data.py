@@ -4,11 +4,12 @@
         --output=stores/books
     python -m recipes.train --data=stores/books --workdir=runs/books
 
---input and --output may be gs://bucket/...; --input may have globs. The same command resumes where
-it was interrupted, and reports an input that was edited since. The store has its own held-out part
-and the tokenizer that it was made with. If a store is damaged, delete its manifest.json: the same
-command then makes the damaged parts again. On several hosts, the same command on each, with the
-flags of recipes.train, makes the same store: docs/guides/data.md.
+--input and --output can be paths like gs://bucket/..., and --input can contain glob patterns. An
+interrupted command resumes when it is repeated, and reports inputs that have been edited since. The
+store contains a held-out part and the tokenizer that it was made with. To repair a damaged store,
+delete its manifest.json and repeat the command, which makes the damaged parts again. To prepare a
+store on several hosts, run the same command on each host, with the multi-host flags of
+recipes.train: see docs/guides/data.md.
 """
 
 import signal
@@ -36,7 +37,7 @@ members.define_distributed_flags()
 
 
 class _Progress(ProgressShown):
-    """Progress in bytes of this process's share of the input."""
+    """The progress of this process, in bytes of its share of the input."""
 
     def __init__(self, *, line_seconds: float = 5.0, show: bool = True):
         super().__init__(
@@ -52,7 +53,7 @@ class _Progress(ProgressShown):
         )
 
     def update(self, done: int, total: int, what: str) -> None:
-        """Show that `done` bytes of `total` are done."""
+        """Show that `done` of `total` bytes are done."""
         self.show(
             lambda: (
                 f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / max(total, 1):.0%})"
@@ -66,9 +67,9 @@ class _Progress(ProgressShown):
 def main() -> int:
     from rmt_tpu.data.prepare import Alone, prepare
 
-    # Other stop signals act like Ctrl-C, so that they too leave neither processes nor semaphores.
+    # Treat other stop signals like Ctrl-C, so that they leave no processes or semaphores behind.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
-        if signal.getsignal(number) is signal.SIG_DFL:  # keep signals that are ignored, as by nohup
+        if signal.getsignal(number) is signal.SIG_DFL:  # keep ignoring ignored signals (nohup)
             signal.signal(number, signal.default_int_handler)
     team = Alone()
     if members.join_processes():

@@ -1,6 +1,7 @@
-"""The start, the failures and the end of a recipe.
+"""The start-up, error reporting and exit codes that all recipes share.
 
-This module does not import jax, so that `--help` and refused flags are answered at once.
+This module does not import jax, because the import is slow: `--help` and errors in flags are then
+answered immediately.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ import rmt_tpu
 from rmt_tpu import streams
 from rmt_tpu.errors import RmtError, UsageError, shown, unknown
 
-# Exit codes that a shell gives for SIGINT and SIGPIPE.
+# The exit codes that a shell reports for SIGINT and SIGPIPE.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-# Patterns of absl's messages about flags, and the words that replace them.
+# Patterns in absl's error messages about flags, each with the text that replaces it.
 _REWORDED = [
     (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
     (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
@@ -35,7 +36,7 @@ _REWORDED = [
     (r": could not convert string to float.*", " must be a number"),
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
-# Names of other programs for our flags.
+# Maps names that other programs use for flags to the names of the recipes' flags.
 _ELSEWHERE = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -46,7 +47,7 @@ _ELSEWHERE = {
     "output": "workdir",
 }
 
-# Flags whose value may be an empty text.
+# Flags whose value may be an empty string.
 _MAY_BE_EMPTY = ("prompt",)
 
 # The flags defined here count as flags of the recipe that calls these functions, so that its --help
@@ -55,7 +56,7 @@ flags.disclaim_key_flags()
 
 
 class Answer(flags.BooleanFlag):
-    """A flag that prints an answer and ends the program with success, whatever else is given."""
+    """A flag like --help, which prints a text and exits with success, whatever the other flags."""
 
     def __init__(self, name: str, text: str, say: Callable[[], str], **options):
         super().__init__(name=name, default=False, help=text, **options)
@@ -71,17 +72,19 @@ class Answer(flags.BooleanFlag):
 def start(
     main: Callable[[], int | None], *, operand: str | None = None, only_printed: bool = False
 ) -> NoReturn:
-    """Run a recipe: parse the flags, call `main`, and exit with the code that it returns.
+    """Run a recipe: parse the flags, call `main`, and exit with the code that `main` returns.
 
-    An error that a person can act on is one line, with exit code 2 (usage) or 1 (the run).
+    An error that the user can act on is printed as one line. Its exit code is 2 for a usage error,
+    and 1 for an error of the run.
 
     Args:
-      main: the recipe.
-      operand: a flag whose value may stand alone on the command line, without `--name=`.
-      only_printed: whether the recipe's results are only on standard output. Such a recipe fails if
-        standard output cannot be written; any other recipe goes on, and drops what it cannot print.
+      main: the recipe's function.
+      operand: the name of a flag whose value may be given as a positional argument.
+      only_printed: whether the recipe writes its results only to standard output. If so, it fails
+        when standard output cannot be written. Any other recipe continues, and drops what it cannot
+        print.
     """
-    # absl knows a program's main module by its path.
+    # absl registers the flags of a program's main module under the path of its file.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
     help_of = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flags_of(module)}"
     flags.DEFINE_flag(Answer("help", "say this, and end", help_of, short_name="h"))
@@ -103,9 +106,9 @@ def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
 
 def _begin() -> None:
     streams.install()
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a stderr that is not a file
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may not be a real file
         faulthandler.enable()
-    # Libraries log much at INFO; what the recipes say themselves is printed.
+    # Hide the INFO logs of libraries; the recipes print their own messages instead of logging them.
     for library in ("jax", "matplotlib"):
         logging.getLogger(library).setLevel(logging.WARNING)
     _hush_libtpu()
@@ -124,25 +127,24 @@ def _version() -> str:
 
 
 def exit_code_of(stopped_by: signal.Signals) -> int:
-    """Return the exit code of a run that a signal stopped and that is saved.
+    """Return the exit code of a run that was saved after a signal stopped it.
 
-    It is 0 for all signals but SIGINT: a scheduler that sends SIGTERM expects success.
+    It is 0 for all signals except SIGINT, because a scheduler that sends SIGTERM expects success.
     """
     return INTERRUPTED if stopped_by == signal.SIGINT else 0
 
 
 def resume_command() -> str:
-    """Return the command line of this program, for a shell in the same folder."""
+    """Return the shell command that runs this program again, in the same folder."""
     program = Path(sys.argv[0])
-    if program.suffix != ".py":  # a command like rmt-train
+    if program.suffix != ".py":  # an installed command like rmt-train
         return shlex.join(sys.argv)
-    # "python" might be another one: this interpreter may belong to an environment that is not
-    # active.
+    # Use this interpreter's path: "python" may be another one if the environment is not active.
     return shlex.join([sys.executable, "-m", f"recipes.{program.stem}", *sys.argv[1:]])
 
 
 def _hush_libtpu() -> None:
-    """Silence an installed libtpu on a machine without a TPU, where the tests use its compiler."""
+    """Silence libtpu on a machine without a TPU, where it is installed only for its compiler."""
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -152,13 +154,13 @@ def _hush_libtpu() -> None:
 def hush_gloo() -> None:
     """Silence the connection messages of Gloo, the collectives library of CPUs.
 
-    Gloo prints them on C++'s stdout, which is for results. Each process calls this when all have
-    joined.
+    Gloo prints them to C++'s stdout, which is reserved for results. Each process calls this
+    function after all processes have joined.
     """
     import jax
 
     if jax.default_backend() != "cpu":
-        return  # NCCL prints on stdout only what it is asked to print
+        return  # NCCL prints to stdout only on request
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
@@ -193,9 +195,10 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
 
 
 def _printing(say: Callable[[], int | None]) -> int | None:
-    """Return what `say` returns, or BROKEN_PIPE if the reader of its output, like `head`, has gone.
+    """Call `say`, and return its result, or BROKEN_PIPE if the reader of the output has exited.
 
-    Only programs whose output is all that they make see a broken pipe: see `start`.
+    The reader may be a program like `head`. A broken pipe is raised only in programs whose results
+    are only printed: see `start`.
     """
     try:
         code = say()
@@ -206,7 +209,7 @@ def _printing(say: Callable[[], int | None]) -> int | None:
 
 
 def _answered(say: Callable[[], None]) -> int | None:
-    """Call `_printing`, and print an error of ours as one line."""
+    """Call `_printing` with `say`, and print an error of this project as one line."""
     try:
         return _printing(say)
     except RmtError as error:
@@ -219,7 +222,7 @@ def _processes() -> ModuleType | None:
 
 
 def _no_platform() -> str | None:
-    """Return what is wrong with JAX_PLATFORMS if jax finds no device with it, else None."""
+    """Return an error message if jax finds no device because of JAX_PLATFORMS, else None."""
     jax = sys.modules.get("jax")
     wanted = jax and jax.config.jax_platforms
     if not wanted:
@@ -227,7 +230,7 @@ def _no_platform() -> str | None:
     try:
         jax.devices()
         return None
-    except (RuntimeError, AssertionError):  # AssertionError: a plugin is not installed
+    except (RuntimeError, AssertionError):  # AssertionError if a plugin is missing
         jax.config.update("jax_platforms", None)
         there = dict.fromkeys([jax.default_backend(), "cpu"])
         return (
@@ -258,16 +261,17 @@ def _parse_flags(module: str) -> list[str]:
 
 
 def _check_apart(arguments: list[str]) -> None:
-    """Check that no flag's value, given as an argument of its own, is the next flag.
+    """Check that no flag without `=` takes the next flag as its value.
 
     Raises:
-      UsageError: a value starts with "--". The real value was probably an empty shell variable.
+      UsageError: a value starts with "--". Probably, the intended value was an empty shell
+        variable.
     """
     left = iter(arguments)
     for argument in left:
         name = re.sub("^--?", "", argument)
         if argument == "--" or name == argument:
-            return  # no flags come after it
+            return  # no flags can follow
         if name not in flags.FLAGS or flags.FLAGS[name].boolean:
             continue
         if (value := next(left, "")).startswith("--"):
@@ -275,11 +279,11 @@ def _check_apart(arguments: list[str]) -> None:
 
 
 def _check_empty() -> None:
-    """Check that no flag is empty.
+    """Check that no flag has an empty value.
 
     Raises:
-      UsageError: a flag has no value, or a list has an empty part. An unset shell variable does not
-        mean the default.
+      UsageError: a flag has an empty value, or a list has an empty item. An empty value, for
+        example from an unset shell variable, does not select the default.
     """
     for name, flag in flags.FLAGS._flags().items():
         values = flag.value if isinstance(flag.value, list) else [flag.value]

@@ -1,9 +1,9 @@
-"""Serve a trained decoder over HTTP, as OpenAI's completions.
+"""Serve a trained decoder over HTTP, with the API of OpenAI's completions.
 
     python -m recipes.serve --workdir=runs/rmt-tiny
 
-The first line printed is the URL that clients take as their base. SIGTERM and Ctrl-C let open
-requests finish.
+The first printed line is the base URL for clients. After SIGTERM or Ctrl-C, open requests are
+finished before the server stops.
 """
 
 import sys
@@ -47,7 +47,7 @@ _COMPILE_FIRST = flags.DEFINE_bool(
 )
 _LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "says a line of each request")
 
-_STEPS = 4  # tokens per row between two looks at new requests and closed connections
+_STEPS = 4  # tokens per row between checks for new requests and closed connections
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _front():
-    """Return the front of a loaded model, with programs compiled for short texts."""
+    """Load the model, compile its programs for short texts, and return the server's front end."""
     import rmt_tpu
     from rmt_tpu.generation import Engine, cast_once
     from rmt_tpu.serving.app import Front

@@ -1,4 +1,7 @@
-"""Several runs, one after the other: the flag of their seeds, and their folders. Imports no jax."""
+"""Training of several runs: the flag --seeds, the run folders, and training in turn or at once.
+
+This module does not import jax; see `program` for the reason.
+"""
 
 import contextlib
 import dataclasses
@@ -26,7 +29,7 @@ flags.disclaim_key_flags()
 
 
 class Trial(NamedTuple):
-    """A run, its folder, and the label that its progress is shown with."""
+    """A run to train, with its folder and the label under which its progress is printed."""
 
     label: str
     folder: Folder
@@ -40,10 +43,10 @@ def define_seeds_flag() -> None:
 
 
 def seeds() -> list[int] | None:
-    """Return the seeds of --seeds, or None if it is not given.
+    """Return the seeds in --seeds, or None if the flag is not set.
 
     Raises:
-      UsageError: a seed is not legal, is given twice, or is set by --seed or --set too.
+      UsageError: a seed is not valid or is repeated, or --seed or --set also sets the seed.
     """
     given = flags.FLAGS.seeds
     if given is None:
@@ -64,16 +67,16 @@ def seeds() -> list[int] | None:
 
 
 def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
-    """Check that two flags do not set the same part of the config.
+    """Check that a flag and another flag do not set the same part of the config.
 
     Args:
-      flag: the flag that sets `path`, as it is written.
-      path: a path of the config.
-      other: the beginning of the other flag, before its path.
+      flag: the flag that sets `path`, as written on the command line.
+      path: a config path.
+      other: the text of the other flag up to the path, like "--set=".
       paths: the paths that the other flag sets.
 
     Raises:
-      UsageError: one of `paths` is `path`, holds it, or is part of it.
+      UsageError: one of `paths` equals, contains, or is contained in `path`.
     """
     for set_too in paths:
         if f"{set_too}.".startswith(f"{path}.") or f"{path}.".startswith(f"{set_too}."):
@@ -81,11 +84,11 @@ def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
 
 
 def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
-    """Return the argument `begun` of `common.model_of_flags` for the runs in `folder`.
+    """Return a function to pass as `begun` to `common.model_of_flags`, for the runs in `folder`.
 
-    If runs in `folder` have begun with weights of --init_from, the function returns the config of
-    one of them: they no longer need the folder of --init_from. It does not import jax if `folder`
-    does not exist.
+    If runs in `folder` have started from weights of --init_from, the function returns the config of
+    one of these runs, because they no longer need the folder of --init_from. The function does not
+    import jax if `folder` does not exist.
     """
 
     def begun(name: str) -> RunConfig | None:
@@ -99,7 +102,7 @@ def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
 
 
 def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | None) -> list[Trial]:
-    """Return one trial per seed; several seeds have folders of their own in `folder`."""
+    """Return one trial per seed; if there are several, each has its own folder inside `folder`."""
     with_seed = lambda seed: dataclasses.replace(
         config, train=dataclasses.replace(config.train, seed=seed)
     )
@@ -114,17 +117,17 @@ def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | Non
 
 
 def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int | None = None):
-    """Train the trials in turn, with a line printed before each.
+    """Train trials one after the other, and print a line before each.
 
     Args:
       trials: the trials, in the order in which they train.
-      train: `training.trainer.train`, or a function that takes its place.
-      first: the number of the first trial in these lines.
-      total: how many trials these lines count; None is the number of `trials`.
+      train: `training.trainer.train`, or a function with the same arguments.
+      first: the number of the first trial in the printed lines.
+      total: the total number of trials in the printed lines; None means the number of `trials`.
 
     Returns:
-      None, or the program's exit code if a signal stopped a run; the command that resumes is then
-      printed.
+      None, or the program's exit code if a signal stopped a run. In that case, the command that
+      resumes is printed.
     """
     total = len(trials) if total is None else total
     for number, trial in enumerate(trials, start=first):
@@ -138,14 +141,14 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
 
 
 def train_apart(trials: list[Trial], jobs: int) -> int | None:
-    """Train the trials in processes of their own, `jobs` at a time, each on its share of the cores.
+    """Train each trial in a separate process, `jobs` at a time, each on its share of the cores.
 
-    A process runs this program with --only=<label> and --jobs=1. Its stderr is passed on as it
-    comes.
+    Each process runs this program with --only=<label> and --jobs=1. Its stderr is forwarded
+    immediately.
 
     Returns:
-      None, or the program's exit code if a run failed or a signal came. The other runs are then
-      stopped and saved, and the command that resumes is printed.
+      None, or the program's exit code if a run failed or a signal was received. In that case, the
+      other runs are stopped and saved, and the command that resumes is printed.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     parts = [cores[i % max(len(cores), 1) :: jobs] for i in range(jobs)]
@@ -154,7 +157,7 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
     before = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
         for s in signals.STOPS.values()
-        if signal.getsignal(s) is not signal.SIG_IGN  # ignored, as by nohup
+        if signal.getsignal(s) is not signal.SIG_IGN  # keep ignoring ignored signals (nohup)
     }
     try:
         while queue or running:
@@ -186,7 +189,7 @@ def _process(trial: Trial, cores: list[int]) -> subprocess.Popen:
     process = subprocess.Popen(
         [*command, f"--only={glob.escape(trial.label)}"],
         stdout=subprocess.DEVNULL,
-        # A terminal's Ctrl-C goes to this process alone, which signals them.
+        # In a new session, a terminal's Ctrl-C reaches only this process, which forwards it.
         start_new_session=True,
     )
     if cores:

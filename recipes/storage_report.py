@@ -1,17 +1,17 @@
-"""Measure how long a checkpoint takes to save and restore, compared with Orbax, on this machine.
+"""Measure how long this machine takes to save and restore checkpoints, compared with Orbax.
 
     python -m recipes.storage_report --folder=/mnt/disk/scratch --gigabytes=1 --output=reports
     python -m recipes.storage_report --store=/mnt/disk/books
 
-One state of float32 arrays, random as weights are, is saved and restored by `Checkpointer` and by
-Orbax's CheckpointManager in turn, each with and without compression. Each one begins the save,
-waits for its end, and restores the state into new arrays, which must be equal bit for bit. Tables
-have medians of --rounds. On gs:// only `Checkpointer` is measured. Files that were just written may
-still be in the page cache when they are read. The command writes a table, JSON and a picture to
---output.
+The state is a set of random float32 arrays, whose values are distributed like weights. It is saved
+and restored in turn by `Checkpointer` and by Orbax's CheckpointManager, each with and without
+compression. Each of these starts a save, waits until it is finished, and restores the state into
+new arrays, which must be equal bit for bit. The tables show medians over --rounds. For a folder on
+gs://, only `Checkpointer` is measured. Files that have just been written may be read from the page
+cache. The command writes a table, JSON and a picture to --output.
 
-With --store it measures how fast random windows of a token store are read, and how long a step that
-takes a million tokens a second waits for them.
+With --store, the command measures how fast random windows of a token store are read, and how long a
+train step that processes a million tokens per second waits for them.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ _OUTPUT = flags.DEFINE_string("output", "reports", "folder for table, JSON and p
 
 
 class Times(NamedTuple):
-    """Seconds of one save and restore, and the bytes stored in the folder, if known.
+    """The durations of one save and restore in seconds, and the stored bytes.
 
     Attributes:
-      blocked: seconds until the caller had the arrays to itself again.
-      save: seconds from the call until the step is committed.
-      restore: seconds until the arrays are restored.
-      stored_bytes: the size of the files in the folder; None if it is not local.
+      blocked: seconds until the save call returns and the caller may change the arrays.
+      save: seconds from the save call until the checkpoint is committed.
+      restore: seconds that restoring the arrays takes.
+      stored_bytes: the total size of the files in the folder; None if the folder is not local.
     """
 
     blocked: float
@@ -60,14 +60,14 @@ class Times(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The median times of one kind of checkpoint."""
+    """The median results of one kind of checkpoint."""
 
     name: str
     times: Times
 
 
-# A function that saves the state in a folder and restores it. It returns the seconds blocked, saved
-# and restored, and the restored state.
+# A function that saves the state in a folder and restores it. It returns the `blocked`, `save` and
+# `restore` seconds (see `Times`) and the restored state.
 Kind = Callable[[Any, str], tuple[float, float, float, Any]]
 
 
@@ -122,7 +122,7 @@ def _opened(flag: flags.FlagHolder) -> Any:
 
 
 def _check_space(path: Path | None) -> None:
-    # Room for the largest copy, and for a moment the rest of another.
+    # Space for the largest checkpoint, and for a moment the remains of another one.
     needed = 2.2e9 * _GIGABYTES.value
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(
@@ -138,7 +138,7 @@ def _import_orbax() -> Any:
         raise UsageError(
             "Orbax is not installed; pip install orbax-checkpoint, or give --noorbax"
         ) from None
-    # The import of Orbax has raised the verbosity, and Orbax logs every step that it takes.
+    # Importing Orbax raises the logging verbosity, and Orbax logs everything that it does.
     logging.set_verbosity(logging.WARNING)
     return orbax.checkpoint
 
@@ -146,7 +146,7 @@ def _import_orbax() -> Any:
 def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
     state = _state()
     found: dict[str, list[Times]] = {name: [] for name in kinds}
-    # The kinds take turns, so that other work of the machine affects all of them.
+    # The kinds take turns, so that other load on the machine affects all kinds alike.
     for number in range(_ROUNDS.value):
         for name, kind in kinds.items():
             scratch = f"storage-report-{uuid.uuid4().hex[:8]}"
@@ -281,7 +281,7 @@ def _draw(output: Any, rows: list[Row], where: str) -> str:
         bars = axes.barh([row.name for row in rows], seconds, color="tab:blue")
         axes.bar_label(bars, fmt="%.2f s", padding=3)
         axes.set(title=part, xlabel="seconds", xlim=(0, 1.25 * max(seconds)))
-    axes.invert_yaxis()  # both plots share the axis
+    axes.invert_yaxis()  # both plots share the y axis, so this inverts both
     figure.suptitle(where, fontsize="small")
     return save_picture(figure, output, "storage_report.png")
 

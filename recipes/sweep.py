@@ -1,21 +1,21 @@
-"""Search over values of a config: a grid, random points or successive halving, at several widths.
+"""Search over config values with a grid, random points or successive halving, at several widths.
 
     python -m recipes.sweep --preset=rmt-tiny --set=model.parametrization=mup --seeds=0,1 \\
       --sweep=train.optimizer.learning_rate=log:1e-3..1e-1:5 --workdir=runs/sweep \\
       --variant="x1" --variant="x2 model.attention.num_heads=8 model.feed_forward.hidden_dim=1024"
 
---sweep, given once or more, is a path of --set with values (1e-3,1e-2) or a range
-(log:1e-4..1e-1:7, linear:0..0.2:5), whose last part is the number of points in a grid. Each
---variant has a name and paths of its own, and is searched by itself; the first one is the base of
-the others in muP, if no base is given. Each trial is a run folder, <workdir>/<variant>/<values>,
-which has seed-<n> folders for several seeds. With halving each rung is a run of its own, with a
-whole schedule. The same command resumes where it was stopped. A run that diverges is reported and
-counts as the worst.
+--sweep, which can be repeated, is a config path with a list of values (1e-3,1e-2) or a range
+(log:1e-4..1e-1:7, linear:0..0.2:5); the last number of a range is the number of points in a grid.
+Each --variant has a name and config changes, and is searched separately. In muP, the first variant
+is the base of the others, unless a base is given. Each trial is a run in the folder
+<workdir>/<variant>/<values>, which contains seed-<n> folders if there are several seeds. With
+successive halving, each rung is a separate run with a complete schedule. An interrupted command
+resumes when it is repeated. A run that diverges is reported, and ranks last.
 
-The command writes sweep.md (every point, and what the first variant's best costs the others),
-sweep.json and sweep.png. With --coordinates nothing is swept: each variant trains a few steps on
-one random batch, and coordinates.md, .json and .png show how its activations change with width,
-also in the standard parametrisation.
+The command writes sweep.md (with every point, and the loss of each variant at the first variant's
+best point), sweep.json and sweep.png. With --coordinates, no search is run. Instead, each variant
+trains for a few steps on one random batch, and coordinates.md, .json and .png show how its
+activations change with width. In muP, the standard parametrisation is shown for comparison.
 """
 
 import dataclasses
@@ -60,10 +60,9 @@ def main() -> int:
 
 
 def _base_run(folder: Folder) -> RunConfig:
-    """Return the run of the flags.
+    """Return the run config that the flags describe.
 
-    If --init_from alone says which model is meant, a config of a begun trial does not take its
-    place.
+    If only --init_from selects the model, the stored config of a started trial does not replace it.
     """
     if flags.FLAGS.init_from and not (flags.FLAGS.preset or flags.FLAGS.config):
         return common.model_of_flags()[1]
@@ -74,7 +73,7 @@ def _base_run(folder: Folder) -> RunConfig:
 
 
 def _variants(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the variants by name; without --variant, one made by the other flags."""
+    """Return the run config of each variant by name; without --variant, there is only one."""
     found = {}
     changes = dict(map(_parsed_variant, _VARIANT.value)) or {"model": {}}
     if len(changes) < max(1, len(_VARIANT.value)):
@@ -101,9 +100,9 @@ def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
 def _base(
     config: RunConfig, first: RunConfig, changes: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the muP base: the first variant's values of all that the variants change in the model.
+    """Return the muP base: the first variant's value for every model field that variants change.
 
-    It is empty without muP, or if a base is given.
+    It is empty without muP, or if the config sets a base.
     """
     given = config.model.parametrization
     if not isinstance(given, MuP) or given.base:
@@ -128,7 +127,7 @@ def _changed(config: RunConfig, changes: dict[str, Any], flag: str) -> RunConfig
 
 
 class _Sweep:
-    """All rungs of all variants."""
+    """The search over all variants, with all rungs."""
 
     def __init__(self, variants: dict[str, RunConfig], seeds: list[int] | None, folder: Folder):
         from rmt_tpu.analysis import sweep
@@ -152,7 +151,7 @@ class _Sweep:
         self.rungs = [(len(self.points), steps)]
         if _SEARCH.value == "halving":
             self.rungs = sweep.rungs(len(self.points), steps, _FACTOR.value)
-        for name in variants:  # errors in configs are raised before anything is trained
+        for name in variants:  # report config errors before anything is trained
             self._trials(name, self.points, self.rungs[0][1])
 
     def run(self) -> int:
@@ -193,7 +192,7 @@ class _Sweep:
         return self.sweep.drawn(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
 
     def _trials(self, variant: str, points: list, steps: int) -> list[list[several.Trial]]:
-        """Return the trials of each point, one per seed."""
+        """Return, for each point, its trials, one per seed."""
         base, folder = self.variants[variant], self.folder.child(variant)
         if _SEARCH.value == "halving":
             base = dataclasses.replace(base, train=dataclasses.replace(base.train, steps=steps))
@@ -218,15 +217,15 @@ class _Sweep:
 
 
 def _spelt(point: dict[str, Any]) -> str:
-    """Return the flags that set a point's values."""
+    """Return the flags that set the values of a point, as text."""
     return " ".join(f"--sweep={path}={value}" for path, value in point.items())
 
 
 def _check_sets(swept: list[str], seeds: list[int] | None) -> None:
-    """Check that no other flag sets what is swept.
+    """Check that no other flag sets a swept path.
 
     Raises:
-      UsageError: another flag sets a swept path too, so that one of them would have no effect.
+      UsageError: another flag also sets a swept path, so that one of the two would have no effect.
     """
     of_variants = dict(map(_parsed_variant, _VARIANT.value))
     for path in swept:

@@ -2,12 +2,13 @@
 
     python -m recipes.train --preset=rmt-tiny --data=stdlib --workdir=runs/rmt-tiny
 
-The same command again resumes. The run folder, local or gs://bucket/path, gets config.json,
-metrics.jsonl, checkpoints/, plots/loss.png, samples.txt, starts.jsonl (command, versions and commit
-of each start), kernel_blocks.json (block sizes of its kernels, kept when tables change),
-kernels.json (ops that use their plain form because one of their kernels gives wrong results on a
-device) and, if tensorboardX is installed, tensorboard/. On several hosts, run the same command on
-each: docs/guides/pods.md.
+An interrupted run resumes when the command is repeated. The run folder, a local path or
+gs://bucket/path, contains config.json; metrics.jsonl; checkpoints/; plots/loss.png; samples.txt;
+starts.jsonl, with the command, versions and commit of each start; kernel_blocks.json, with the
+block sizes of the run's kernels, which stay the same even if the tables of block sizes change;
+kernels.json, which lists ops that use their plain form because one of their kernels gives wrong
+results on a device; and, if tensorboardX is installed, tensorboard/. To train on several hosts, run
+the same command on each host: see docs/guides/pods.md.
 """
 
 import threading
@@ -51,7 +52,7 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 common.define_run_flags()
 members.define_distributed_flags()
 
-_joined = threading.Event()  # set when this process is one of several
+_joined = threading.Event()  # set if this process is one of several
 
 
 def main() -> int:
@@ -106,9 +107,9 @@ def _folder(name: str) -> Folder:
 
 
 def _begun(name: str) -> RunConfig | None:
-    """Return the config of a run that began in its folder, or None; see `common.model_of_flags`.
+    """Return the stored config of a run that was started before, or None.
 
-    It does not import jax for a folder that holds no run.
+    See `common.model_of_flags`. The function does not import jax if the folder contains no run.
     """
     folder = _folder(name)
     if folder.local_path is not None and not (folder.local_path / "config.json").exists():
@@ -119,7 +120,7 @@ def _begun(name: str) -> RunConfig | None:
 
 
 def _end(line: str, code: int) -> None:
-    """End the process. The calling thread must not wait for an import of the main thread."""
+    """Print `line` and exit the process at once, without waiting for the main thread's imports."""
     if _joined.is_set():
         from rmt_tpu.distributed import processes
 

@@ -1,4 +1,7 @@
-"""The flags of a recipe that opens a trained model, and its mesh. Imports no jax: see `program`."""
+"""The flags with which recipes select a trained model and the mesh that it runs on.
+
+This module does not import jax; see `program` for the reason.
+"""
 
 import os
 import sys
@@ -27,7 +30,7 @@ def source() -> str:
     """Return the folder of --workdir or --init_from.
 
     Raises:
-      UsageError: neither or both are given, or --init_from is not a folder of the hub's form.
+      UsageError: neither or both flags are set, or --init_from is not a folder in the hub's format.
     """
     workdir, init_from = flags.FLAGS.workdir, flags.FLAGS.init_from
     if (workdir is None) == (init_from is None):
@@ -45,7 +48,7 @@ def source() -> str:
 
 
 def tell_start(tokenizer) -> None:
-    """Print a note on standard error if the tokenizer puts no start token before texts."""
+    """Print a note to standard error if the tokenizer puts no start token before texts."""
     if not tokenizer.starts:
         print(
             "note: no start token is put before texts: the model's own tokenizer puts none",
@@ -54,17 +57,17 @@ def tell_start(tokenizer) -> None:
 
 
 def define_mesh_flag() -> None:
-    """Define the flag of the mesh that text is generated on: see `check_mesh`."""
+    """Define the flag for the mesh on which text is generated: see `check_mesh`."""
     flags.DEFINE_string(
         "mesh", None, "device axes, like tensor=4 or key=2,sequence=2; -1 fills; default one device"
     )
 
 
 def check_mesh() -> str | None:
-    """Return the value of --mesh.
+    """Return the value of --mesh after checking it.
 
     Raises:
-      MeshError: the value is not a mesh.
+      MeshError: the value does not describe a mesh.
     """
     mesh = flags.FLAGS.mesh
     if mesh is not None:
@@ -73,7 +76,7 @@ def check_mesh() -> str | None:
 
 
 def check_rows(flag: str, rows: int) -> None:
-    """Check that rows divide over the mesh, before the model is read, which may take long.
+    """Check that rows divide over the mesh; call this before the slow reading of the model.
 
     Args:
       flag: the name of the flag that sets the number of rows.
@@ -89,9 +92,9 @@ def check_rows(flag: str, rows: int) -> None:
 
 
 def names(workdirs: list[Folder]) -> list[str]:
-    """Return short unique names: the last parts of the folders, or more parts if two collide.
+    """Return short unique names for run folders: the last part of each path, or more parts.
 
-    Two collide for example if they are seed-0 of two presets.
+    More parts are needed if two folders have the same last part, for example seed-0 of two presets.
     """
     names = [w.name for w in workdirs]
     if len(set(names)) == len(names):

@@ -1,4 +1,4 @@
-"""The list of all experiments."""
+"""The catalog of all experiments."""
 
 from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown
@@ -7,12 +7,12 @@ from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
 
-# The chip that kernels and steps are estimated for.
+# The flag for the chip for which kernels and steps are estimated.
 _TARGET = "--targets=v5e"
 
 
 def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
-    """Return the commands that report two presets' steps by parts, and their memory."""
+    """Return the report commands for two presets: the cost of their steps by part, and memory."""
     report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
     memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
     return [report, *memory]
@@ -64,8 +64,8 @@ def _smallest(scale: Scale) -> Plan:
 def _tasks(scale: Scale, run_of) -> list[list[str]]:
     vector, matrix = (run_of(arm.name) for arm in _largest(scale).arms)
     command = ["evaluate", f"--workdir={matrix}", f"--against={vector}"]
-    # Tokens are bytes, so tasks are longer than a tiny model's windows; its ALiBi has no last
-    # position.
+    # A tiny model's tokens are bytes, so the tasks' documents are longer than its training windows.
+    # ALiBi allows longer inputs, because it has no last position.
     return [[*command, "--max_length=512"] if scale == "tiny" else command]
 
 
@@ -210,24 +210,24 @@ EXPERIMENTS = {
 
 
 def experiment(name: str) -> Experiment:
-    """Return the experiment of a name.
+    """Return the experiment called `name`.
 
     Raises:
-      UsageError: there is no such experiment.
+      UsageError: there is no experiment with this name.
     """
     if name not in EXPERIMENTS:
         raise UsageError(unknown("experiment", name, EXPERIMENTS))
     return EXPERIMENTS[name]
 
 
-# Chips that hours are reported for, and the share of their peak that is assumed.
+# The chips for which hours are reported, and the fraction of peak FLOP/s assumed for them.
 _CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
-# FLOP/s of two CPU cores on models this small, from the ladder in docs/results.md.
+# The FLOP/s that two CPU cores reach on tiny models, from the ladder in docs/results.md.
 _CPU = 1.2e10
 
 
 def table() -> str:
-    """Return a Markdown table of all experiments, with runs, tokens, FLOPs and hours."""
+    """Return a Markdown table of all experiments, with their runs, tokens, FLOPs and hours."""
     lines = ["| experiment | shows | source | scale | runs | tokens | FLOPs | takes |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for e in EXPERIMENTS.values():

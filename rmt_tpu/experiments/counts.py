@@ -1,4 +1,7 @@
-"""Counts of Mak and Flanigan (2025) by `rmt_tpu.cost`: Figure 1, Tables 4 and 7 to 9."""
+"""Parameter and FLOP counts of Mak and Flanigan (2025): Figure 1, Tables 4 and 7 to 9.
+
+The counts are computed with `rmt_tpu.cost` and compared with the paper's.
+"""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -10,7 +13,8 @@ from rmt_tpu.experiments.plan import Page, tokens
 SEQ_LEN = 512
 _SIZES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
-# Table 4: FLOPs on 6.04e9 tokens. Tables 8 and 9: parameters and training tokens as printed.
+# _FLOPS: by preset, the FLOPs on 6.04e9 tokens in Table 4. _PRINTED: by preset, the parameters and
+# training tokens in Tables 8 and 9. All are as printed in the paper.
 _FLOPS = {"gpt2-405m": 1.18e19, "rmt-305m": 8.45e18}
 _PRINTED = {
     "gpt2-49m": (49e6, 212e6), "gpt2-160m": (160e6, 1.7e9), "gpt2-260m": (260e6, 3.5e9),
@@ -21,9 +25,9 @@ _PRINTED = {
 
 @dataclass(frozen=True)
 class Point:
-    """The size of a model's residual, its parameters, and its forward FLOPs per token.
+    """A point of Figure 1: the size of a model's residual, its parameters, and FLOPs per token.
 
-    Parameters and FLOPs include the embeddings.
+    FLOPs are those of the forward pass. Parameters and FLOPs include the embeddings.
     """
 
     residual_size: int
@@ -32,7 +36,7 @@ class Point:
 
 
 def point(config: ModelConfig) -> Point:
-    """Return a model's counts, with embeddings, at the figure's sequence length."""
+    """Return a model's counts, including embeddings, at the sequence length of Figure 1."""
     return Point(
         config.residual_size,
         sum(cost.parameters(config).values()),
@@ -41,9 +45,9 @@ def point(config: ModelConfig) -> Point:
 
 
 def resource_scaling() -> dict[str, list[Point]]:
-    """Return the counts of GPT-2-medium shapes with residuals of 1024 numbers and more.
+    """Return the counts of models shaped like GPT-2 medium, for residuals of 1024 numbers or more.
 
-    The curves are one of vector residuals, and one of matrix residuals.
+    There is one curve for vector residuals, and one for matrix residuals.
     """
     transformer, rmt = preset("gpt2-405m"), preset("rmt-305m")
     _, vector_dim = rmt.data_shape
@@ -54,7 +58,7 @@ def resource_scaling() -> dict[str, list[Point]]:
 
 
 def page() -> Page:
-    """Return Figure 1, and tables of the printed counts next to the computed ones."""
+    """Return a page with Figure 1 and tables of the paper's counts next to the computed counts."""
     curves = resource_scaling()
     parts = ["Figure 1, with embeddings, of windows of 512 tokens:", _curves_table(curves)]
     parts += ["Table 4, training FLOPs on 6.04e9 tokens, without embeddings:", _flops_table()]

@@ -1,10 +1,11 @@
-"""The experiment on whether attention over depth learns more, and more so in deeper models.
+"""The experiment on how much attention over depth lowers the loss in models of different depth.
 
-Models of one width and different depth read the same tokens. Each system has its own search, with
-two seeds that are not used again, at 4 and 16 layers. The search is over the common learning rate
-and the factor for parameters that weigh sources over depth (`train.depth_rate`). At 8 layers the
-geometric mean of both results is used, at 32 layers the result of 16. One difference per depth was
-chosen beforehand to be tested: Block AttnRes minus the Transformer.
+Models of the same width and different depths read the same tokens. At 4 and 16 layers, each system
+(kind of residual) has its own hyperparameter search, with two seeds that are used for nothing else.
+The search is over the common learning rate, and over the rate factor of the parameters that weigh
+sources over depth (`train.depth_rate`). Models of 8 layers use the geometric mean of the results at
+4 and 16 layers; models of 32 layers use the result at 16. For each depth, one difference was chosen
+in advance to be tested: Block AttnRes minus the Transformer.
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +18,14 @@ _LAYERS = (4, 8, 16, 32)
 _SEARCHED = (4, 16)
 _SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
-# A logit on a matrix residual is a sum of four times as many terms.
+# With a matrix residual, a logit is a sum of four times as many terms, so the factors are divided
+# by 4.
 _OF_MATRIX = tuple(factor / 4 for factor in _FACTORS)
 
 
 @dataclass(frozen=True)
 class _Size:
-    """The sizes, text and rates that all depths of a scale share."""
+    """The sizes, text and learning rates that models of all depths share at one scale."""
 
     heads: int
     head_dim: int
@@ -42,7 +44,8 @@ _SIZES = {
     "paper": _Size(8, 64, 256, 1024, 4000, (1e-3, 2e-3, 4e-3)),
 }
 
-# Sublayers of a block, by layers: models of 4 layers have four blocks, deeper ones eight.
+# Maps the number of layers to the number of sublayers per block: models of 4 layers have four
+# blocks, deeper models eight.
 _BLOCK = {4: 2, 8: 2, 16: 4, 32: 8}
 
 
@@ -55,7 +58,7 @@ def _mixer(system: str, layers: int) -> Mixer:
 
 
 def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
-    """Return the run of a system; `changes` are values by config path."""
+    """Return the run config of a system; `changes` maps config paths to values."""
     size = _SIZES[scale]
     matrix = system.startswith("rmt")
     base = run("rmt-tiny" if matrix else "gpt2-tiny")
@@ -73,7 +76,7 @@ def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
         "train.steps": size.steps,
         "train.optimizer.final_fraction": 0.0,
         "train.eval_every": 0,
-        "train.eval_tokens": 2**20,  # all held-out text
+        "train.eval_tokens": 2**20,  # enough tokens for all of the held-out text
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 20,
@@ -95,13 +98,13 @@ def _search(scale: Scale, system: str, layers: int) -> Search:
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
-    """Return the names of the searches that an arm takes its values from."""
+    """Return the names of the searches that determine the values of an arm."""
     if layers == 8:
         return tuple(f"{system}-{at}-layers" for at in _SEARCHED)
     return (f"{system}-{min(layers, max(_SEARCHED))}-layers",)
 
 
-_SYSTEMS = {  # the system that each one is compared with
+_SYSTEMS = {  # maps each system to the system that it is compared with
     "transformer": None,
     "attnres": "transformer",
     "attnres-full": "transformer",
@@ -112,10 +115,10 @@ _DEEPEST = ("transformer", "attnres", "rmt")
 
 
 def plan(scale: Scale) -> Plan:
-    """Return the plan of the runs.
+    """Return the plan of the experiment's runs at a scale.
 
-    Neither paper varies the depth alone, so the sizes at their scale are those of small runs that
-    others published.
+    Neither paper varies the depth alone. Therefore the sizes at the papers' scale are those of
+    small runs that others published.
     """
     size = _SIZES[scale]
     searches = {
@@ -136,7 +139,9 @@ def plan(scale: Scale) -> Plan:
         for system, against in _SYSTEMS.items()
         if layers < max(_LAYERS) or system in _DEEPEST
     ]
-    # The same runs with sums in another order show how far rounding alone moves a loss.
+    # These arms repeat the same runs with sums in another order, which shows how much rounding
+    # alone
+    # changes a loss.
     arms += [
         Arm(
             f"{system}-16-layers-again",

@@ -1,13 +1,14 @@
-"""Tables 1 and 2 of Mak and Flanigan (2025): moments of writes and reads at initialization.
+"""Tables 1 and 2 of Mak and Flanigan (2025): variances of writes and reads at initialization.
 
-A weight is drawn with Xavier's variance 2 / (in + out). For x of variance 1, and output gradients
-of variance 1,
+Weights w are drawn with Xavier's variance 2 / (in + out). If the input x and the gradient with
+respect to the output have variance 1, then
 
     storage of an RMT     X = sum_h w^h (x) x^h     Var X = R Var w       Var dx = D_k Var w
     retrieval of an RMT   z^p = w^p . X             Var z = D_k Var w     Var dX = P Var w
     a Transformer's       y = W x                   Var y = in Var w      Var dx = out Var w
 
-for P reads. The shapes are those of GPT-2-medium: 16 heads of 64, D_FF 4096, and D_k 64.
+with R writes and P reads per site. The shapes are those of GPT-2 medium: 16 heads of size 64, a
+feed-forward size D_FF of 4096, and a key size D_k of 64.
 """
 
 import math
@@ -21,13 +22,13 @@ _WIDTH = _HEADS * _HEAD_DIM
 
 
 class Site(NamedTuple):
-    """An operation of a layer.
+    """An operation of a layer, with the paper's figures for it.
 
     Attributes:
-      layer, operation, model: the names in Table 2.
-      out_of, into: fan-in and fan-out of its weight; for key vectors, how many numbers, or data
-      vectors, are summed forward and backward.
-      printed: the ratios of variances in Table 2, forward and backward.
+      layer, operation, model: its names in Table 2.
+      out_of, into: the fan-in and fan-out of its weight. For key vectors, they are the numbers of
+        terms (entries or data vectors) that the forward and the backward pass sum.
+      printed: the variance ratios printed in Table 2, for the forward and the backward pass.
     """
 
     layer: str
@@ -38,7 +39,7 @@ class Site(NamedTuple):
     printed: tuple[float, float]
 
     def formula(self) -> tuple[float, float]:
-        """Return the ratios by Table 1's formulas, at Xavier's variance."""
+        """Return the forward and backward variance ratios by Table 1, with Xavier's variance."""
         variance = 2 / (self.out_of + self.into)
         return self.out_of * variance, self.into * variance
 
@@ -56,9 +57,9 @@ SITES = (
 
 
 class Simulated(NamedTuple):
-    """Means and variances of the output and of the input's gradient, over draws of weights.
+    """Simulated means and variances of the output and of the gradient with respect to the input.
 
-    Each is a mean with its standard error.
+    Each field is a mean over draws of the weights, with its standard error.
     """
 
     mean: tuple[float, float]
@@ -68,9 +69,9 @@ class Simulated(NamedTuple):
 
 
 def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
-    """Draw weights, inputs and gradients, and return the moments.
+    """Simulate an operation with random weights, inputs and gradients, and return the moments.
 
-    Inputs have mean 1/2 and second moment 1.
+    The inputs have a mean of 1/2 and a second moment of 1.
     """
     import jax
     import numpy as np
@@ -93,17 +94,19 @@ def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
 
 
 def _operation(site: Site) -> tuple[Callable, tuple[int, ...]]:
-    """Return the function of a weight [into, out_of] and tokens, and a token's input shape."""
+    """Return a function of a weight [into, out_of] and inputs, and the input shape per token."""
     import jax.numpy as jnp
 
     if site.model == "Transformer":
         return (lambda w, x: x @ w.T), (site.out_of,)
-    # A storage writes R data vectors, a retrieval reads D_k rows of the residual: both sum rows.
+    # A storage sums R data vectors, and a retrieval sums D_k rows of the residual, so both are the
+    # same
+    # product.
     return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (site.out_of, _HEAD_DIM)
 
 
 def page() -> Page:
-    """Return the table of formula, simulation and printed values."""
+    """Return a page that compares the formulas, the simulation and the printed values."""
     lines = [
         "| layer | operation | model | forward: formula | simulated | printed | backward: formula "
         "| simulated | printed |",
@@ -115,7 +118,7 @@ def page() -> Page:
         variances = found.variance, found.gradient_variance
         cells = []
         for expected, (value, error), printed in zip(formula, variances, site.printed, strict=True):
-            # Printed values are rounded, some to one digit.
+            # The tolerance is wide, because printed values are rounded, some to one digit.
             wrong = abs(printed - expected) > 0.05
             cells += [f"{expected:.3f}", f"{value:.3f} ± {error:.3f}"]
             cells.append(f"**{printed:g}**" if wrong else f"{printed:g}")

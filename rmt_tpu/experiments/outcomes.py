@@ -1,8 +1,8 @@
-"""Outcomes of trained arms, compared seed by seed, and fits with intervals.
+"""Results of an experiment's arms: comparisons by seed, confidence intervals, tests and fits.
 
-All runs of a seed read the same text in the same order, and begin with the same values of all
-weights that they have in common. Systems can therefore be compared seed by seed. Intervals are 95%
-intervals of the mean over seeds, by Student's t.
+All runs with the same seed read the same text in the same order, and start with the same values of
+all weights that they have in common. Therefore, systems can be compared seed by seed. Intervals are
+95% confidence intervals of the mean over seeds, by Student's t.
 """
 
 import math
@@ -19,7 +19,7 @@ from rmt_tpu.experiments.records import Record
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and half of its interval, which is NaN for one seed."""
+    """A mean over seeds, with the half-width of its 95% interval (NaN for a single seed)."""
 
     mean: float
     half: float
@@ -29,12 +29,12 @@ class Estimate(NamedTuple):
 
     @property
     def sure(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Whether the 95% interval excludes 0."""
         return abs(self.mean) > self.half
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the estimate of one value per seed."""
+    """Return the mean of `values`, one per seed, with the half-width of its interval."""
     from scipy import stats
 
     count = len(values)
@@ -50,12 +50,13 @@ class Outcome:
     """The results of an arm's runs.
 
     Attributes:
-      arm: the arm, with the rate that it had.
-      parameters, weights: the number of all parameters, and of those outside of embedding and
-      unembedding.
-      flops, tokens: the FLOPs and tokens of training one run.
-      losses: the final held-out loss per seed, in nats per token; None where the run diverged.
-      curves: for each seed, tokens and the held-out losses at them.
+      arm: the arm, with the learning rate that its runs used.
+      parameters, weights: the number of all parameters, and the number without those of the
+        embedding and unembedding.
+      flops, tokens: the training FLOPs and the training tokens per run.
+      losses: the final held-out loss of each seed's run, in nats per token; None for a diverged
+        run.
+      curves: for each seed, the token counts at evaluations and the held-out losses there.
     """
 
     arm: Arm
@@ -68,7 +69,7 @@ class Outcome:
 
     @property
     def mean(self) -> float:
-        """The mean of the losses."""
+        """The mean loss over seeds."""
         return math.fsum(self.losses) / len(self.losses)
 
     @property
@@ -94,9 +95,9 @@ def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
 
 
 def differences(one: Outcome, other: Outcome) -> list[float]:
-    """Return losses of `one` minus losses of `other`, seed by seed; empty if a run diverged.
+    """Return the losses of `one` minus those of `other`, seed by seed; empty if any run diverged.
 
-    If one of them has fewer seeds, they are the first seeds of the other.
+    If one outcome has fewer seeds, its seeds are the first seeds of the other outcome.
     """
     if not (one.complete and other.complete):
         return []
@@ -104,13 +105,14 @@ def differences(one: Outcome, other: Outcome) -> list[float]:
 
 
 class Test(NamedTuple):
-    """A two-sided t-test of whether a mean of paired differences is 0.
+    """A two-sided paired t-test of whether the mean difference is 0.
 
     Attributes:
-      estimate: the mean with its interval.
-      deviation: the estimated standard deviation of one pair.
-      p: the probability of a mean at least this far from 0 if the true mean is 0.
-      detectable: the difference that this number of pairs detects with a power of 0.8, at 5%.
+      estimate: the mean difference with its interval.
+      deviation: the estimated standard deviation of the differences.
+      p: the p-value.
+      detectable: the true difference that this number of pairs detects with a power of 0.8 at the
+        5% level.
     """
 
     estimate: Estimate
@@ -120,28 +122,29 @@ class Test(NamedTuple):
 
 
 def test_of(found: Sequence[float]) -> Test:
-    """Test two or more paired differences against 0."""
+    """Test whether the mean of two or more paired differences is 0."""
     from scipy import optimize, stats
 
     count, of = len(found), estimate(found)
     s = float(np.std(found, ddof=1))
     freedom, edge = count - 1, stats.t.ppf(0.975, count - 1)
-    # Avoid a division by 0 for equal differences.
+    # The maximum avoids a division by 0 if all differences are equal.
     t = abs(of.mean) / max(s / math.sqrt(count), 1e-300)
     p = float(2 * stats.t.sf(t, freedom)) if of.mean else 1.0
 
     def lacks(shift: float) -> float:
-        """Return the power less 0.8 for a mean of `shift` standard errors."""
-        return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is below 1e-8 there
+        """Return the power minus 0.8 if the true mean is `shift` standard errors from 0."""
+        return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is negligible: below 1e-8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
     return Test(of, s, p, float(detectable))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values (Holm 1979).
+    """Return p-values adjusted for multiple tests by Holm's procedure (Holm 1979).
 
-    With them, the probability that any value below 5% is false is at most 5%.
+    If every adjusted p-value below 5% counts as significant, the probability of any false positive
+    is at most 5%.
     """
     adjusted, least = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
@@ -151,10 +154,11 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
-    """Return the share of `other`'s tokens that `one` needs to reach `other`'s loss.
+    """Return the fraction of `other`'s tokens that `one` needs to reach `other`'s final loss.
 
-    This is Table 3 of the RMT paper. Losses between evaluations are interpolated linearly over log
-    tokens; the result is the mean over seeds. It is None if a seed does not reach the loss.
+    This is the quantity in Table 3 of the RMT paper. Between evaluations, losses are interpolated
+    linearly in log(tokens). The result is the mean over seeds, or None if a seed does not reach the
+    loss.
     """
     shares = []
     for (tokens, losses), goal in zip(one.curves, other.losses, strict=False):
@@ -176,20 +180,20 @@ def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
 
 
 class Fit(NamedTuple):
-    """Fits of `loss = exp(intercept) * x^slope`, one per seed."""
+    """Power laws `loss = exp(intercept) * x^slope`, one fitted to each seed's runs."""
 
     slopes: list[float]
     intercepts: list[float]
 
     def at(self, x: int | float) -> list[float]:
-        """Return the loss at `x` by each seed's fit."""
+        """Return the loss that each seed's fit predicts at `x`."""
         return [
             math.exp(b + a * math.log(x))
             for a, b in zip(self.slopes, self.intercepts, strict=True)
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return the x at which each seed's fit reaches its loss."""
+        """Return, for each seed, the x at which its fit reaches the loss given for that seed."""
         return [
             math.exp((math.log(loss) - b) / a)
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)
@@ -197,11 +201,13 @@ class Fit(NamedTuple):
 
 
 def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
-    """Fit each seed by least squares over logarithms; None for fewer than three points.
+    """Fit a power law to each seed's losses, by least squares on logarithms.
+
+    Return None if there are fewer than three points.
 
     Args:
-      outcomes: the outcomes of one system.
-      x: a field of Outcome, "flops" or "weights".
+      outcomes: the outcomes of one system at several sizes.
+      x: the field of Outcome to fit over: "flops" or "weights".
     """
     outcomes = [o for o in outcomes if o.complete]
     if len(outcomes) < 3:
@@ -212,7 +218,7 @@ def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
 
 
 def by_system(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Return the outcomes by system, in the order in which systems first come."""
+    """Group outcomes by system, in the order in which the systems first occur."""
     found: dict[str, list[Outcome]] = {}
     for o in outcomes:
         found.setdefault(o.arm.system, []).append(o)

@@ -1,4 +1,4 @@
-"""Pictures of trained arms."""
+"""Pictures of an experiment's results."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,16 @@ from rmt_tpu.runs.plots import line_style
 
 
 def draw(plan: Plan, outcomes: Sequence[Outcome]):
-    """Draw a ladder, losses over a size, or differences, as the plan needs; return the figure."""
+    """Draw the results of a plan in the form that suits the plan, and return the figure.
+
+    The form is a ladder of model sizes, losses over one varied size, or differences between arms.
+    """
     how = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
     return how(plan, outcomes)
 
 
 def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
-    """Draw loss over FLOPs and weights with fits, and differences to the first system."""
+    """Draw losses over FLOPs and over weights with fits, and differences from the first system."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.8), layout="constrained")
@@ -56,7 +59,10 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
 
 
 def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
-    """Draw losses over x, differences to the arms' bases over x, and the paper's losses."""
+    """Draw each arm's loss, its difference from the arm it is compared with, and the paper's loss.
+
+    The horizontal axis is the size that the plan varies, `Arm.x`.
+    """
     from matplotlib.figure import Figure
 
     printed = [o for o in outcomes if o.arm.paper is not None and o.arm.x is not None]
@@ -96,7 +102,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
 
 
 def _draw_differences(plan: Plan, outcomes: Sequence[Outcome]):
-    """Draw a row per arm: its difference with an interval, and the paper's difference."""
+    """Draw one row per arm, with its difference, the interval, and the paper's difference."""
     from matplotlib.figure import Figure
 
     by_name = {o.arm.name: o for o in outcomes}

@@ -1,4 +1,4 @@
-"""Experiments: arms that are trained once per seed, or numbers that are computed."""
+"""The definition of experiments: arms (models that are trained once per seed), or computations."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import UsageError
 
 Scale = Literal["tiny", "paper"]
-Point = dict[str, Any]  # values of a config by their paths
+Point = dict[str, Any]  # maps dotted config paths to values
 
 RATE = "train.optimizer.learning_rate"
 DEPTH_RATE = "train.depth_rate"
@@ -20,12 +20,12 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Search:
-    """Points that are tried for a system, with the same seeds each; the least mean loss wins.
+    """A hyperparameter search for a system; the point with the lowest mean loss over seeds wins.
 
     Attributes:
-      config: the run, with any values at the paths of the points.
-      points: the points, all over the same paths.
-      seeds: the seeds of each point's runs.
+      config: the run config; values at the paths that the points set do not matter.
+      points: the points to try, which all set the same paths.
+      seeds: the seeds with which each point is trained.
     """
 
     config: RunConfig
@@ -35,19 +35,22 @@ class Search:
 
 @dataclass(frozen=True)
 class Arm:
-    """One model of an experiment.
+    """A model that an experiment trains, once per seed.
 
     Attributes:
-      name: the name of its row and of its folder.
-      config: the run with any seed, and with the rate that is used if none is searched.
-      system: the system whose fit it is a point of, and whose search gives its values.
-      against: the arm that its loss is compared with, seed by seed; None for no comparison.
-      x: its place on the picture's axis, in an experiment that varies one size.
-      paper: the loss that the paper prints for it.
-      grows_from: D_k for the first quarter of its steps, which are at the peak rate; None is the
-        config's D_k for all steps.
-      searches: the searches that give its values instead; with several, the geometric mean is used.
-      num_seeds: how many of the plan's first seeds it is trained with; None is all.
+      name: the arm's name, used for its table row and its folder.
+      config: the run config; its seed does not matter. Its learning rate is used if there is no
+        search.
+      system: the name of the system (kind of residual). Arms of one system are fitted together, and
+        use the search with the system's name.
+      against: the name of the arm that its loss is compared with, seed by seed, or None.
+      x: the value of the varied size, in an experiment that varies one size.
+      paper: the loss that the paper reports for this model.
+      grows_from: the value of D_k for the first quarter of the steps, which train at the peak
+        learning rate. None means the config's D_k for all steps.
+      searches: the names of the searches to use instead of the system's. With several, the
+        geometric mean of their best points is used.
+      num_seeds: the number of the plan's seeds to train with, from the first; None means all.
     """
 
     name: str
@@ -67,14 +70,14 @@ class Plan:
 
     Attributes:
       arms: the arms, in the order of the table.
-      searches: the searches by name, mostly a system's; arms without one keep their configs'
-        values.
-      seeds: the seeds of the arms, if the command names none.
-      registered: arms whose difference was chosen to be tested before anything was trained; all are
-        tested together by Holm's procedure, and other differences are exploratory.
-      x: the name of `Arm.x`; "" if the experiment varies no size.
-      fits: whether losses are fitted over FLOPs and parameters, for each system.
-      notes: lines for the page, such as differences from the paper.
+      searches: the searches by name, usually the name of a system. Arms without a search keep the
+        values in their configs.
+      seeds: the default seeds of the arms.
+      registered: the names of the arms whose difference was chosen for a test before any training.
+        They are tested together by Holm's procedure; all other differences are exploratory.
+      x: the label of the size that `Arm.x` holds, or "" if the experiment varies no size.
+      fits: whether to fit each system's losses over FLOPs and over parameters.
+      notes: lines to print on the page, for example about differences from the paper.
     """
 
     arms: tuple[Arm, ...]
@@ -86,18 +89,18 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def searches_of(self, arm: Arm) -> tuple[str, ...]:
-        """Return the names of the searches that an arm takes its values from."""
+        """Return the names of the searches that determine the values of an arm."""
         return arm.searches or tuple(name for name in self.searches if name == arm.system)
 
 
 @dataclass(frozen=True)
 class Page:
-    """The results of an experiment.
+    """The page with the results of an experiment.
 
     Attributes:
       text: the results as Markdown.
       numbers: the results as JSON values.
-      pictures: functions that draw the pictures, by their file names.
+      pictures: maps the file name of each picture to a function that draws it.
     """
 
     text: str
@@ -107,18 +110,19 @@ class Page:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One of the papers' tables or figures, or a question that neither paper asks.
+    """An experiment: a table or figure of the papers, or a question that neither paper asks.
 
     Attributes:
       name: its name on the command line.
-      shows: its subject, in a line.
-      source: the paper, and the place in it.
-      plan: returns the plan of its runs by scale; None if nothing is trained.
-      compute: returns its page if it is computed; None if nothing is.
-      reports: returns other recipes with their flags, whose output goes on the page, from the scale
-        and a function that gives the folder of an arm's first run; None if there are none.
-      tasks: the tasks that `recipes.evaluate` asks in the reports.
-      takes: how long it takes, if nothing is trained.
+      shows: a one-line description.
+      source: the paper, and the table or figure in it.
+      plan: a function that returns the plan of its runs at a scale, or None if nothing is trained.
+      compute: a function that computes its page without training, or None.
+      reports: a function that returns commands of other recipes, whose output is added to the page.
+        Its arguments are the scale and a function that returns the folder of an arm's first run.
+        None means no reports.
+      tasks: the evaluation tasks that the reports run with `recipes.evaluate`.
+      takes: how long the experiment takes, as text, if nothing is trained.
     """
 
     name: str
@@ -132,12 +136,12 @@ class Experiment:
 
 
 def with_rate(config: RunConfig, rate: float) -> RunConfig:
-    """Return the run with another peak learning rate."""
+    """Return the run config with its peak learning rate set to `rate`."""
     return overrides.apply(config, {RATE: rate})
 
 
 def points(**values: Sequence[float]) -> tuple[Point, ...]:
-    """Return all combinations of rates and factors: `points(rate=..., depth_rate=...)`."""
+    """Return all combinations of the given values, as in `points(rate=..., depth_rate=...)`."""
     paths = {"rate": RATE, "depth_rate": DEPTH_RATE}
     return tuple(
         dict(zip([paths[name] for name in values], point, strict=True))
@@ -146,7 +150,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def between(found: Sequence[Point]) -> Point:
-    """Return the geometric mean of points over the same paths."""
+    """Return the geometric mean of points that set the same paths."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]
@@ -154,9 +158,10 @@ def between(found: Sequence[Point]) -> Point:
 
 
 def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
-    """Return the first quarter of a run whose residual then grows, with the peak rate to its end.
+    """Return the config of the first quarter of a run, before its residual grows.
 
-    Its warm-up has as many steps as the whole run's.
+    In this quarter, D_k is `key_dim`. The learning rate warms up over as many steps as in the whole
+    run, and then stays at its peak.
 
     Raises:
       UsageError: the run has fewer than four steps.
@@ -170,18 +175,18 @@ def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
 
 
 def tokens(config: RunConfig) -> int:
-    """Return the number of tokens that a run reads."""
+    """Return the number of tokens that a run trains on."""
     return config.train.steps * config.train.batch_size * config.data.seq_len
 
 
 def flops(config: RunConfig) -> float:
-    """Return the FLOPs of training a run, forward and backward, by `rmt_tpu.cost`."""
+    """Return a run's training FLOPs, forward and backward, as `rmt_tpu.cost` counts them."""
     forward = cost.flops_per_token(config.model, config.data.seq_len)
     return float(cost.train_flops(forward, tokens(config)))
 
 
 def all_runs(plan: Plan) -> Iterator[RunConfig]:
-    """Yield every run of a plan, including those of its searches."""
+    """Yield the config of every run of a plan, including the runs of its searches."""
     for search in plan.searches.values():
         yield from [search.config] * (len(search.points) * len(search.seeds))
     for arm in plan.arms:

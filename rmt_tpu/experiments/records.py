@@ -1,8 +1,9 @@
-"""Records of ended runs, read from their folders or from a file with one JSON line per run.
+"""Records of finished runs, read from their folders or from a file with one JSON line per run.
 
-The file is small and can be kept with the code, so that the same command on another machine trains
-only what is left. A line identifies its run by a digest of the text and of all config values that
-change a number. It also has the versions and the commit that the run was made with.
+The file is small and can be kept with the code. The same command on another machine then trains
+only the remaining runs. A line identifies its run by a digest of the training text and of all
+config values that affect results. It also contains the software versions and the commit that the
+run used.
 """
 
 import contextlib
@@ -20,18 +21,19 @@ from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training import depth_rate
 from rmt_tpu.training.run import resolved
 
-# Fields that a resumed run may change freely, but that set how much text its loss is measured on.
+# Fields that may change when a run is resumed, but that must be in the digest, because they
+# determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
-_WAITS = (0.3, 1.0, 3.0)  # seconds between attempts; a bucket's file has one writer at a time
+_WAITS = (0.3, 1.0, 3.0)  # seconds between attempts to write a file in a bucket
 
 
 class Record(NamedTuple):
-    """Held-out losses of an ended run, in nats per token.
+    """The held-out losses of a finished run, in nats per token.
 
     Attributes:
-      steps: the steps at which they were measured.
-      losses: the loss at each of these steps.
-      loss: the loss at the last step; None for a run that diverged.
+      steps: the steps at which the loss was measured.
+      losses: the loss at each of `steps`.
+      loss: the loss at the last step, or None for a run that diverged.
     """
 
     steps: list[int]
@@ -40,17 +42,17 @@ class Record(NamedTuple):
 
 
 def of_folder(folder: Folder) -> Record:
-    """Read the record of a settled run from its folder."""
+    """Read the record of a settled (complete or diverged) run from its folder."""
     return Record(*series(read_metrics(folder), "eval/loss"), sweep.held_out_loss(folder))
 
 
 class Records:
-    """The records in a file, found by the runs that they belong to.
+    """The records in a file, which can be looked up by run.
 
     Args:
-      folder: the folder of the file.
-      name: the name of the file, which need not exist.
-      text: the checksum of the tokens that are trained on.
+      folder: the folder that contains the file.
+      name: the name of the file, which need not exist yet.
+      text: the checksum of the training tokens.
 
     Raises:
       RunError: a line cannot be read.
@@ -81,7 +83,7 @@ class Records:
             self._found[digest] = record
 
     def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
-        """Return the record of a run, or None.
+        """Return the record of a run, or None if there is none.
 
         Args:
           config: the config of the run.
@@ -92,7 +94,7 @@ class Records:
     def add(
         self, label: str, config: RunConfig, record: Record, grows_from: int | None = None
     ) -> None:
-        """Append a line; if another process is writing at this moment, wait for it.
+        """Append the record of a run to the file; retry if another process is writing to it.
 
         Raises:
           RunError: the file cannot be written.
@@ -124,14 +126,16 @@ class Records:
             for path, value in _leaves(overrides.to_json(config))
             if path in _MEASURED or resume_rule(config, path) != "free"
         }
-        # The factors stand for a null in the config, whose value follows from a rule.
+        # `train.depth_rate` may be null, which selects the factors by a rule. The digest includes
+        # the
+        # resulting factors.
         told = [values, depth_rate.factors(config), self._text, grows_from]
         told = json.dumps(told, sort_keys=True)
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
 
 def _parsed(line: bytes) -> tuple[str, Record]:
-    """Return the digest of a line's run, and its record."""
+    """Parse a line of the file into the run's digest and record."""
     value = json.loads(line)
     loss = value["loss"]
     losses = list(map(float, value["losses"]))

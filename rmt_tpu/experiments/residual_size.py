@@ -1,7 +1,8 @@
-"""Plans that vary the number of slots D_k of a residual matrix, or grow it in training.
+"""Plans that vary the number of slots D_k of a matrix residual, or increase it during training.
 
-Tiny models use the standard parametrisation, with rates searched at their own D_k: muP divides the
-rate of read keys by D_k, which would change what is compared.
+Tiny models use the standard parametrisation, with a learning-rate search for their D_k. They do not
+use muP, because muP divides the learning rate of the keys that read by D_k, which would change what
+is compared.
 """
 
 from rmt_tpu.config import RunConfig, overrides
@@ -10,7 +11,8 @@ from rmt_tpu.experiments.plan import Arm, Plan, Scale, with_rate
 from rmt_tpu.experiments.trained import HEAD_DIM, HEADS, SEEDS, TINY_NOTE, searched_for, tiny
 
 _WIDTH = HEADS * HEAD_DIM
-# The numbers of slots whose rates are searched; between two of them, the geometric mean is used.
+# The values of D_k with a learning-rate search. Other values of D_k use the geometric mean of the
+# two nearest searches.
 _SEARCHED = (HEADS, 4 * HEADS, 16 * HEADS)
 _NOTE = (
     f"All at width {_WIDTH} in the standard parametrisation; rates are searched with D_k "
@@ -28,7 +30,7 @@ def _config(key_dim: int) -> RunConfig:
 
 
 def _searches(key_dim: int) -> tuple[str, ...]:
-    """Return the names of the nearest searches: below and above, or the one of `key_dim`."""
+    """Return the search for `key_dim`, or the nearest searches below and above it, by name."""
     if key_dim in _SEARCHED:
         return (_name(key_dim),)
     below = [size for size in _SEARCHED if size < key_dim][-1:]
@@ -37,7 +39,7 @@ def _searches(key_dim: int) -> tuple[str, ...]:
 
 
 def rmt_key_dim(scale: Scale) -> Plan:
-    """Return the plan of Figure 6: larger residuals at the same weights and FLOPs."""
+    """Return the plan of Figure 6 (RMT): larger residuals with the same weights and FLOPs."""
     axis = "numbers in a token's residual, D_k D_v"
     if scale == "tiny":
         plain = f"transformer-{_WIDTH}-standard"
@@ -70,10 +72,10 @@ def rmt_key_dim(scale: Scale) -> Plan:
 
 
 def growth(scale: Scale) -> Plan:
-    """Return the plan of a D_k that becomes four times as large after a quarter of the steps.
+    """Return the plan of a run whose D_k grows to four times its size after a quarter of the steps.
 
-    For comparison it has small and large D_k from the start, and a small one with the growing arm's
-    schedule.
+    For comparison, it has arms with a small and with a large D_k throughout, and an arm with a
+    small D_k and the learning-rate schedule of the growing arm.
     """
     if scale == "tiny":
         small, large, name = HEADS, 4 * HEADS, _name

@@ -1,4 +1,4 @@
-"""The tables on the page of a plan."""
+"""The result page of a plan, with its tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, between
 def page(
     plan: Plan, seeds: Sequence[int], outcomes: Sequence[Outcome], rows: Sequence[Row]
 ) -> Page:
-    """Return the page of a plan whose runs have ended.
+    """Return the result page of a plan whose runs have finished.
 
     Args:
       plan: the plan.
-      seeds: the seeds of each arm's runs.
-      outcomes: the outcomes of its arms.
-      rows: the rows of its searches; `variant` is the name of a search.
+      seeds: the seeds of the arms' runs.
+      outcomes: the outcomes of the plan's arms.
+      rows: the result rows of the plan's searches; `Row.variant` is the name of the search.
     """
     parts = [*plan.notes, arms_table(outcomes, seeds, bold=not plan.registered)]
     if plan.registered:
@@ -67,14 +67,14 @@ _TESTS = (
 
 
 def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Return a Markdown table with a row for each difference that is tested."""
+    """Return a Markdown table with one row per registered test of a difference."""
     by_name = {o.arm.name: o for o in outcomes}
     tests = {}
     for name in plan.registered:
         one = by_name[name]
         found = differences(one, by_name[one.arm.against])
         tests[name] = test_of(found) if len(found) > 1 else None
-    # A difference without a result still counts in Holm's procedure.
+    # A test without a result still counts as a test in Holm's procedure, with p = 1.
     adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
     lines = [
         "| tested | minus | difference | deviation | p | adjusted | detectable |",
@@ -94,9 +94,9 @@ def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int], *, bold: bool = True) -> str:
-    """Return a Markdown table with a row per arm.
+    """Return a Markdown table of results with one row per arm.
 
-    With `bold`, differences whose interval excludes 0 are bold.
+    If `bold` is set, differences whose 95% interval excludes 0 are bold.
     """
     printed = any(o.arm.paper is not None for o in outcomes)
     by_name = {o.arm.name: o for o in outcomes}
@@ -158,9 +158,10 @@ def _against(o: Outcome, other: Outcome | None, bold: bool) -> list[str]:
 
 
 def fits_table(outcomes: Sequence[Outcome]) -> str:
-    """Return a Markdown table of each system's exponents.
+    """Return a Markdown table of the fitted exponents of each system.
 
-    Its last columns are what the first system needs for the loss of the system's largest model.
+    The last columns are the FLOPs and weights that the first system needs, by its fits, to reach
+    the loss of the row's largest model.
     """
     systems = by_system(outcomes)
     first = next(iter(systems))
@@ -199,7 +200,10 @@ def _plain(of: Estimate) -> str:
 
 
 def searches_table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table of searches: a column per rate, a row per search and other values."""
+    """Return a Markdown table of search results, with one column per learning rate.
+
+    There is a row per search and per combination of the other searched values.
+    """
     rates = list(dict.fromkeys(row.point[RATE] for row in rows))
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
     lines.append("|---" * (len(rates) + 1) + "|")
@@ -229,7 +233,9 @@ def searches_table(rows: Sequence[Row]) -> str:
 def with_best(
     config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[Row]]
 ) -> RunConfig:
-    """Return an arm's run with the best point of its searches, or the geometric mean of several.
+    """Return an arm's run config with the best point of its search.
+
+    If the arm uses several searches, the geometric mean of their best points is used.
 
     Raises:
       RunError: every point of a search diverged.

@@ -1,4 +1,4 @@
-"""The runs of a plan: which exist, which have ended, and their results."""
+"""The runs of a plan: their configs, folders, state and results."""
 
 import json
 import shlex
@@ -25,9 +25,9 @@ class Run(NamedTuple):
     """One run of a plan.
 
     Attributes:
-      label: the name that its progress is shown with.
-      folder: the folder of the run.
-      config: the config, with its seed.
+      label: the name under which its progress is printed.
+      folder: the run folder.
+      config: the run config, including the seed.
       grows_from: see `plan.Arm`.
     """
 
@@ -37,15 +37,17 @@ class Run(NamedTuple):
     grows_from: int | None
 
 
-_TEXT = "text.json"  # the checksum of the text that all runs in a folder read
+_TEXT = "text.json"  # file with the checksum of the text that a folder's runs read
 
 
 class Text:
-    """The token store that all runs read, so that all seeds hold out the same part of it.
+    """The token store that all runs of an experiment read.
+
+    All runs read one store, so that runs with different seeds hold out the same part of the text.
 
     Args:
-      config: the config of one of the runs.
-      folder: the folder of the store, if the text is not a store yet.
+      config: the config of any of the runs.
+      folder: the folder for a new store, if the text is not a token store yet.
     """
 
     def __init__(self, config: RunConfig, folder: Folder):
@@ -55,7 +57,7 @@ class Text:
         self._is_there = is_store
 
     def prepare(self) -> None:
-        """Make the store, unless it is there.
+        """Create the token store, unless it exists.
 
         Raises:
           UsageError, RunError: see `data.prepare.prepare`.
@@ -70,15 +72,15 @@ class Text:
             self._is_there = True
 
     def checksum(self) -> int:
-        """Return the checksum of the tokens to train on."""
+        """Return the checksum of the training tokens."""
         self.prepare()
         return data.open_store(self.store).train.checksum()
 
     def check(self, runs: Folder) -> None:
-        """Check that the runs in a folder, if there are any, read this text.
+        """Check that any runs in a folder read this text.
 
         Raises:
-          UsageError: the runs read another text, or an older version made them.
+          UsageError: the runs read another text, or were made by an older version of this program.
         """
         if (found := runs.read(_TEXT)) is None:
             if runs.names("runs") or runs.names("rates"):
@@ -93,12 +95,12 @@ class Text:
             )
 
     def mark(self, runs: Folder) -> None:
-        """Write into a folder which text its runs read, before the first of them begins."""
+        """Write the text's checksum into a folder, before the first run there starts."""
         runs.write(_TEXT, json.dumps(self.checksum()).encode())
 
 
 def _of_data(message: str, source: str) -> str:
-    """Return a message of `prepare` with --data and --workdir in place of --input and --output."""
+    """Return an error message of `prepare` with this recipe's flags, --data and --workdir."""
     if not message.startswith("--output="):
         return message.replace("--input=", "--data=", 1)
     what = message.partition(": ")[2].partition(". ")[0]
@@ -109,14 +111,14 @@ def _of_data(message: str, source: str) -> str:
 
 
 class Runs:
-    """The runs of a plan, in a folder that other plans of the same scale share.
+    """The runs of a plan, in a folder that all plans of the same scale share.
 
     Args:
       plan: the plan, with its arms and searches.
-      seeds: the seeds of its arms.
-      configured: changes each config of the plan.
-      folder: the folder that the run folders are in.
-      records: the records of runs that have ended here or elsewhere; None if none are kept.
+      seeds: the seeds of the arms.
+      configured: a function that applies the command's flags to a config of the plan.
+      folder: the folder that contains the run folders.
+      records: the records of runs that finished on any machine, or None if no records are kept.
     """
 
     def __init__(
@@ -135,11 +137,11 @@ class Runs:
         }
 
     def of_searches(self) -> list[Run]:
-        """Return all runs of all searches."""
+        """Return all runs of the plan's searches."""
         return [run for name in self._searches for _, runs in self._points(name) for run in runs]
 
     def rows(self) -> dict[str, list[Row]]:
-        """Return the results of the searches that have ended, by name."""
+        """Return the results of finished searches, by search name."""
         found = {}
         for name, search in self._searches.items():
             points = list(self._points(name))
@@ -157,7 +159,10 @@ class Runs:
         return found
 
     def of_arms(self, rows: Mapping[str, Sequence[Row]]) -> list[tuple[Arm, list[Run]]]:
-        """Return the arms whose searches have ended, with the best values, and the runs of each."""
+        """Return the arms whose searches have finished, each with its runs.
+
+        The arms' configs have the best values of the searches, whose results are `rows`.
+        """
         found = []
         for arm in self.plan.arms:
             if not rows.keys() >= {*self.plan.searches_of(arm)}:
@@ -170,9 +175,9 @@ class Runs:
         return found
 
     def settled(self, run: Run) -> bool:
-        """Return whether a run has ended, here or by its record.
+        """Return whether a run is complete or diverged, according to its folder or a record.
 
-        A run that ended here gets a record.
+        If its folder says so, its record is added if necessary.
         """
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
@@ -182,12 +187,12 @@ class Runs:
         return True
 
     def keep(self, run: Run) -> None:
-        """Write the record of a run that has ended here."""
+        """Add the record of a run that finished in its folder on this machine."""
         if self.records is not None:
             self.records.add(run.label, run.config, of_folder(run.folder), run.grows_from)
 
     def record(self, run: Run) -> Record:
-        """Return the record of a run that has ended."""
+        """Return the record of a finished run."""
         known = None
         if self.records is not None:
             known = self.records.find(run.config, run.grows_from)
@@ -217,7 +222,7 @@ def _seeded(
 
 
 def train(run: Run) -> Outcome | None:
-    """Train a run, or resume it; return None if it diverged. See `sweep.try_run`."""
+    """Train or resume a run; see `sweep.try_run` for the result."""
     if run.grows_from is None:
         return sweep.try_run(run.config, run.folder, label=run.label)
     if not sweep.begun(run.config, run.folder):
@@ -231,16 +236,16 @@ def train(run: Run) -> Outcome | None:
 
 
 def write_commands(runs: Sequence[Run], script: Path) -> None:
-    """Write a shell script that trains runs with recipes.train, one after the other.
+    """Write a shell script that trains runs one after the other with `recipes.train`.
 
-    Their configs are written to a folder next to it that has its name. The script's arguments are
-    passed on to each command, such as `--distributed` on every host of a pod. A run that fails, for
-    example by diverging, ends with 1, and the next one begins; a signal or a wrong flag ends the
-    script.
+    The configs are written to a folder next to the script, which has the same name. The script
+    passes its arguments on to each command; for example, `--distributed` on every host of a pod. If
+    a run fails with exit code 1, for example because it diverges, the script goes on with the next
+    run. A signal, or a wrong flag, stops the script.
 
     Args:
-      runs: the runs, in their order; none of them grows.
-      script: a local file, which may exist.
+      runs: the runs in order; none may grow its residual.
+      script: the path of the local file to write; an existing file is replaced.
     """
     configs = script.absolute().with_suffix(".configs")
     configs.mkdir(parents=True, exist_ok=True)

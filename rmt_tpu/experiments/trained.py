@@ -1,8 +1,9 @@
-"""Plans of what is trained: arms at the papers' sizes, and at sizes for two CPU cores.
+"""The plans of experiments with training, at the papers' sizes and at sizes for two CPU cores.
 
-A tiny arm is a preset of four layers with heads of 8 numbers, on bytes of Python's standard
-library. It reads 20 tokens for each weight that the Transformer of its shape has outside of
-embeddings, as the RMT paper's models do for their own weights. Two arms with one name are one run.
+An arm is a model that a plan trains once per seed. A tiny arm is a preset with four layers and
+heads of size 8, trained on the bytes of Python's standard library. It reads 20 tokens per
+non-embedding weight of the Transformer with the same shape; the models in the RMT paper read 20
+tokens per weight of their own. Arms with the same name in several plans share their runs.
 """
 
 from collections.abc import Iterable
@@ -21,16 +22,17 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
 HEAD_DIM = 8
-# Numbers of heads, R. Rates are searched at the second; the third is used where one size is enough.
+# Numbers of heads, R, of the model sizes in a ladder. Learning rates are searched at the second
+# size. The third size is used where an experiment needs only one.
 _LADDER = (2, 3, 4, 6)
 _SEARCHED, HEADS = _LADDER[1:3]
 RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
-# Factors of the rate for parameters that weigh sources over depth. `searched_for` makes them
-# smaller where a logit adds up more terms.
+# Learning-rate factors to search for the parameters that weigh sources over depth. `searched_for`
+# divides them further if a logit is a sum of more terms.
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
 SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 
-_SYSTEMS = {  # the preset by the system's name on pages
+_SYSTEMS = {  # maps the name of each system, as shown on pages, to its preset
     "transformer": "gpt2-tiny",
     "rmt": "rmt-tiny",
     "attnres": "attnres-tiny",
@@ -44,7 +46,7 @@ _SYSTEMS = {  # the preset by the system's name on pages
 
 
 def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
-    """Return a system's run at a size; `changes` are values by config path."""
+    """Return a system's run config with `heads` heads; `changes` maps config paths to values."""
     width, matrix = heads * HEAD_DIM, "rmt" in system
     base = run(_SYSTEMS[system])
     sizes = _sizes(matrix, heads)
@@ -59,18 +61,21 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "data.seq_len": 64,
         "train.steps": steps,
         "train.eval_every": max(1, steps // 5),
-        "train.eval_tokens": 2**20,  # all held-out text
+        "train.eval_tokens": 2**20,  # enough tokens for all of the held-out text
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 10,
     }
     if "none" in base.model.mixer.remats:
-        values["model.remat"] = "none"  # memory does not matter at this size
+        values["model.remat"] = "none"  # memory is not a constraint at this size
     return overrides.apply(base, values | changes)
 
 
 def _sizes(matrix: bool, heads: int) -> dict[str, int]:
-    """Return the sizes of a model; a matrix residual is four times as large, as in rmt-305m."""
+    """Return a model's sizes by config path; a matrix residual has four times as many numbers.
+
+    The factor of four is that of rmt-305m.
+    """
     store = {"store.key_dim": 4 * heads} if matrix else {"store.dim": heads * HEAD_DIM}
     hidden = {"feed_forward.hidden_dim": 4 * heads * HEAD_DIM}
     return store | {"attention.num_heads": heads} | hidden
@@ -82,9 +87,10 @@ def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Pla
 
 
 def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
-    """Return a search over the rate and, if sources are weighed over depth, over their factor.
+    """Return a search over the learning rate and, if the mixer weighs sources, its rate factor.
 
-    Where a logit adds up more terms than one of a vector store's query, the factors are smaller.
+    The factor applies to the parameters that weigh sources over depth. If a logit is a sum of more
+    terms than with a vector residual, the factors are divided by the ratio.
     """
     size, tried = config.model.residual_size, {"rate": rates}
     if terms := config.model.mixer.logit_terms(size):
@@ -125,7 +131,7 @@ def _preset(name: str, system: str, against: str | None = None, **options) -> Ar
     return Arm(name, run(name), system, against, **options)
 
 
-# The models on which the RMT paper searched rates (C.2.1).
+# The sizes of the models on which the RMT paper searched learning rates (appendix C.2.1).
 _TRIAL = {"num_layers": 4, "attention.num_heads": 8, "attention.head_dim": 32}
 _TRIAL_BASE = {"attention.num_heads": 8, "attention.head_dim": 32, "feed_forward.hidden_dim": 1024}
 _TRIAL_STORE = {"transformer": {"store.dim": 256}, "rmt": {"store.key_dim": 32}}
@@ -147,7 +153,7 @@ def _trial(system: str) -> RunConfig:
 
 
 def rmt_scaling(scale: Scale) -> Plan:
-    """Return the plan of Figures 2 and 3, Tables 3, 4, 8 and 9."""
+    """Return the plan of the RMT paper's scaling results: Figures 2 and 3, Tables 3, 4, 8 and 9."""
     if scale == "tiny":
         return _tiny_ladder("transformer", "rmt")
     pairs = ("49m", "46m"), ("160m", "134m"), ("260m", "206m"), ("405m", "305m")
@@ -171,7 +177,7 @@ def rmt_scaling(scale: Scale) -> Plan:
     return Plan(tuple(arms), searches, fits=True, notes=(note,))
 
 
-_TABLE_2 = {  # Kimi Team (2026): validation losses of plain, Block, Full, mHC-lite
+_TABLE_2 = {  # losses in Table 2 of Kimi Team (2026): plain, Block, Full, mHC-lite
     "194m": (1.931, 1.909, 1.899, 1.906),
     "241m": (1.895, 1.875, 1.874, 1.869),
     "296m": (1.829, 1.809, 1.804, 1.807),
@@ -181,7 +187,7 @@ _TABLE_2 = {  # Kimi Team (2026): validation losses of plain, Block, Full, mHC-l
 
 
 def attnres_scaling(scale: Scale) -> Plan:
-    """Return the plan of Table 2 and Figure 4."""
+    """Return the plan of the Attention Residuals paper's scaling results: Table 2 and Figure 4."""
     if scale == "tiny":
         return _tiny_ladder("transformer", "attnres", "attnres-full", "mhc-lite")
     arms = []
@@ -210,7 +216,10 @@ def _with_mixer(config: RunConfig, mixer: Mixer) -> RunConfig:
 
 
 def ladder(scale: Scale) -> Plan:
-    """Return the plan of both systems and their combination over sizes, which no paper has."""
+    """Return the plan of RMT, Attention Residuals and their combination at several sizes.
+
+    Neither paper has this comparison.
+    """
     if scale == "tiny":
         return _tiny_ladder("transformer", "rmt", "attnres", "rmt-attnres")
     arms = []
@@ -229,7 +238,7 @@ def ladder(scale: Scale) -> Plan:
 
 
 def rmt_variants(scale: Scale) -> Plan:
-    """Return the plan of Figure 5 and Table 10."""
+    """Return the plan of the RMT paper's variants: Figure 5 and Table 10."""
     printed = {
         "transformer": 3.43, "rmt": 3.38, "hierarchical": 3.47, "depth-lstm": 3.54, "highway": 3.41
     }  # fmt: skip
@@ -268,7 +277,10 @@ _BLOCKS = {1: 1.737, 2: 1.746, 4: 1.746, 8: 1.748, 16: 1.753, 32: 1.757}
 
 
 def attnres_block_size(scale: Scale) -> Plan:
-    """Return the plan of Figure 6: sublayers per block."""
+    """Return the plan of the Attention Residuals paper's Figure 6, which varies the block size.
+
+    The block size is the number of sublayers per block.
+    """
     axis = "sublayers a block, S"
     if scale == "tiny":
         plain, arms = f"transformer-{HEADS * HEAD_DIM}", []
@@ -288,13 +300,16 @@ def attnres_block_size(scale: Scale) -> Plan:
 
 
 def _mixed(name: str, mixer: Mixer, system: str, plain: str, **options) -> Arm:
-    """Return a tiny Transformer with another mixer, at the rate of `system`."""
+    """Return an arm: a tiny Transformer with the given mixer and the learning rate of `system`."""
     config = _with_mixer(tiny("attnres", HEADS), mixer)
     return Arm(f"{name}-{HEADS * HEAD_DIM}", config, system, plain, **options)
 
 
 def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
-    """Return the mixers of Table 4 with its losses; `size` is S of its Block rows."""
+    """Return the mixers of Table 4 by name, each with the loss that the paper reports.
+
+    `size` is the block size S in the table's Block rows.
+    """
     block = {"sublayers_per_block": size}
     return {
         "denseformer": (Dense(), 1.767),
@@ -318,7 +333,7 @@ _EACH = (
 
 
 def attnres_ablations(scale: Scale) -> Plan:
-    """Return the plan of Table 4."""
+    """Return the plan of the Attention Residuals paper's ablations: Table 4."""
     notes = ("Table 4's mHC is mHC-lite here.",)
     if scale == "tiny":
         plain = f"transformer-{HEADS * HEAD_DIM}"
@@ -339,7 +354,7 @@ def attnres_ablations(scale: Scale) -> Plan:
 
 
 def all_systems(scale: Scale) -> Plan:
-    """Return the plan of every residual system at equal tokens."""
+    """Return the plan that compares all residual systems at the same number of tokens."""
     if scale == "tiny":
         plain = f"transformer-{HEADS * HEAD_DIM}"
         arms = (
@@ -363,7 +378,7 @@ def all_systems(scale: Scale) -> Plan:
 
 
 def today(scale: Scale) -> Plan:
-    """Return the plan of both residuals with today's cores: Llama's, and Kimi Linear's."""
+    """Return the plan of both papers' residuals with newer sublayers: Llama's and Kimi Linear's."""
     size = {"tiny": ("tiny", "tiny", "tiny"), "paper": ("153m", "134m", "194m")}[scale]
     vector, matrix, kimi = size
     plain, first = f"llama-{vector}", "kimi-tiny" if scale == "tiny" else f"prenorm-kimi-{kimi}"
@@ -381,19 +396,19 @@ def today(scale: Scale) -> Plan:
 
 
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """Return a plan of the largest arm of some systems of a ladder, with their searches."""
+    """Return a ladder's plan reduced to the largest arm of each given system, with its search."""
     last = {arm.system: arm for arm in plan.arms}
     return _row(plan, [last[system] for system in systems])
 
 
 def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """Return a plan of the smallest arm of some systems of a ladder."""
+    """Return a ladder's plan reduced to the smallest arm of each given system."""
     first = {arm.system: arm for arm in reversed(plan.arms)}
     return _row(plan, [first[system] for system in systems])
 
 
 def _row(plan: Plan, arms: list[Arm]) -> Plan:
-    """Return a plan of some arms of one size, whose differences are tested."""
+    """Return a plan with only the given arms, which have one size; their differences are tested."""
     systems = {arm.system for arm in arms}
     return replace(
         plan,
