@@ -1,4 +1,4 @@
-"""Which implementation a model's attention uses on a device, and why a kernel is not used."""
+"""A check of which attention implementation a model uses on a device, and why not a kernel."""
 
 import dataclasses
 from types import ModuleType

@@ -40,7 +40,7 @@ class Tuned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Tunes kernels and writes a table of their block sizes.
+    """A tuner, which searches for kernels' block sizes and writes the table of the results.
 
     Attributes:
       out: the path of the table, local or gs://.

@@ -58,6 +58,6 @@ def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int) -> 
 
 
 def only(inputs: Callable[[], Arrays], names) -> Arrays:
-    """Return those of the inputs that are in `names`."""
+    """Return only the inputs whose names are in `names`."""
     made = inputs()
     return {name: made[name] for name in names}

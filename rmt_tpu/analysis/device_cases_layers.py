@@ -74,7 +74,7 @@ def attention(
     words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " of one document"
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
-    # The gradients of a query that sees only one key, and of that key, cancel to rounding errors.
+    # If a query sees only one key, the terms of the query's and the key's gradients cancel.
     cancels = frozenset({"d_qkv", "d_k"})
     return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
 

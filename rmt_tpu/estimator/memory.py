@@ -1,4 +1,4 @@
-"""What occupies a device's memory at a program's peak, read from XLA's dumps.
+"""The contents of a device's memory at a program's peak memory use, read from XLA's dumps.
 
 XLA dumps its buffer assignment before it reports that a program does not fit in memory, so the
 contents are known even for a program that fails to compile for that reason.

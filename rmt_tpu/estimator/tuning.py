@@ -34,7 +34,7 @@ _REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
 
 
 class Compiler:
-    """A rater of candidates for one target; call `close` when done.
+    """Compiles and rates candidate block sizes for one target; call `close` when done.
 
     Args:
       target: the target to compile for.
