@@ -87,7 +87,7 @@ def _depth(call: Called) -> Iterator[Case]:
         dtype = given.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
-    # The arrays have S or N rows per token, so the number of tokens is limited accordingly.
+    # The arrays have an entry per token for each of S sites or N sources, so fewer tokens are used.
     tokens = _capped(tuple(tokens), max(1, _TOKENS // max(S, N)))
     yield make(size, tokens, matrix, str(dtype))
 

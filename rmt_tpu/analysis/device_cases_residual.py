@@ -1,4 +1,9 @@
-"""Test cases for the ops on residuals, at any size: key-vector ops and depth attention."""
+"""Test cases for the ops on residuals, at any size: key-vector ops and depth attention.
+
+Key-vector ops work on a residual matrix of size K x V per token: a write stores R data vectors in
+it, and a read retrieves P vectors. In depth attention, each of S sites (inputs of sublayers) takes
+a weighted mean of N sources with D numbers per token.
+"""
 
 import functools
 

@@ -251,7 +251,7 @@ def preflight(
     progress: Callable[[str], None] | None = None,
     prompt: Prompt | None = None,
 ) -> Preflight:
-    """Compile the train step of a run for all devices of a topology.
+    """Compile the train step of a run for all devices of a topology, and report memory and time.
 
     Args:
       config: the run's config; "auto" values are resolved as they would be on an accelerator.

@@ -63,7 +63,7 @@ class Between:
     count: int | None
 
     def grid(self) -> list[float]:
-        """Return `count` evenly spaced numbers, including both ends of the range.
+        """Return `count` numbers, spaced evenly or by logarithm, including both ends of the range.
 
         Raises:
           UsageError: `count` is not given.

@@ -248,7 +248,7 @@ class Module:
         return _declared(instruction, total) if opcode == "custom-call" else total
 
     def alike(self, computation: str, instruction: Instruction) -> Hashable:
-        """Return a key that is equal for instructions with the same computation on the same shapes.
+        """Return a key that is equal for instructions with equal computations on equal shapes.
 
         The compiler schedules only one of several instructions with equal keys.
         """

@@ -115,9 +115,10 @@ def lower_case(
 
 
 def _key_vector() -> list[Case]:
-    """Return key-vector cases for the inputs of attention (P = 3R) and of feed-forward layers.
+    """Return key-vector cases: a write to a matrix residual and the reads of the next sublayer.
 
-    There are cases with small and with large residuals.
+    With R writes per site, attention needs P = 3R reads, and a feed-forward layer P = R. There are
+    cases of both kinds, with small and with large residuals.
     """
     rmt = shapes.RMT_305M
     sizes = [rmt, rmt.before_feed_forward, shapes.RMT_134M, shapes.RMT_LARGE]

@@ -323,7 +323,7 @@ def _busiest(bundles: list[list[_Event]], matrix: MatrixUnit) -> int:
 
 
 def _stalled(bundles: list[list[_Event]], matrix: MatrixUnit, iterations: int) -> int:
-    """Simulate iterations of a loop, and return the cycles of the last, with matrix-unit stalls."""
+    """Return the cycles of a loop's last iteration, by simulating stalls for busy matrix units."""
     free, pushed, loaded = Counter(), Counter(), {}
     time = start = 0
     for _ in range(iterations):

@@ -70,7 +70,7 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate and what became of it.
+    """A candidate, with the outcome of trying it.
 
     Attributes:
       blocks: the candidate's block sizes.

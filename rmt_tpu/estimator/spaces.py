@@ -230,8 +230,13 @@ def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterato
 def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     """Return the call with which a key-vector op is tuned.
 
-    `rows` returns the shape of the token axes: several sequences of `tokens` on a TPU, and a single
-    sequence on a GPU.
+    Args:
+      op: the name of the op.
+      modules: the module with the kernels, and the module with plain JAX.
+      rows: a function of `tokens` that returns the shape of the token axes: several sequences on a
+        TPU, and a single sequence on a GPU.
+      key: the sizes and dtypes of the problem, by name.
+      tokens: the number of tokens per sequence.
     """
     size = KeyVector(*(key[name] for name in "KVRP"))
     data = key.get("data_dtype", key.get("dtype"))

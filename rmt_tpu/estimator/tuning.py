@@ -139,7 +139,7 @@ class Usage:
 
     @property
     def warps_at_a_time(self) -> int:
-        """The number of concurrent warps per multiprocessor that the register use allows."""
+        """The number of warps that a multiprocessor can run concurrently, given the register use."""
         blocks = _REGISTERS // max(1, math.ceil(self.registers / 8) * 8 * self.threads)
         return blocks * self.threads // 32
 

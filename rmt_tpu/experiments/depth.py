@@ -1,4 +1,4 @@
-"""The experiment on how much attention over depth lowers the loss in models of different depth.
+"""An experiment on whether attention over depth lowers the loss, and more so in deeper models.
 
 Models of the same width and different depths read the same tokens. At 4 and 16 layers, each system
 (kind of residual) has its own hyperparameter search, with two seeds that are used for nothing else.

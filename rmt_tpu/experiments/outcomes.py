@@ -1,4 +1,4 @@
-"""Results of an experiment's arms: comparisons by seed, confidence intervals, tests and fits.
+"""Results of trained arms (models of an experiment), with comparisons, tests and fits.
 
 All runs with the same seed read the same text in the same order, and start with the same values of
 all weights that they have in common. Therefore, systems can be compared seed by seed. Intervals are

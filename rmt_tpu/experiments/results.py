@@ -1,4 +1,4 @@
-"""The result page of a plan, with its tables."""
+"""The result page of an experiment's plan, with its tables."""
 
 import math
 from collections.abc import Mapping, Sequence

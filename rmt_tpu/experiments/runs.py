@@ -1,4 +1,4 @@
-"""The runs of a plan: their configs, folders, state and results."""
+"""The training runs of an experiment's plan: their configs, folders, state and results."""
 
 import json
 import shlex
