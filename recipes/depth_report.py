@@ -9,9 +9,9 @@ the first run folder (or to --output), and the numbers to depth.json in the same
   of the mean weight that each site (the input of a sublayer) gives to each earlier output, as in
   Figure 8 of Attention Residuals. For each site, there are also the entropy of the weights (1 for
   equal weights) and the spread of their logits;
-- three root mean squares over tokens and features, for each sublayer: of the sublayer's output, of
-  the residual after it, and of the gradient of the loss, summed over tokens, with respect to the
-  output (Figure 5).
+- three root mean squares over tokens and features, for each write to the residual (by the embedding
+  or a sublayer): of the written array, of the residual after the write, and of the gradient of the
+  loss, summed over tokens, with respect to the written array (Figure 5).
 
 The command also prints a short table.
 """

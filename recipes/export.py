@@ -1,10 +1,11 @@
-"""Export a trained model of the Llama family in the hub's format: config.json and safetensors.
+"""Export a trained Llama-style model in the Hugging Face hub's format: config and safetensors.
 
     python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
 
-The format supports models with RMSNorm, RoPE, SwiGLU and the plain residual (`llama-...` presets).
-For any other model, the command stops with an error that names the unsupported config field. Other
-programs can load the folder, and so can the recipes train, generate and evaluate, with --init_from.
+The folder gets config.json and safetensors files. The format supports models with RMSNorm, RoPE,
+SwiGLU and the plain residual (`llama-...` presets). For any other model, the command stops with an
+error that names the unsupported config field. Other programs can load the folder, and so can the
+recipes train, generate and evaluate, with --init_from.
 """
 
 from absl import flags

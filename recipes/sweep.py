@@ -15,7 +15,7 @@ resumes when it is repeated. A run that diverges is reported, and ranks last.
 The command writes sweep.md (with every point, and the loss of each variant at the first variant's
 best point), sweep.json and sweep.png. With --coordinates, no search is run. Instead, each variant
 trains for a few steps on one random batch, and coordinates.md, .json and .png show how its
-activations change with width. In muP, the standard parametrisation is shown for comparison.
+activations change with width. For muP, the standard parametrisation is shown too.
 """
 
 import dataclasses

@@ -52,7 +52,10 @@ class Coordinates:
 
 
 def measure(config: RunConfig, batch: Batch, *, steps: int = 4) -> Coordinates:
-    """Train a model on one batch with its run's optimizer and schedule, and record coordinates."""
+    """Train a model for `steps` steps on one batch, and record the size and change of activations.
+
+    The optimizer and the learning-rate schedule are those in `config`.
+    """
     batch = jax.tree.map(jnp.asarray, batch)
     run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
 

@@ -76,7 +76,7 @@ def _unit(report: Preflight) -> tuple[int, str]:
 def _scale(report: Preflight) -> int:
     """Return the number of bytes that a bar of full length stands for.
 
-    It is the device's memory, or less if the step uses only a small part of that.
+    It is the device's whole memory, or, if sizes are shown in MiB, only the memory that is used.
     """
     few = _unit(report)[1] == "MiB"
     return max(report.used, 1) if few else max(report.used, report.limit)

@@ -1,4 +1,4 @@
-"""A measurement of how fast a token store is read, and whether train steps would wait for it."""
+"""A measurement of how fast a token store can be read, and how long train steps wait for it."""
 
 import time
 from typing import NamedTuple

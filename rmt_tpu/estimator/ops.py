@@ -205,8 +205,8 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> Case:
         (given.queries, given.sources, *(given.prior or ())),
         Work((N + S) * row + sums + parameters + of_prior, flops),
         # The backward pass reads the sources and the cotangent of the result, and writes the
-        # cotangent of the sources. With a prior result to merge, it also needs that and the forward
-        # result.
+        # cotangent of the sources. If a prior result was merged, it also reads the prior and the
+        # forward result.
         Work((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
     )
 

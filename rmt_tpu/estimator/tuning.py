@@ -139,7 +139,7 @@ class Usage:
 
     @property
     def warps_at_a_time(self) -> int:
-        """The number of warps that a multiprocessor can run concurrently, given the register use."""
+        """The number of concurrent warps on a multiprocessor, as limited by register use alone."""
         blocks = _REGISTERS // max(1, math.ceil(self.registers / 8) * 8 * self.threads)
         return blocks * self.threads // 32
 
