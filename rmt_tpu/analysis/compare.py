@@ -224,8 +224,7 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
     for axes in panels.flat[len(runs) :]:
         axes.set_axis_off()
     # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
-    # of
-    # the height.
+    # of the height.
     panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
     figure.supxlabel("tokens; band: min to max over seeds; grey: the other systems", fontsize=9)
     figure.supylabel("held-out loss", fontsize=9)
@@ -260,8 +259,7 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
     # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
-    # of
-    # the height.
+    # of the height.
     by_tokens.set_ylim(top=max(first_held_out) + 0.5)
     for axes in (by_tokens, by_flops):
         axes.xaxis.set_major_formatter(EngFormatter())

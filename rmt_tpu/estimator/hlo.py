@@ -146,7 +146,7 @@ class Instruction:
 
     @property
     def result(self) -> str:
-        """Dtype and shape of the first result, like `bf16[16,512]`."""
+        """The dtype and shape of the first result, like `bf16[16,512]`."""
         if not self.arrays:
             return "()"
         first = self.arrays[0]

@@ -196,7 +196,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def _around(value: int, most: int) -> list[int]:
-    """Return `value`, half of it, and the double of it limited to `most`, in ascending order."""
+    """Return half of `value`, `value`, and twice `value` (at most `most`), in ascending order."""
     return sorted({max(1, value // 2), value, min(most, 2 * value)})
 
 

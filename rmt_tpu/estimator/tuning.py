@@ -89,8 +89,7 @@ def tpu_rating(program: Program, needed: int) -> Rating:
     if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="a kernel has no schedule")
     # An outermost loop of unknown length cannot be rated. An inner loop of unknown length, for
-    # example
-    # over a variable number of sources, counts as one iteration.
+    # example over a variable number of sources, counts as one iteration.
     if any(kernel.trips[:1] == (None,) for kernel in kernels):
         return Rating(None, words="a grid of unknown length")
     bandwidth = program.target.bandwidth

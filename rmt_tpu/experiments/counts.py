@@ -25,7 +25,7 @@ _PRINTED = {
 
 @dataclass(frozen=True)
 class Point:
-    """A point of Figure 1: the size of a model's residual, its parameters, and FLOPs per token.
+    """A model in Figure 1: the size of the residual, the parameter count, and the FLOPs per token.
 
     FLOPs are those of the forward pass. Parameters and FLOPs include the embeddings.
     """

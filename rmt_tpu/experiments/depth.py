@@ -140,8 +140,7 @@ def plan(scale: Scale) -> Plan:
         if layers < max(_LAYERS) or system in _DEEPEST
     ]
     # These arms repeat the same runs with sums in another order, which shows how much rounding
-    # alone
-    # changes a loss.
+    # alone changes a loss.
     arms += [
         Arm(
             f"{system}-16-layers-again",

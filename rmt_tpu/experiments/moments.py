@@ -100,8 +100,7 @@ def _operation(site: Site) -> tuple[Callable, tuple[int, ...]]:
     if site.model == "Transformer":
         return (lambda w, x: x @ w.T), (site.out_of,)
     # A storage sums R data vectors, and a retrieval sums D_k rows of the residual, so both are the
-    # same
-    # product.
+    # same product.
     return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (site.out_of, _HEAD_DIM)
 
 

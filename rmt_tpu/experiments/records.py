@@ -127,8 +127,7 @@ class Records:
             if path in _MEASURED or resume_rule(config, path) != "free"
         }
         # `train.depth_rate` may be null, which selects the factors by a rule. The digest includes
-        # the
-        # resulting factors.
+        # the resulting factors.
         told = [values, depth_rate.factors(config), self._text, grows_from]
         told = json.dumps(told, sort_keys=True)
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
