@@ -1,13 +1,14 @@
-"""Parameters and FLOPs of a model, computed from its config alone.
+"""Parameter and FLOP counts of a model, computed from its config alone.
 
 The formulas are those of appendix A of Mak and Flanigan (2025), in Table 7 and sections A.1 and
-A.2, with two corrections that reproduce the printed results (Table 4, Figure 1): parameters include
-the embedding and the unembedding, and the key vectors of a layer cost `12 R D_k D_v` FLOPs for each
-token, as A.2 lists them. A multiplication and an addition are two FLOPs; a backward pass costs
+A.2, with two corrections that reproduce the printed results (Table 4, Figure 1). First, parameters
+include the embedding and the unembedding. Second, the key vectors of a layer cost `12 R D_k D_v`
+FLOPs per token, as A.2 lists them. A multiplication and an addition are two FLOPs; a backward pass
+costs
 twice the forward pass.
 
-Mixers are counted in the same way: products with matrices, and weighted sums and inner products of
-residuals. Norms, activations, elementwise products of gates and plain sums are left out.
+For mixers the count includes matrix products, weighted sums of residuals and inner products of
+residuals. It leaves out norms, activations, elementwise products with gates and plain sums.
 """
 
 from collections.abc import Iterator
@@ -16,18 +17,18 @@ from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s that the maker states for a JAX device, or None if unknown.
+    """Return the vendor's dense bfloat16 peak of a JAX device, in FLOP/s, or None if unknown.
 
-    If a chip is two devices, it is half of the chip's.
+    If a chip appears as two devices, the peak of each is half of the chip's peak.
     """
-    from pallas_kernels.target import chip_of  # loads jax, which a config's cost does not need
+    from pallas_kernels.target import chip_of  # loads jax, which the other functions do not need
 
     device = chip_of(device_kind)
     return device and device.peak_flops
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """Return the number of parameters by part; their sum is the model's."""
+    """Return the number of parameters of each part of the model; the parts add up to the total."""
     width, store, shape = config.width, config.store, config.data_shape
     learned = config.learned_positions
     positions = learned.max_length * width if learned else 0
@@ -37,7 +38,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     for core, read, count in _cores(config):
         added = count * core.parameters(width, read)
         of_cores[core.kind] = of_cores.get(core.kind, 0) + added
-    # Sites that norm what they read.
+    # Number of points at which a norm is applied to what is read from the residual.
     sites = config.num_sublayers + 1 if config.mixer.adds_up else 1
     return {
         "embedding": config.vocab_size * width + positions,
@@ -50,9 +51,9 @@ def parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters that a token uses.
+    """Return the number of parameters that are used to process one token.
 
-    The embedding, the unembedding and experts that the token does not choose are left out.
+    This excludes the embedding, the unembedding and the experts that the token is not routed to.
     """
     of_parts = parameters(config)
     idle = sum(
@@ -63,11 +64,11 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
-    """Return the FLOPs of the forward pass for one token of a window of `seq_len`, by part.
+    """Return the forward FLOPs per token in a window of `seq_len` tokens, for each part of a model.
 
     Attention is counted over the whole window, as in the paper, although the mask is causal.
-    `embedding` counts the look-up as a matrix product, as in Figure 1, though no machine computes
-    it so.
+    `embedding` counts the look-up as a matrix product, as in Figure 1, although it is never
+    computed in that way.
     """
     width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
     parts: dict[str, int] = {}
@@ -85,41 +86,46 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
 
 
 def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
-    """Return a token's forward FLOPs without embedding and unembedding, as in Tables 3 and 4."""
+    """Return the forward FLOPs per token without (un)embedding, as in Tables 3 and 4."""
     flops = forward_flops(config, seq_len)
     return sum(flops.values()) - flops["embedding"] - flops["unembedding"]
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Return the forward FLOPs of a token that sees `seq_len`: all but the embedding's look-up.
+    """Return the forward FLOPs of a token that attends to `seq_len` tokens, without the embedding.
 
-    Where budgets are counted, every token of a window is one that sees all of it, as in the paper.
+    FLOP budgets use this number for every token in a window, as the paper does.
     """
     return non_embedding_flops(config, seq_len) + forward_flops(config, seq_len)["unembedding"]
 
 
 def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Return the mean forward FLOPs of a window's tokens with a causal mask, for the MFU.
+    """Return the mean forward FLOPs per token in a window with a causal mask, for the MFU.
 
-    A token's FLOPs are linear in the number of tokens that it sees, so the mean over a window is
-    that of its first and last token.
+    The FLOPs of a token are linear in the number of tokens that it attends to, so the mean over a
+    window equals the mean of its first and last tokens.
     """
     return (flops_per_token(config, 1) + flops_per_token(config, seq_len)) // 2
 
 
 def train_flops(forward: int, tokens: int | float) -> int | float:
-    """Return the FLOPs of training on `tokens` tokens: forward and backward."""
+    """Return the FLOPs of training on `tokens` tokens: the forward and the backward pass.
+
+    Args:
+      forward: the forward FLOPs per token.
+      tokens: the number of tokens.
+    """
     return 3 * forward * tokens
 
 
 def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
-    """Return the ports that cores read and write, with their counts."""
+    """Return each port that cores read or write, with the number of sublayers that use it."""
     counts = [(core, count) for core, _, count in _cores(config)]
     return [(port, n) for core, n in counts for port in (core.reads, core.writes)]
 
 
 def _cores(config: ModelConfig) -> Iterator[tuple[Core, int, int]]:
-    """Yield each sublayer's core, the width of a whole read, and the number of its repeats."""
+    """Yield, for each sublayer in a stack's period, its core, input width and number of repeats."""
     first = 0
     for stack in config.stacks:
         for k, core in enumerate(stack.cores):

@@ -19,11 +19,11 @@ from rmt_tpu.layers.parameters import Seed
 
 
 class Cache(NamedTuple):
-    """The state that decoding keeps of the tokens seen so far: no residual, only what cores need.
+    """The decoding cache. It holds what cores need from earlier tokens, but no residuals.
 
     Attributes:
-      cores: for each stack, and each of its cores, a tree of arrays, [repeat, batch, ...].
-      length: number of tokens of each row that are in the cache.
+      cores: a tree of arrays [repeat, batch, ...] for each core in each stack.
+      length: number of cached tokens in each row.
     """
 
     cores: tuple[tuple[cores.Cache, ...], ...]
@@ -31,12 +31,12 @@ class Cache(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The inputs of a loss.
+    """The decoder's outputs before the unembedding, from which a loss is computed.
 
     Attributes:
       z: the input of the unembedding.
-      aux: scalars of the cores by name, added up over depth and over tokens; {} if they have none.
-        The scalar named "loss" belongs to the objective.
+      aux: scalars returned by the cores, by name, summed over depth and over tokens; {} if no core
+        returns any. The scalar named "loss" is part of the training objective.
     """
 
     z: Float[Array, "part own_seq vectors size"]
@@ -44,18 +44,19 @@ class Features(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """A causal language model with any residual system.
+    """A causal language model whose residual system is chosen by its config.
 
     Args:
       config: the model's config.
-      rngs: one key of its `params` stream is the seed of all parameters.
+      rngs: random streams. One key from the `params` stream is the seed of all parameters.
 
     Raises:
       TypeError: `config` or `rngs` has another type.
 
     Layers are stacked: their parameters have a leading axis over a stack's repeats, and a scan runs
-    over it. A weight is drawn by its place and name (`layers.parameters.Seed`), so that models with
-    the same seed begin with the same values of all weights that they have in common.
+    over this axis. Each weight is drawn from the seed and from its own place and name
+    (`layers.parameters.Seed`), so models with the same seed start with equal values in all weights
+    that they have in common.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
@@ -91,10 +92,10 @@ class Decoder(nnx.Module):
         """Return the logits of the next token, at least float32.
 
         Args:
-          tokens: token ids below `config.vocab_size`; others, and positions past the learned ones,
-            give NaN.
-          segment_ids: numbers of documents, such that tokens see only their own; None is one
-            document in each row.
+          tokens: token ids below `config.vocab_size`. Other ids, and positions beyond the learned
+            positions, give NaN.
+          segment_ids: the number of each token's document. Tokens attend only within their
+            document. None means that each row is one document.
           positions: positions of the tokens; None counts from 0.
 
         Raises:
@@ -115,14 +116,15 @@ class Decoder(nnx.Module):
         lengths: Int[Array, " batch"] | None = None,
         schedule: sharding.Schedule | None = None,
     ) -> Features:
-        """Return the input of the unembedding, and the scalars of cores.
+        """Return the input of the unembedding, and the scalars that the cores return.
 
-        A loss can use it without holding all logits. `lengths` are the numbers of real tokens in
-        rows that are padded at their ends with any token.
+        With these a loss can be computed without holding all logits at once. `lengths` gives the
+        number of real tokens in each row, if rows are padded at their ends with arbitrary tokens.
 
-        In per-device code (see `sharding.per_device`), the result is for this device's own tokens.
-        With a `schedule` of pipeline stages, z is for the stage's part of their rows, and the
-        scalars are those of its own cores; `pipelined.loss` gives a loss with its gradient.
+        In per-device code (see `sharding.per_device`), the result is for this device's tokens. With
+        a `schedule` of pipeline stages, z covers only this stage's share of the rows, and the
+        scalars come only from this stage's cores. Use `pipelined.loss` for a pipelined loss with
+        its gradient.
         """
         context = cores.causal(tokens.shape[1], positions, segment_ids)
         context = context._replace(lengths=lengths)
@@ -133,10 +135,10 @@ class Decoder(nnx.Module):
     def decode(
         self, tokens: Int[Array, "batch new"], cache: Cache
     ) -> tuple[Float[Array, "batch new vocab"], Cache]:
-        """Return logits for the tokens that follow those in the cache, and the extended cache.
+        """Return the logits after each new token, and the cache extended by the new tokens.
 
-        The caller makes sure that `cache.length + new` of each row does not exceed the cache's
-        capacity.
+        The caller must ensure that `cache.length + new` does not exceed the cache's capacity in any
+        row.
 
         Raises:
           TypeError, ValueError: see `__call__`.
@@ -145,8 +147,8 @@ class Decoder(nnx.Module):
         new = tokens.shape[1]
         context = cores.cached(cache.length, new)
         z, caches, _ = self._run(tokens, context, cache.cores)
-        # Gather tokens on each device that shares them: reading W_U costs as much for few as for
-        # all.
+        # Gather all tokens on each device that shares them: reading W_U takes as long for a few
+        # tokens as for all of them.
         z = cores.apart(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
@@ -155,16 +157,15 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "batch seq"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
-        """Return logits for the token after each row's last, and a new cache with the rows in it.
+        """Return the logits after each row's last token, and a new cache that contains the rows.
 
-        It computes attention as training does, and no other logits.
+        Attention is computed as in training. No other logits are computed.
 
-        In per-device code the rows are this device's own, and each device has all tokens of its
-        rows.
+        In per-device code `tokens` holds this device's rows, each with all of its tokens.
 
         Args:
-          tokens: rows, padded at their ends with any token.
-          lengths: number of tokens in each row, at least 1.
+          tokens: rows of token ids, padded at their ends with arbitrary tokens.
+          lengths: number of tokens in each row without the padding, at least 1.
           cache: an empty cache for at least this many tokens.
 
         Raises:
@@ -177,15 +178,15 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Int[Array, "batch new"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
-        """Return what `prefill` returns, for rows that continue those in the cache.
+        """Return what `prefill` returns, for rows that continue the rows in the cache.
 
-        A long text can so be read in parts, in the memory of one part.
+        This allows a long text to be read in parts, with the memory that one part needs.
 
         Args:
-          tokens: rows, padded at their ends with any token.
-          lengths: number of tokens in each row, at least 1; they must fit in the cache after those
-            there.
-          cache: the cache of the tokens before, which may be empty.
+          tokens: rows of token ids, padded at their ends with arbitrary tokens.
+          lengths: number of tokens in each row without the padding, at least 1. They must fit into
+            the cache's remaining capacity.
+          cache: the cache of the preceding tokens, which may be empty.
 
         Raises:
           TypeError, ValueError: see `__call__`.
@@ -205,7 +206,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch vectors size"]:
         """Select each row's last token.
 
-        Only one of the devices that divide tokens has it; a sum over devices shares it.
+        If a row's tokens are sharded over devices, only one device holds the last token, and a sum
+        over these devices distributes it to all.
         """
         axes, rows = sharding.token_axes(), jnp.arange(len(context.lengths))
         place = context.lengths - 1
@@ -217,9 +219,9 @@ class Decoder(nnx.Module):
         return sharding.total(jnp.where(own[:, None, None], last, 0), axes)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """Return a cache for `capacity` tokens of each of `batch` sequences.
+        """Return an empty cache with room for `capacity` tokens in each of `batch` sequences.
 
-        In per-device code it is this device's part, for its own rows.
+        In per-device code it is this device's part of the cache.
         """
         given = (batch, capacity, self.dtype)
         of_stacks = (
@@ -229,7 +231,7 @@ class Decoder(nnx.Module):
         return Cache(tuple(of_stacks), jnp.zeros(batch, jnp.int32))
 
     def cache_specs(self) -> Cache:
-        """Return the partition specs of a cache's arrays over a mesh, as a tree like the cache."""
+        """Return the partition specs of a cache's arrays, in a tree with its structure."""
         of_stacks = tuple(tuple(one.core.cache_specs() for one in stack) for stack in self.stacks)
         return Cache(of_stacks, PartitionSpec(sharding.CACHE_RULES["batch"]))
 
@@ -268,6 +270,7 @@ def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
     if config.store.dtype != "auto":
         return jnp.dtype(config.store.dtype)
     if config.remat == "reversible" and dtype == jnp.bfloat16:
-        # int16 is as small as bfloat16, and writes can be undone exactly; bfloat16 would drift.
+        # int16 is as small as bfloat16, and its writes can be undone exactly, so that the rebuilt
+        # residual does not drift.
         return jnp.dtype("int16" if residual.fixed_point.holds(config) else "float32")
     return dtype

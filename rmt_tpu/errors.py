@@ -9,22 +9,25 @@ from sharding.errors import RmtError
 
 
 class UsageError(RmtError):
-    """The command, config or input is wrong. The exit code is 2."""
+    """An error in the command, config or input; the exit code is 2."""
 
     exit_code = 2
 
 
 class RunError(RmtError):
-    """The run itself failed: a non-finite loss, a damaged checkpoint. The exit code is 1."""
+    """A failure of the run itself, such as a damaged checkpoint; the exit code is 1."""
 
 
 class DivergedError(RunError):
-    """The loss or its gradient stayed non-finite."""
+    """A run's loss or gradient stayed non-finite."""
 
 
 @contextlib.contextmanager
 def of_flag(name: str) -> Iterator[None]:
-    """Prefix a UsageError in the body, which starts with this flag's value, with `--name=`."""
+    """Prefix the message of a UsageError in the body with `--name=`.
+
+    The message must start with the flag's value.
+    """
     try:
         yield
     except UsageError as error:
@@ -33,7 +36,7 @@ def of_flag(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def about_flag(name: str, beginning: str) -> Iterator[None]:
-    """Prefix a UsageError in the body that starts with `beginning` with `--name: `."""
+    """Prefix a UsageError in the body with `--name: ` if its message starts with `beginning`."""
     try:
         yield
     except UsageError as error:
@@ -43,12 +46,15 @@ def about_flag(name: str, beginning: str) -> Iterator[None]:
 
 
 class ArgumentError(UsageError):
-    """An argument of a call is illegal; the message begins with `name=value`."""
+    """An illegal argument of a function call; the message begins with `name=value`."""
 
 
 @contextlib.contextmanager
 def of_argument(name: str) -> Iterator[None]:
-    """Turn a UsageError in the body, which starts with the value, into an ArgumentError."""
+    """Turn a UsageError in the body into an ArgumentError about the argument `name`.
+
+    The message of the UsageError must start with the argument's value.
+    """
     try:
         yield
     except UsageError as error:
@@ -69,12 +75,12 @@ _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 3, 120, 40,
 
 
 def shown(value: object) -> str:
-    """Return `repr` of a value, cut where it is too long or too deep for a line."""
+    """Return the `repr` of a value, shortened if it is too long or too deeply nested for a line."""
     return _short.repr(value)
 
 
 def one_line(error: Exception) -> str:
-    """Format an error on one line; one that is not meant for the user begins with its type."""
+    """Format an error on one line, with its type in front unless it is an RmtError."""
     kind = "" if isinstance(error, RmtError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())
 
@@ -83,13 +89,15 @@ _LONGEST_LIST = 300  # in characters; a longer line would be hard to read
 
 
 def unknown(what: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
-    """Return one line about an unknown name, with the nearest legal names, and all if they fit.
+    """Return one line about an unknown name, with similar legal names and the list of legal names.
+
+    The list is shortened if it is too long.
 
     Args:
       what: the kind of thing that has the name, like "preset".
       name: the name as it was given.
       legal: all legal names.
-      close: legal names that may be meant; None are those with a similar spelling.
+      close: legal names to suggest; None suggests names with a similar spelling.
     """
     legal = list(legal)
     named = name if isinstance(name, str) else shown(name)

@@ -1,4 +1,7 @@
-"""Tables of block sizes (`pallas_kernels.tuned`) in local or gs:// folders: reading and adding."""
+"""Functions that read and extend tables of kernel block sizes in local or gs:// folders.
+
+The tables are those of `pallas_kernels.tuned`.
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +14,7 @@ _TRIES = 20  # an attempt fails only when another writer succeeds
 
 
 def known() -> Tables:
-    """Return a hash of all tables that are looked into, and the path of the user's table."""
+    """Return a hash of all tables in use, and the path of the user's table if it has entries."""
     use_storage()
     path = tuned.user_path()
     # A missing table has no entries, so its path does not matter.
@@ -19,11 +22,11 @@ def known() -> Tables:
 
 
 def read(location: str) -> tuned.Table:
-    """Return the table of a file, with its faults; it is empty if there is no file.
+    """Return the table in a file, with any faults found in it; empty if there is no such file.
 
     Raises:
       UsageError: the location is illegal.
-      Fault: its store does not answer or refuses.
+      Fault: the file cannot be read, because its storage does not answer or refuses access.
     """
     folder, name = open_parent(location)
     found = folder.read(name)
@@ -31,16 +34,16 @@ def read(location: str) -> tuned.Table:
 
 
 def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
-    """Add entries to a file, replacing those with the same identity.
+    """Add entries to the table in a file, replacing entries that have the same identity.
 
-    If several writers add entries at a time, no entry is lost.
+    No entry is lost if several processes add entries at the same time.
 
     Returns:
-      The table as it is now.
+      The table after the entries were added.
 
     Raises:
       UsageError: the location is illegal.
-      RunError: the file cannot be written, or holds something else than a table.
+      RunError: the file cannot be written, or holds something other than a table.
     """
     folder, name = open_parent(location)
     for _ in range(_TRIES):
@@ -69,5 +72,5 @@ def _read_bytes(location: str) -> bytes | None:
 
 
 def use_storage() -> None:
-    """Allow $RMT_TPU_TUNED to be on gs:// from now on."""
+    """Allow $RMT_TPU_TUNED to name a gs:// location from now on."""
     tuned.READERS["gs"] = _read_bytes

@@ -1,4 +1,4 @@
-"""Memory: how much the machine has, and one-line errors when it runs out."""
+"""Functions that report the machine's memory and turn out-of-memory errors into one line."""
 
 import contextlib
 import os
@@ -16,7 +16,10 @@ TRAIN_ADVICE = (
 
 
 def of_machine() -> int:
-    """Return the bytes that this process can use: the machine's, or fewer if cgroups limit it."""
+    """Return the bytes of memory that this process can use.
+
+    This is the machine's memory, or less if cgroups limit the process.
+    """
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([there, *_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
@@ -25,8 +28,9 @@ def _limits(groups: Path, mounted: Path) -> Iterator[int]:
     """Yield the memory limits of this process's cgroups (v1 and v2) and of their ancestors.
 
     Args:
-      groups: the file that names the cgroups.
-      mounted: the folder of all cgroups; in a container its top is the container's own.
+      groups: the file that names this process's cgroups.
+      mounted: the mount point of the cgroup file systems; in a container it shows only the
+        container's cgroup.
     """
     with contextlib.suppress(OSError):  # this system has no cgroups
         for line in groups.read_text().splitlines():
@@ -51,28 +55,28 @@ def told(count: int) -> str:
 
 @contextlib.contextmanager
 def told_if_out(advice: str) -> Iterator[None]:
-    """Turn an error in the body into a RunError if a host or device has run out of memory.
+    """Turn an out-of-memory error in the body, of a host or a device, into a one-line RunError.
 
     Args:
-      advice: what the user can do.
+      advice: text for the message that tells the user how to need less memory.
     """
     try:
         yield
     except Exception as error:
         if not is_out(error):
             raise
-        # Drop the kinds of error that XLA's layers put in front.
+        # Drop the error kinds that each layer of XLA puts in front of the message.
         reason = re.sub(r"^([A-Z_]+: |Error \w+ \w+: )*", "", str(error).partition("\n")[0])
         reason = f" ({reason[:300].rstrip('. ')})" if reason else ""
         raise RunError(f"out of memory{reason}: {advice}") from None
 
 
 def is_out(error: Exception) -> bool:
-    """Return whether an error says that XLA, its runtime, numpy or Python is out of memory.
+    """Return whether an error means that XLA, its runtime, numpy or Python is out of memory.
 
-    XLA may say so at compile time too.
+    XLA may also report this at compile time.
     """
-    if isinstance(error, RmtError):  # such as a full quota of a store
+    if isinstance(error, RmtError):  # for example an exceeded storage quota
         return False
     said = str(error)
     return isinstance(error, MemoryError) or (

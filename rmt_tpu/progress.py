@@ -12,7 +12,7 @@ from rmt_tpu.streams import Told, say
 
 
 class ProgressShown:
-    """A bar with messages above it; or, if the output is not a terminal, a line now and then."""
+    """A progress bar with messages above it, or occasional lines if the output is no terminal."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class ProgressShown:
         """Create the display.
 
         Args:
-          label: name of what goes on.
-          total: the value at which it is done; None if not known yet.
+          label: name of the task in progress.
+          total: the value of `completed` at which the task is done; None if not known yet.
           *columns: columns of the bar.
-          line_seconds: the least number of seconds between two lines if there is no bar.
+          line_seconds: minimum number of seconds between two lines if there is no bar.
           first_line: whether the first line is shown at once, instead of after `line_seconds`.
           show: whether to show anything; only one process of a run does.
-          **fields: first values of the columns' fields.
+          **fields: initial values of the columns' fields.
         """
         self._line_seconds, self._show = line_seconds, show
         self._last_line = -float("inf") if first_line else time.monotonic()
@@ -62,16 +62,16 @@ class ProgressShown:
             say(text)
 
     def change(self, **fields: Any) -> None:
-        """Change the bar's `completed`, `total`, `description` or a column's own field."""
+        """Set the bar's `completed`, `total` or `description`, or a field that a column shows."""
         if self._bar:
             self._bar.update(self._task, **fields)
 
     def show(self, line: Callable[[], str], *, now: bool = False, **fields: Any) -> None:
-        """Change the bar, or without a bar print a line if one is due.
+        """Update the bar; if there is no bar, print a line if `line_seconds` have passed.
 
         Args:
           line: returns the line to print if there is no bar.
-          now: whether a line is due in any case.
+          now: whether to print the line even if `line_seconds` have not passed.
           **fields: see `change`.
         """
         self.change(**fields)

@@ -1,4 +1,4 @@
-"""Standard output and error, which can fail: full disk, pipe without reader, closed file."""
+"""Wrappers for standard output and error that survive a full disk or a closed pipe or file."""
 
 import contextlib
 import os
@@ -9,17 +9,17 @@ from rmt_tpu.errors import RunError
 
 
 class Told:
-    """A stream of text for people, which drops text that cannot be written instead of raising.
+    """A stream of messages for people, which drops text that cannot be written and does not raise.
 
-    A line about a run is worth less than the run. Characters that the stream's encoding lacks are
-    written as escapes.
+    A run must not fail because a message about it cannot be written. Characters that the stream's
+    encoding lacks are written as escapes.
 
     Args:
-      stream: the stream for the text; None, which is `sys.stderr` if it was closed, drops all text.
+      stream: the stream for the text. None drops all text; `sys.stderr` is None if it was closed.
 
     Attributes:
-      needed: whether the text is the program's only result, so that the first failure is raised: a
-        BrokenPipeError, or a RunError for any other failure.
+      needed: whether the text is the program's only result. If so, the first failure is raised, as
+        a BrokenPipeError or, for any other cause, a RunError.
     """
 
     def __init__(self, stream: Any):
@@ -29,7 +29,7 @@ class Told:
                 stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling look these up before there is a stream
+        if name.startswith("__"):  # copying and pickling look these up before `_stream` is set
             raise AttributeError(name)
         return getattr(self._stream, name)
 
@@ -50,7 +50,7 @@ class Told:
         """Return the stream's file descriptor.
 
         Raises:
-          OSError: the stream is no file.
+          OSError: the stream is closed or is not a file.
         """
         if self._stream is None:
             raise OSError("the stream is closed")
@@ -79,8 +79,9 @@ class Told:
 
 
 def install() -> None:
-    """Make `sys.stdout` and `sys.stderr` streams that lose text instead of raising errors."""
-    # A file opened later would get the number of a closed stream, and receive what libraries print.
+    """Replace `sys.stdout` and `sys.stderr` by streams that drop text instead of raising errors."""
+    # Otherwise a file opened later would get the descriptor of a closed stream, and would receive
+    # what libraries print.
     for number in range(3):
         try:
             os.fstat(number)
@@ -93,7 +94,7 @@ def install() -> None:
 
 
 def need_stdout() -> None:
-    """Mark what is printed from now on as the program's result, see `Told.needed`."""
+    """Mark what is printed from now on as the program's result; see `Told.needed`."""
     if isinstance(sys.stdout, Told):
         sys.stdout.needed = True
 
@@ -105,5 +106,5 @@ def say(line: str) -> None:
 
 
 def flush_stdout() -> None:
-    """Write what was printed, or drop it if it cannot be written."""
+    """Flush standard output, dropping text that cannot be written."""
     Told(sys.stdout).flush()

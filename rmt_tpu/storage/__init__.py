@@ -1,8 +1,9 @@
-"""Places for files: a `Folder` on a local file system or in a bucket of Google Cloud Storage.
+"""File storage: a `Folder` on a local file system or in a Google Cloud Storage bucket.
 
-A folder reads and writes small files whole (configs, manifests, COMMITs, pictures). Arrays in a
-folder are read and written by tensorstore, which uses `Folder.kvstore` and `Folder.context`. Files
-of any size in a bucket are found by `find_objects` and read as streams by `open_object`.
+A `Folder` reads and writes small files as a whole, such as configs, manifests, commit files and
+pictures. Arrays in a folder are read and written by tensorstore, through `Folder.kvstore` and
+`Folder.context`. `find_objects` lists files of any size in a bucket, and `open_object` reads such a
+file as a stream.
 """
 
 from rmt_tpu.storage.folder import Fault, Folder, Found, Object, Unavailable, faults, join

@@ -1,4 +1,4 @@
-"""The interface of every folder."""
+"""The abstract class `Folder`, which every kind of storage implements, and its errors."""
 
 import contextlib
 import re
@@ -11,13 +11,13 @@ import tensorstore as ts
 
 from rmt_tpu.errors import RunError, UsageError
 
-# Names are checked because manifests contain names too, and anybody may have written those.
+# Names are checked because some come from manifests, which may have been written by anybody.
 _SAFE_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\:\ud800-\udfff]+")
 
-SMALL = 64 * 2**20  # bytes; none of the small files has as many
+SMALL = 64 * 2**20  # bytes; all small files are smaller than this
 
 
-# The kinds of tensorstore's errors, with which its messages begin, that leave the content unknown.
+# Error kinds of tensorstore after which a file's content is unknown. Its messages begin with them.
 _NO_ANSWER = (
     "CANCELLED",
     "DEADLINE_EXCEEDED",
@@ -29,29 +29,29 @@ _NO_ANSWER = (
 
 
 class Fault(RunError):
-    """A file or folder could not be read or written; the message says what and why."""
+    """A failure to read or write a file or folder; the message names it and the reason."""
 
 
 class Unavailable(Fault):
-    """The store did not answer or gives no access, so the content is unknown and may be whole."""
+    """The storage did not answer or refused access, so a file's content is unknown, not damaged."""
 
 
 class Found(NamedTuple):
-    """A file's bytes, and its generation, which tells it from other files that had its name."""
+    """A file's bytes and its generation, which changes whenever the file is replaced."""
 
     data: bytes
     generation: Any
 
 
 class Object(NamedTuple):
-    """A file in a bucket.
+    """Metadata of a file in a bucket.
 
     Attributes:
       url: `gs://bucket/name`.
-      size: the bytes of the file as it is stored.
-      crc32c: the checksum of these bytes, in base64.
-      generation: the number that tells the file from others that had its name.
-      encoding: its Content-Encoding, or "".
+      size: the size of the file in bytes, as stored.
+      crc32c: the CRC32C checksum of the stored bytes, in base64.
+      generation: a number that changes whenever the file is replaced.
+      encoding: the file's Content-Encoding, or "" if it has none.
     """
 
     url: str
@@ -62,10 +62,11 @@ class Object(NamedTuple):
 
 
 class Folder(ABC):
-    """A folder, which need not exist before something is written into it.
+    """A folder in some storage, which need not exist before something is written into it.
 
-    Every method but `check` raises `Fault`, in one line, if the store does not answer or refuses. A
-    name is relative, with `/` between its parts; `..` and other ways out are a UsageError.
+    Every method except `check` raises `Fault` with a one-line message if the storage does not
+    answer or refuses. Names of files are relative, with `/` between their parts. A name that would
+    lead out of the folder, such as one with `..`, raises UsageError.
 
     Attributes:
       url: the folder's location as it was given, for messages.
@@ -85,20 +86,20 @@ class Folder(ABC):
 
     @abstractmethod
     def child(self, name: str) -> "Folder":
-        """Return a folder in this one."""
+        """Return the subfolder `name` of this folder."""
 
     @abstractmethod
     def check(self, *, write: bool = False) -> None:
-        """Check within ten seconds that the folder can be read, and if `write` written to.
+        """Check within ten seconds that the folder can be read, and with `write` also written to.
 
         Raises:
-          UsageError: it cannot be, for example because its bucket does not exist or credentials are
-            missing.
+          UsageError: the folder cannot be read or written to, for example because its bucket does
+            not exist or credentials are missing.
         """
 
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
-        """Return the folder as a kvstore spec of tensorstore; `path` ends with a slash."""
+        """Return tensorstore's kvstore spec of the folder; its `path` ends with a slash."""
 
     @abstractmethod
     def context(self) -> ts.Context:
@@ -106,7 +107,7 @@ class Folder(ABC):
 
     @abstractmethod
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
-        """Return a whole file, or None if there is none.
+        """Return the content of a whole file, or None if there is no such file.
 
         Raises:
           Fault: the file has more than `limit` bytes.
@@ -114,51 +115,52 @@ class Folder(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file in place of the one before; readers see the old or the new one."""
+        """Write a whole file, replacing any earlier one atomically for readers."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Write a whole file if there is none yet; exactly one of several writers succeeds.
+        """Write a whole file if it does not exist yet; exactly one of several writers succeeds.
 
         Returns:
-          Whether the file is there with exactly this content. The answer is therefore right also
-          when a write is repeated because its response was lost.
+          Whether the file now exists with exactly this content. This holds even if a write was
+          retried because its response was lost.
         """
 
     @abstractmethod
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
-        """Write a whole file in place of the one of this generation, which was read before.
+        """Replace a whole file, provided that it still has the generation that was read before.
 
         Returns:
-          Whether the file is there with exactly this content: False if another writer was quicker.
+          Whether the file now exists with exactly this content. It is False if another writer has
+          changed the file in the meantime.
         """
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
-        """Append bytes to a file, all or none of them, with one writer at a time."""
+        """Append bytes to a file, either all or none; only one writer may append at a time."""
 
     @abstractmethod
     def delete(self, name: str, *, generation: Any = None) -> bool:
         """Delete a file; given `generation`, only if the file still has that generation.
 
         Returns:
-          Whether the file is gone.
+          Whether the file does not exist any more.
         """
 
     @abstractmethod
     def names(self, name: str = "") -> list[str]:
-        """Return the direct contents of the folder `name`, sorted; folders end with a slash."""
+        """Return the sorted names in the folder `name`; names of subfolders end with a slash."""
 
     @abstractmethod
     def delete_folder(self, name: str) -> None:
-        """Delete everything below the folder `name` of this one."""
+        """Delete the subfolder `name` with everything in it."""
 
 
 def join(*names: str) -> str:
-    """Join several parts to one name.
+    """Join several parts of a name with slashes.
 
     Raises:
-      UsageError: the name would lead out of the folder, or is not legal everywhere.
+      UsageError: the name would lead out of the folder, or is illegal in some kind of storage.
     """
     name = "/".join(names)
     if not all(_SAFE_PART.fullmatch(part) for part in name.split("/")):
@@ -171,12 +173,16 @@ def join(*names: str) -> str:
 
 @contextlib.contextmanager
 def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turn tensorstore's errors, which are all ValueErrors, into errors of one line."""
+    """Turn tensorstore's errors in the body, which are all ValueErrors, into one-line errors.
+
+    Args:
+      where: text in front of each message.
+      kind: class of the errors. A Fault that leaves a file's content unknown becomes Unavailable.
+    """
     try:
         yield
     except ValueError as error:
-        # The rest of the message is the whole spec of the array, or the whole answer of the
-        # service.
+        # The rest of the message is a long dump of the array's spec or the service's response.
         reason = re.split(r" \[(?:tensorstore_spec|http_response_body)=", str(error))[0]
         if kind is Fault and reason.startswith(_NO_ANSWER):
             kind = Unavailable

@@ -1,8 +1,8 @@
-"""A folder in a bucket of Google Cloud Storage.
+"""A folder in a Google Cloud Storage bucket.
 
-google-cloud-storage lists objects and transfers small files, with conditions on generations where
-two writers might meet. Tensorstore transfers arrays: it has its own client, and finds the same
-credentials by itself (Application Default Credentials).
+The google-cloud-storage package lists objects and transfers small files. Where two writers might
+conflict, requests are conditional on the object's generation. Tensorstore transfers arrays with a
+client of its own, which finds the same credentials (Application Default Credentials).
 """
 
 import atexit
@@ -38,22 +38,24 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Object, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_CHECK_SECONDS = 9.0  # the most that a first check may take, with all its retries
-_SECONDS = 120.0  # the most that any later request may take
+_CHECK_SECONDS = 9.0  # time limit of a first check in seconds, with all its retries
+_SECONDS = 120.0  # time limit of any later request in seconds, with all its retries
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
-_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")  # the remains of an append that was killed
+_TAIL = re.compile(
+    r"\.tail-[0-9a-f]{8}$"
+)  # names of temporary objects left by an append that was killed
 
 
 class GcsFolder(Folder):
-    """Objects whose names have one prefix, seen as a folder."""
+    """A folder that consists of all objects in a bucket whose names have a common prefix."""
 
     def __init__(self, bucket: str, prefix: str):
-        """Make a folder of the objects of a bucket with a prefix.
+        """Create the folder.
 
         Args:
           bucket: the bucket's name.
-          prefix: the prefix of all names; empty, or with a slash at its end.
+          prefix: the prefix of all names in the folder; empty, or ending with a slash.
         """
         self.url = f"gs://{bucket}/{prefix}".rstrip("/")
         self._bucket_name, self._prefix = bucket, prefix
@@ -61,10 +63,10 @@ class GcsFolder(Folder):
 
     @classmethod
     def open(cls, url: str) -> "GcsFolder":
-        """Return the folder of a `gs://` URL.
+        """Return the folder at a `gs://` URL.
 
         Raises:
-          UsageError: `url` names no bucket, or an impossible one; or there are no credentials.
+          UsageError: `url` has no bucket or an illegal bucket name, or there are no credentials.
         """
         bucket, path = _parts(url)
         path = path.rstrip("/")
@@ -94,7 +96,7 @@ class GcsFolder(Folder):
     def context(self) -> ts.Context:
         retries = {"max_retries": 10, "initial_delay": "50ms", "max_delay": "10s"}
         return ts.Context(
-            # Every chunk is used once, so a cache would only hold memory.
+            # Every chunk is used only once, so a cache would waste memory.
             {"cache_pool": {"total_bytes_limit": 0}, "gcs_request_retries": retries}
         )
 
@@ -125,7 +127,7 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
-            except PreconditionFailed:  # by this very call, if its answer was lost
+            except PreconditionFailed:  # perhaps by this call, whose response was lost
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -134,7 +136,7 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
-            except PreconditionFailed:  # by this very call, if its answer was lost
+            except PreconditionFailed:  # perhaps by this call, whose response was lost
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -153,12 +155,12 @@ class GcsFolder(Folder):
                 longer.compose([whole, tail], if_generation_match=whole.generation, **_patience())
             except (NotFound, PreconditionFailed):
                 now = self._bucket.get_blob(self._key(name), **_patience())
-                # The size is right if an answer was lost, and the retried request was refused
-                # because the first had succeeded.
+                # The size is right if only the response was lost: then the first request had
+                # succeeded, and its retry was refused.
                 if now is None or now.size != whole.size + len(data):
                     raise Fault(f"{self._of(name)}: another writer appends to it") from None
             finally:
-                with contextlib.suppress(Exception):  # it is only a few bytes of garbage
+                with contextlib.suppress(Exception):  # a leftover of a few bytes does no harm
                     tail.delete(**_patience())
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
@@ -213,17 +215,17 @@ class GcsFolder(Folder):
 
 
 def find_objects(url: str) -> list[Object]:
-    """Return the objects of a name or glob: see `rmt_tpu.storage.find_objects`."""
+    """Return the objects that match a name or glob; see `rmt_tpu.storage.find_objects`."""
     bucket, pattern = _parts(url)
     client = _client(url)
     with _told(url, UsageError):
-        # The exact name is tried before globbing, because a name may have brackets in it.
+        # The exact name is tried before globbing, because a name may contain brackets.
         patience = _patience(_CHECK_SECONDS / 2)
         look = lambda: client.bucket(bucket).get_blob(pattern, **patience) if pattern else None
         if (blob := _within(_CHECK_SECONDS, look)) is not None:
             return [_object(bucket, blob)]
         parts, prefix = pattern.split("/"), re.split(r"[*?\[]", pattern)[0]
-        # A glob in the last part alone does not need the contents of other folders.
+        # If only the last part of the name is a glob, subfolders need not be listed.
         flat = not any(re.search(r"[*?\[]", part) for part in parts[:-1]) and parts[-1] != "**"
         listed = client.list_blobs(
             bucket, prefix=prefix, delimiter="/" if flat else None, **_patience()
@@ -233,7 +235,7 @@ def find_objects(url: str) -> list[Object]:
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
     """Return whether a name matches a glob, part by part; `**` matches any number of parts."""
-    if not parts or not pattern or not parts[0]:  # a folder's own object ends with a slash
+    if not parts or not pattern or not parts[0]:  # a folder's placeholder ends with a slash
         return parts == pattern
     if pattern[0] == "**":
         visible = not parts[0].startswith(".")
@@ -253,7 +255,7 @@ def _object(bucket: str, blob: Any) -> Object:
 
 
 class ObjectReader(io.RawIOBase):
-    """The stream of an object's bytes: see `rmt_tpu.storage.open_object`."""
+    """A stream of an object's bytes; see `rmt_tpu.storage.open_object`."""
 
     def __init__(self, url: str, size: int, generation: int):
         bucket, name = _parts(url)
@@ -292,21 +294,21 @@ class ObjectReader(io.RawIOBase):
                 end=self._at + count - 1,
                 if_generation_match=self._generation,
                 raw_download=True,
-                checksum=None,  # the checksum is of the whole object
+                checksum=None,  # the stored checksum covers the whole object, not a range
                 retry=None,
                 timeout=_patience()["timeout"],
             )
         except GoogleAPICallError as error:
             if error.response is not None:
-                error.response.close()  # if unread, it would hold its connection
+                error.response.close()  # an unread response would keep its connection open
             raise
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Return the bucket and the name of a URL.
+    """Return the bucket and the object name in a URL.
 
     Raises:
-      UsageError: there is no bucket, or an impossible one.
+      UsageError: the URL has no bucket or an illegal bucket name.
     """
     bucket, _, name = url.removeprefix("gs://").partition("/")
     if not _BUCKET.fullmatch(bucket):
@@ -318,10 +320,10 @@ def _parts(url: str) -> tuple[str, str]:
 
 
 def _client(url: str) -> Any:
-    """Return the process's client.
+    """Return the google-cloud-storage client that this process shares.
 
     Args:
-      url: the URL that the client will open, for the message.
+      url: the URL that the client will open, used in error messages.
 
     Raises:
       UsageError: the client finds no credentials.
@@ -330,7 +332,7 @@ def _client(url: str) -> Any:
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     emulator = os.environ.get(_EMULATOR)
     if emulator:
-        # Both clients use the emulator or none: half of a run must not go to the real service.
+        # Tensorstore must use the emulator too, so that no part of a run goes to the real service.
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = emulator
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
     try:
@@ -345,7 +347,8 @@ def _client_of(emulator: str | None) -> Any:
         if emulator:
             client = storage.Client(project="emulator", credentials=AnonymousCredentials())
         else:
-            # Without credentials the client asks for the machine's own, which may take a while.
+            # Without configured credentials the client asks the machine's metadata server, which
+            # may be slow.
             client = _within(_CHECK_SECONDS, lambda: storage.Client(project=None))
     except (GoogleAuthError, TimeoutError):
         file = os.environ.get(_KEY_FILE)
@@ -359,19 +362,20 @@ def _client_of(emulator: str | None) -> Any:
 
 
 def _patience(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Return the options for how long a request is retried.
+    """Return the request options that limit retries to `seconds`.
 
-    All requests made here can be repeated: writes put the same bytes under the same name, and
-    conditional ones check what is there when they are refused.
+    All requests of this module may be repeated. A repeated write stores the same bytes under the
+    same name, and a conditional write that is refused checks what is stored.
     """
     return {"retry": DEFAULT_RETRY.with_timeout(seconds), "timeout": min(seconds, 60.0)}
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return or raise what `function` does, or raise TimeoutError while it continues.
+    """Call `function` with a time limit, and return its result or raise its error.
 
-    After a timeout the function's thread runs on until the process ends. The deadline is needed
-    because not everything that the client waits for, such as host names, takes a timeout.
+    After `seconds` this raises TimeoutError, although the function continues to run in its thread.
+    A thread is needed because some operations of the client, such as host name look-ups, accept no
+    timeout.
     """
     outcome = concurrent.futures.Future()
 
@@ -381,14 +385,19 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # The process would wait at its end for an executor's thread.
+    # A daemon thread, because at exit the process would wait for an executor's thread.
     threading.Thread(target=call, daemon=True).start()
     return outcome.result(seconds)
 
 
 @contextlib.contextmanager
 def _told(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turn the client's errors into one line that names no credentials."""
+    """Turn the client's errors in the body into one-line errors without credentials.
+
+    Args:
+      what: the URL that is accessed, with which each message begins.
+      kind: class of the errors. Where it is Fault, errors of access become Unavailable.
+    """
     try:
         yield
     except RetryError as error:

@@ -1,4 +1,4 @@
-"""A folder on a local file system, or on a network one that is mounted like it."""
+"""A folder on a local file system, or on a mounted network file system."""
 
 import contextlib
 import os
@@ -15,17 +15,17 @@ from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Unavailable, fau
 
 
 class LocalFolder(Folder):
-    """A local folder whose files tensorstore's `file` driver writes.
+    """A local folder whose files are written by tensorstore's `file` driver.
 
-    The driver writes a file next to its target, fsyncs it, and renames it when it is whole. By a
-    lock file it also makes `create` and a conditional `delete` exclusive.
+    The driver writes each file under a temporary name in the same folder, fsyncs it, and renames
+    it. It uses a lock file to make `create`, `replace` and a conditional `delete` exclusive.
     """
 
     def __init__(self, url: str):
-        """Make a folder of a local path.
+        """Create a folder for a local path.
 
         Raises:
-          UsageError: Python and tensorstore would not mean the same path.
+          UsageError: Python and tensorstore would interpret the path differently.
         """
         self.url = url
         self.local_path = Path(os.path.abspath(os.path.expanduser(url)))
@@ -63,7 +63,7 @@ class LocalFolder(Folder):
         return {"driver": "file", "path": os.path.join(self.local_path, "")}
 
     def context(self) -> ts.Context:
-        # Every chunk is used once, so a cache would only hold memory.
+        # Every chunk is used only once, so a cache would waste memory.
         return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
@@ -139,7 +139,7 @@ class LocalFolder(Folder):
         folder = self.local_path / join(name)
         with self._told(name):
             while os.path.lexists(folder):
-                # If two processes delete the same folder, each finds files gone.
+                # If two processes delete the same folder, each may find files already deleted.
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(folder)
 
@@ -165,7 +165,7 @@ def _check_path(url: str, path: str) -> None:
             f"{url!r} cannot be opened: Python does not read file names as UTF-8 here; set "
             "LC_ALL=C.UTF-8 or PYTHONUTF8=1, or give another path"
         ) from None
-    # tensorstore takes a backslash for a slash, and Python does not.
+    # tensorstore treats a backslash as a slash, and Python does not.
     for character, name in (("\\", "backslash"), ("\0", "NUL")):
         if character in path and character != os.sep:
             within = "" if character in url else f", in {path!r}"

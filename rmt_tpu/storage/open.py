@@ -1,4 +1,4 @@
-"""Functions that open a folder or a file at a location given as text."""
+"""Functions that open folders and files by path or URL."""
 
 import io
 import os
@@ -11,17 +11,17 @@ from rmt_tpu.storage.folder import Folder, Object
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-Location = str | os.PathLike | Folder  # the types that a folder may be given as
+Location = str | os.PathLike | Folder  # the types in which callers may give a folder
 
 
 def open_folder(url: Location) -> Folder:
-    """Return the folder at a local path or a `gs://bucket/path`, without touching it yet.
+    """Return the folder at a local path or `gs://bucket/path`, without accessing it yet.
 
-    A Folder is returned as it is.
+    A Folder is returned unchanged.
 
     Raises:
-      UsageError: the location is not text, has another scheme, or is no legal bucket or path; or
-        what `gs://` needs is not installed or has no credentials.
+      UsageError: the location is not text, has another scheme, or is not a legal bucket or path.
+        For `gs://` also: google-cloud-storage is not installed, or credentials are missing.
     """
     if isinstance(url, Folder):
         return url
@@ -42,7 +42,9 @@ def open_folder(url: Location) -> Folder:
 
 
 def open_parent(location: str) -> tuple[Folder, str]:
-    """Return the folder of a file, local or gs://, and the file's name in it, "" if none.
+    """Split a local or gs:// path of a file into its folder and its name.
+
+    The name is "" if the path ends with a slash.
 
     Raises:
       UsageError: see `open_folder`.
@@ -52,28 +54,29 @@ def open_parent(location: str) -> tuple[Folder, str]:
 
 
 def find_objects(url: str) -> list[Object]:
-    """Return the object of a `gs://` name, or those that match it as a glob, sorted.
+    """Return the objects at a `gs://` URL, which may be a glob, sorted by name.
 
-    The list may be empty. In a glob `*`, `?` and `[...]` stay within a folder and match no dot at
-    the beginning of a name, as in a shell, and `**` matches any depth.
+    The list is empty if nothing matches. In a glob, `*`, `?` and `[...]` match within one folder,
+    and do not match a dot at the beginning of a name, as in a shell. `**` matches folders at any
+    depth.
 
     Raises:
-      UsageError: the bucket cannot be read, or see `open_folder`.
+      UsageError: the bucket cannot be read, or one of the reasons in `open_folder`.
     """
     return _gcs(url).find_objects(url)
 
 
 def open_object(url: str, size: int, generation: int) -> io.RawIOBase:
-    """Open the bytes of an object, to be read by ranges with one request each.
+    """Open an object as a stream of bytes in which each read is one range request.
 
     Args:
       url: `gs://bucket/name`.
       size: the object's size in bytes.
-      generation: the generation of the object that is read.
+      generation: the generation of the object to read.
 
     Returns:
-      A stream, which raises Fault if the object is replaced or deleted, or the service does not
-      answer.
+      A stream. Its methods raise Fault if the object is replaced or deleted, or if the service does
+      not answer.
     """
     return _gcs(url).ObjectReader(url, size, generation)
 
