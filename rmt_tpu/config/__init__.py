@@ -1,7 +1,7 @@
-"""The config of a run: nested frozen dataclasses. Different systems are different classes.
+"""The config of a run as nested frozen dataclasses, with one class for each choice of a component.
 
-Every class that is one of several choices has a `kind`, which is its name in JSON and on the
-command line (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
+If a field allows several classes, each of these classes has a `kind`, which names it in JSON and on
+the command line (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
 """
 
 from rmt_tpu.config.core import WHOLE, Port

@@ -1,10 +1,10 @@
-"""Legal ranges of a config's numbers: types for annotations, and a class that checks them.
+"""Annotated types that state the legal range of a number, and a base class that checks them.
 
     @dataclass(frozen=True)
     class Rope(Checked):
         base: Positive = 10_000.0
 
-All ranges have two ends: no number may be NaN, infinite, or larger than arrays and jax can count.
+All ranges are bounded on both sides, so that no number is NaN, infinite, or too large for jax.
 """
 
 import dataclasses
@@ -17,7 +17,11 @@ from rmt_tpu.errors import UsageError, shown
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, including ends that are not `open_low` or `open_high`."""
+    """An interval of legal numbers from `low` to `high`.
+
+    Both ends are included, unless `open_low` or `open_high` excludes them. `words` describes the
+    interval in error messages.
+    """
 
     words: str
     low: int | float
@@ -31,8 +35,8 @@ class Range:
         return above and below  # both are False for NaN
 
 
-LARGEST_SIZE = 2**31 - 1  # largest axis, and largest count that jax keeps in int32
-LARGEST_SEED = 2**32 - 1  # jax drops the higher bits, so larger seeds would not differ
+LARGEST_SIZE = 2**31 - 1  # size of an axis or count; jax stores them as int32
+LARGEST_SEED = 2**32 - 1  # jax uses only 32 bits of a seed
 _LARGEST_FLOAT = 3.4e38  # about the largest float32
 
 Size = Annotated[int, Range(f"positive, at most {LARGEST_SIZE}", 1, LARGEST_SIZE)]
@@ -47,15 +51,17 @@ Finite = Annotated[float, Range("finite", -_LARGEST_FLOAT, _LARGEST_FLOAT)]
 Share = Annotated[float, Range("at least 0, at most 1", 0, 1)]
 NonZeroShare = Annotated[float, Range("above 0, at most 1", 0, 1, open_low=True)]
 Decay = Annotated[float, Range("at least 0, below 1", 0, 1, open_high=True)]
-# A log decay further below would leave nothing of a state in float32.
+# The decay factor exp(-100) is already 0 for every practical purpose in float32.
 LogDecay = Annotated[float, Range("at least -100, below 0, like -5", -100, 0, open_high=True)]
 
 
 class Checked:
-    """A dataclass whose numbers are in the Range of their annotations, or None where that is legal.
+    """A base class for dataclasses that checks each number against the Range in its annotation.
+
+    None is accepted for every field; the types are checked elsewhere.
 
     Raises:
-      UsageError: a number is not; the message has its name, its value and what is legal.
+      UsageError: a number is out of range; the message has its name, its value and the legal range.
     """
 
     def __post_init__(self):
@@ -69,10 +75,10 @@ class Checked:
 
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
-    """Return the Range of each field of a dataclass that has one."""
+    """Return the Range of each field of a dataclass whose annotation has one, by field name."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        # The annotation itself, or `Size` of `Size | None`.
+        # Look at the annotation itself, and at `Size` within `Size | None`.
         for option in (field.type, *typing.get_args(field.type)):
             for note in getattr(option, "__metadata__", ()):
                 found[field.name] = note

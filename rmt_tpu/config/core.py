@@ -1,4 +1,9 @@
-"""Facts that every core's config states: its ports (how it reads and writes) and its costs."""
+"""Base classes for the configs of cores, and the ports through which cores access the residual.
+
+A core is the computation of one sublayer, such as attention. A site is the place in the model where
+a core reads its input from the residual and writes its output to it. A port describes the vectors
+that are read or written there.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -7,15 +12,16 @@ from rmt_tpu.config.checks import Checked, Size
 
 
 class Port(NamedTuple):
-    """The vectors that a site reads for a core, or writes from it.
+    """The vectors that a site reads from the residual for a core, or writes to it from a core.
 
     Attributes:
-      heads: number of vectors of size `head_dim` in each group, such as queries, keys, values. A
-        vector store projects each group by a matrix; a matrix store has a key vector for each
-        vector.
-      head_dim: size of these vectors.
-      whole: whether the port also has, or only has, the store's own data vectors: one of size D of
-        a vector store, R of size D_v of a matrix store.
+      heads: number of vectors in each group of vectors, for example of queries, of keys and of
+        values. A vector store projects each group with a matrix. A matrix store has one key vector
+        per vector.
+      head_dim: size of each vector in these groups.
+      whole: whether the port includes the data vectors, which represent the whole residual: one
+        vector of size D in a vector store, R vectors of size D_v in a matrix store. Without `heads`
+        the port consists of them alone.
     """
 
     heads: tuple[int, ...] = ()
@@ -27,12 +33,12 @@ WHOLE = Port(whole=True)
 
 
 class Softmax(NamedTuple):
-    """A softmax over all earlier tokens, which attention kernels may compute.
+    """The sizes of a softmax attention over all earlier tokens, for which kernels exist.
 
     Attributes:
-      heads, kv_heads: number of heads of queries, and of keys and values.
-      size, value_size: size of a query or key, and of a value.
-      alibi: whether logits fall with distance.
+      heads, kv_heads: number of query heads, and number of key and value heads.
+      size, value_size: size of each query and key, and size of each value.
+      alibi: whether logits decrease with the distance between tokens, as in ALiBi.
     """
 
     heads: int
@@ -43,12 +49,13 @@ class Softmax(NamedTuple):
 
 
 class Computes(Checked):
-    """Properties of a core's config other than its fields, ports and costs, with their defaults.
+    """A base class for the configs of cores, with the default values of their common properties.
 
     Attributes:
       aux: names of the scalars that the core returns in addition to its output; see
         `rmt_tpu.cores.core`.
-      by_ring: whether more devices can share a sequence than the core has heads.
+      by_ring: whether a sequence can be sharded over more devices than the core has heads, by ring
+        attention.
     """
 
     aux: ClassVar[tuple[str, ...]] = ()
@@ -60,32 +67,26 @@ class Computes(Checked):
         return None
 
     def sharing_heads(self, devices: int) -> "Computes":
-        """Return the core with copies of key heads, if that many devices have to share them."""
+        """Return the core with enough copies of its key and value heads to shard over `devices`."""
         return self
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters that every token uses: all, except for experts."""
+        """Return the number of parameters that one token uses: all of them, except in experts."""
         return self.parameters(width, read_width)
 
 
 @dataclass(frozen=True)
 class Heads(Computes):
-    """A core with `num_heads` (H) heads of size `head_dim` (D_h); each head writes one vector."""
-
-    num_heads: Size
-    head_dim: Size
-
-    @property
-    def writes(self) -> Port:
-        """One vector for each head."""
+    """A core with `num_heads` (H) heads of size `head_dim` (D_h), each of which writes one
+    vector."""
         return Port(heads=(self.num_heads,), head_dim=self.head_dim)
 
     @property
     def query_dim(self) -> int:
-        """Size of a query, and of a key."""
+        """Size of each query and each key."""
         return self.head_dim
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """Numbers of heads, by field, that are divided among the devices that share tokens."""
+        """Numbers of heads that are sharded over devices that share a sequence, by field name."""
         return {"num_heads": self.num_heads}

@@ -1,6 +1,7 @@
-"""Configs of cores, which are the computations of sublayers, of positions, and of stacks of cores.
+"""Configs of cores (the computations of sublayers), of positions, and of stacks of cores.
 
-`rmt_tpu.config` re-exports them. A file of `rmt_tpu/cores/` builds each core.
+`rmt_tpu.config` re-exports these classes. Each core is implemented in its own file in
+`rmt_tpu/cores/`.
 """
 
 import math
@@ -16,7 +17,10 @@ from rmt_tpu.errors import UsageError
 
 @dataclass(frozen=True)
 class Learned(Checked):
-    """A learned vector for each of `max_length` (N) positions, written with the embedding."""
+    """Learned position vectors, one for each of `max_length` (N) positions.
+
+    They are written to the residual together with the embedding.
+    """
 
     kind: ClassVar[str] = "learned"
     max_length: Size = 512
@@ -24,17 +28,21 @@ class Learned(Checked):
 
 @dataclass(frozen=True)
 class Alibi:
-    """Attention logits that fall with distance, by slope `2^(-8 (h + 1) / num_heads)` in head h."""
+    """ALiBi: attention logits decrease linearly with the distance between tokens.
+
+    The slope in head h is `2^(-8 (h + 1) / num_heads)`.
+    """
 
     kind: ClassVar[str] = "alibi"
 
 
 @dataclass(frozen=True)
 class Llama3Scaling(Checked):
-    """A division of RoPE's low frequencies, for texts longer than those trained on (Llama 3.1).
+    """A reduction of RoPE's low frequencies for texts longer than the training texts (Llama 3.1).
 
-    Frequencies f that turn fewer than `low` times within `original_length` tokens become
-    `f / factor`, those that turn more than `high` times stay, and those between are interpolated.
+    A frequency f that makes fewer than `low` turns within `original_length` tokens becomes `f /
+    factor`. A frequency that makes more than `high` turns is unchanged. Frequencies in between are
+    interpolated.
     """
 
     kind: ClassVar[str] = "llama3"
@@ -53,12 +61,14 @@ class Llama3Scaling(Checked):
 
 @dataclass(frozen=True)
 class Rope(Checked):
-    """Rotation of queries and keys by their position, at frequencies `base^(-2 i / dims)`.
+    """RoPE: rotation of queries and keys by angles proportional to position.
+
+    The i-th pair of numbers is rotated at the frequency `base^(-2 i / dims)`.
 
     Attributes:
       base: base of the frequencies.
-      dims: how many of a head's first numbers are rotated; None is all of them.
-      scaling: a change of frequencies, or None.
+      dims: how many of the first numbers in a head are rotated; None rotates all of them.
+      scaling: a change of the low frequencies for long texts, or None.
     """
 
     kind: ClassVar[str] = "rope"
@@ -69,7 +79,7 @@ class Rope(Checked):
 
 @dataclass(frozen=True)
 class NoPositions:
-    """No positions: the order of tokens is known from the causal mask alone."""
+    """No position information: only the causal mask tells the model the order of tokens."""
 
     kind: ClassVar[str] = "none"
 
@@ -82,10 +92,10 @@ class Attention(Heads):
     """Softmax attention.
 
     Attributes:
-      inverse_layer_scaling: whether the logits of layer l are divided by l + 1.
-      num_kv_heads: number of heads of keys and values, each of which serves
-        `num_heads / num_kv_heads` adjacent heads of queries (grouped queries); None is one for each
-        head.
+      positions: how positions enter the attention.
+      inverse_layer_scaling: whether the logits in layer l are divided by l + 1.
+      num_kv_heads: number of key and value heads. Each is shared by `num_heads / num_kv_heads`
+        adjacent query heads (grouped queries). None is one per query head.
       query_key_norm: whether queries and keys are RMS-normalised over `head_dim` with a gain,
         before they are rotated.
       bias: whether a vector is added to every query, key and value.
@@ -123,50 +133,53 @@ class Attention(Heads):
 
     @property
     def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
+        """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def softmax(self) -> Softmax:
-        """The softmax over every earlier token."""
+        """The sizes of the softmax over all earlier tokens."""
         alibi = isinstance(self.positions, Alibi)
         return Softmax(self.num_heads, self.kv_heads, self.head_dim, self.head_dim, alibi)
 
     @property
     def reads(self) -> Port:
-        """Queries, keys and values of every head."""
+        """The port that is read: queries, keys and values of every head."""
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         return Port(heads=heads, head_dim=self.head_dim)
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """Numbers of heads, by field, that are divided among the devices that share tokens."""
+        """Numbers of heads that are sharded over devices that share a sequence, by field name."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
-        """Return the core with key and value heads repeated until `devices` divide them."""
+        """Return the core with key and value heads repeated so that `devices` divides their
+        number."""
         if self.kv_heads % devices == 0:
             return self
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of gains and biases; the site has the queries' and keys' matrices."""
+        """Return the number of gains and biases; projection matrices are counted with the ports."""
         biases = sum(self.reads.heads) if self.bias else 0
         return (2 * self.query_key_norm + biases) * self.head_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: logits, weighted values, and 3 for each softmax term."""
+        """Return the FLOPs per token: logits, weighted values, and 3 per term of the softmax."""
         return 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
 
 
 @dataclass(frozen=True)
 class FeedForward(Computes):
-    """`W_2 f(W_1 z)` with `hidden_dim` (D_FF) hidden neurons.
+    """A feed-forward layer `W_2 f(W_1 z)` with `hidden_dim` (D_FF) hidden neurons.
 
     Attributes:
-      activation: f, which is gelu ("gelu_exact"), its approximation by tanh ("gelu_tanh"), or
-        `relu(x)^2` ("relu2"); or `silu(gate) * up` ("swiglu") or `gelu_tanh(gate) * up` ("geglu")
-        of a gate and an up projection, which are two parts of W_1.
+      hidden_dim: number of hidden neurons.
+      activation: the function f. Without a gate it is gelu ("gelu_exact"), its approximation by
+        tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up` ("swiglu")
+        or `gelu_tanh(gate) * up` ("geglu"), where W_1 consists of a gate projection and an up
+        projection.
     """
 
     kind: ClassVar[str] = "feed_forward"
@@ -181,12 +194,12 @@ class FeedForward(Computes):
 
     @property
     def reads(self) -> Port:
-        """All of the store's data vectors."""
+        """The port that is read: all data vectors of the residual."""
         return WHOLE
 
     @property
     def writes(self) -> Port:
-        """All of the store's data vectors."""
+        """The port that is written: all data vectors of the residual."""
         return WHOLE
 
     @property
@@ -195,11 +208,16 @@ class FeedForward(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of weights in W_1 and W_2, given the widths of its output and input."""
+        """Return the number of weights in W_1 and W_2.
+
+        Args:
+          width: width of the output.
+          read_width: width of the input.
+        """
         return ((1 + self.gated) * read_width + width) * self.hidden_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: two products with matrices."""
+        """Return the FLOPs per token, which are those of the matrix products."""
         return 2 * self.parameters(width, read_width)
 
 
@@ -208,15 +226,17 @@ class Mla(Heads):
     """Multi-head latent attention.
 
     Attributes:
-      kv_rank: rank of the latent from which keys and values of all heads are made.
-      rope_dim: size of an additional part of queries and keys (D_r); all heads share the keys'
-        part.
-      query_rank: rank of a latent for the queries; None makes them directly from the input.
-      positions: whether these additional parts are rotated ("rope").
+      kv_rank: size of the latent vector from which the keys and values of all heads are computed.
+      rope_dim: size of an additional part of each query and key (D_r). All heads share this part of
+        the key.
+      query_rank: size of a latent vector from which the queries are computed; None computes them
+        directly from the input.
+      positions: whether the additional parts are rotated by position ("rope").
 
-    The norms of both latents have the model's `norm_epsilon`, like all its norms. In transformers,
-    those of Kimi Linear and DeepSeek-V3 always have 1e-6, which makes a difference for weights from
-    there whose latents are small. The hub's form has no such model.
+    The norms of both latents use the model's `norm_epsilon`. The transformers library always uses
+    1e-6 in these norms for Kimi Linear and DeepSeek-V3, so weights from there give different
+    results if their latents are small. The Hugging Face format of this package does not support
+    such models.
     """
 
     kind: ClassVar[str] = "mla"
@@ -241,25 +261,28 @@ class Mla(Heads):
 
     @property
     def query_dim(self) -> int:
-        """Size of a query, and of a key."""
+        """Size of each query and each key."""
         return self.head_dim + self.rope_dim
 
     @property
     def softmax(self) -> Softmax:
-        """The softmax over every earlier token, with keys and values expanded from the latents."""
+        """The sizes of the softmax over all earlier tokens, after keys and values are expanded."""
         return Softmax(self.num_heads, self.num_heads, self.query_dim, self.head_dim)
 
     @property
     def reads(self) -> Port:
-        """All of the store's data vectors."""
+        """The port that is read: all data vectors of the residual."""
         return WHOLE
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters of its matrices and norms."""
+        """Return the number of parameters in the matrices and norms."""
         return self._weights(read_width) + self.kv_rank + (self.query_rank or 0)
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token, expanded: matrices, logits, softmax, weighted values."""
+        """Return the FLOPs per token of matrices, logits, softmax and weighted values.
+
+        Keys and values are expanded from the latents for every head.
+        """
         of_head = 2 * self.query_dim + 2 * self.head_dim + 3
         return 2 * self._weights(read_width) + seq_len * self.num_heads * of_head
 
@@ -273,13 +296,13 @@ class Mla(Heads):
 
 @dataclass(frozen=True)
 class Kda(Heads):
-    """Kimi Delta Attention, which has a state for each head.
+    """Kimi Delta Attention, a linear attention with one recurrent state per head.
 
     Attributes:
-      conv_size: number of tokens that the convolutions of queries, keys and values see.
-      gate_rank: rank of the matrices that make decays and output gates; None is `head_dim`.
-      lower_bound: lower bound of log decays, like -5, which are then this bound times a sigmoid;
-        None is no bound, and a softplus.
+      conv_size: kernel size, in tokens, of the convolutions over queries, keys and values.
+      gate_rank: rank of the matrices that compute decays and output gates; None is `head_dim`.
+      lower_bound: lower bound of the log decays, like -5. With a bound, a log decay is the bound
+        times a sigmoid. Without one (None), it is computed by a softplus and unbounded.
     """
 
     kind: ClassVar[str] = "kda"
@@ -291,25 +314,25 @@ class Kda(Heads):
 
     @property
     def rank(self) -> int:
-        """Rank of the gates."""
+        """Rank of the matrices that compute decays and output gates."""
         return self.head_dim if self.gate_rank is None else self.gate_rank
 
     @property
     def reads(self) -> Port:
-        """Queries, keys and values of every head, and the store's data vectors for the gates."""
+        """The port that is read: queries, keys and values per head, and data vectors for gates."""
         return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, whole=True)
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters of gates, convolutions and the norm."""
+        """Return the number of parameters in the gates, the convolutions and the norm."""
         size = self.num_heads * self.head_dim
         vectors = 3 * self.conv_size * size + size + self.num_heads + self.head_dim
         return self._weights(read_width) + vectors
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: gates, convolutions, and the state in chunks.
+        """Return the FLOPs per token of the gates, the convolutions and the chunked recurrence.
 
-        With chunks of C = 64 tokens, the state takes `6 D_h^2 + 3 C D_h + C^2` for each head, as
-        the paper counts them.
+        The recurrence over chunks of C = 64 tokens takes `6 D_h^2 + 3 C D_h + C^2` FLOPs per token
+        and head, as counted in the paper.
         """
         size, chunk = self.head_dim, 64
         of_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size
@@ -325,10 +348,14 @@ Core = Attention | FeedForward | Mla | Kda | Experts
 
 @dataclass(frozen=True)
 class Stack(Checked):
-    """The cores of one period's sublayers, repeated `repeat` times.
+    """A sequence of sublayers (the period) that is repeated `repeat` times in depth.
 
-    Parameters have a leading axis of size `repeat`, and a scan runs over it with the period
-    unrolled in its body.
+    Parameters have a leading axis of size `repeat`. A scan runs over this axis, and its body
+    contains all sublayers of one period.
+
+    Attributes:
+      cores: the core of each sublayer in one period.
+      repeat: number of repeats.
     """
 
     cores: tuple[Core, ...]
@@ -346,10 +373,11 @@ class Stack(Checked):
 
 
 def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
-    """Return a plain list of layers, each a list of cores, as stacks, merging runs that repeat.
+    """Convert a list of layers, each a list of cores, into stacks by merging repeated layers.
 
-    Of the periods that a run can begin with, the one that covers the most layers is chosen, and the
-    shortest of these. A layer that does not repeat is a stack of its own.
+    The list is read from its start. At each point the period is chosen whose repeats cover the
+    largest number of layers; among equal choices the shortest. A layer that does not repeat becomes
+    a stack of its own.
 
         stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
     """
@@ -373,7 +401,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
-    """Return how often the `size` layers from `start` on come one after the other."""
+    """Return how many times in a row the `size` layers from `start` onwards occur."""
     period, count = layers[start : start + size], 1
     while layers[start + count * size : start + (count + 1) * size] == period:
         count += 1

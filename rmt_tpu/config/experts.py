@@ -10,10 +10,10 @@ from rmt_tpu.errors import UsageError
 
 @dataclass(frozen=True)
 class SignRule(Checked):
-    """A bias for choosing each expert, which moves by `rate` after each step.
+    """A bias per expert on the routing scores, which changes by `rate` after each step.
 
-    It moves up if the expert's load was below the mean, else down. Wang et al. (2024),
-    "Auxiliary-loss-free load balancing".
+    The bias increases if the expert's load was below the mean load, and decreases otherwise. See
+    Wang et al. (2024), "Auxiliary-loss-free load balancing".
     """
 
     kind: ClassVar[str] = "sign"
@@ -22,9 +22,10 @@ class SignRule(Checked):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Biases with which each expert would have had the mean load in the last batch.
+    """A bias per expert on the routing scores, recomputed from the last batch.
 
-    Kimi Team (2026), "Quantile Balancing".
+    It is the bias with which each expert would have had the mean load in that batch. See Kimi Team
+    (2026), "Quantile Balancing".
     """
 
     kind: ClassVar[str] = "quantiles"
@@ -32,10 +33,10 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class BalanceLoss(Checked):
-    """A loss in place of a bias: each expert's load times its mean score, for every sequence.
+    """An auxiliary loss that balances the experts within each sequence, without biases.
 
-    DeepSeek-AI (2024): `weight` (alpha) times `sum_e (E / k) f_e P_e`; the sum is 1 if load is
-    even.
+    It is `weight` (alpha) times `sum_e (E / k) f_e P_e`, with f_e the load of expert e and P_e its
+    mean score (DeepSeek-AI 2024). The sum is 1 if all experts have the same load.
     """
 
     kind: ClassVar[str] = "loss"
@@ -47,17 +48,19 @@ Balance = SignRule | Quantiles | BalanceLoss
 
 @dataclass(frozen=True)
 class Experts(Computes):
-    """A mixture of `num_experts` (E) gated feed-forward layers, with `top_k` (k) for each token.
+    """A mixture of `num_experts` (E) gated feed-forward layers.
 
     Attributes:
+      num_experts: number of experts that tokens are routed to.
+      top_k: number of these experts that each token uses (k).
       hidden_dim: number of hidden neurons in each expert (F).
-      shared: number of additional experts that every token uses, computed as one layer with
-        `shared * hidden_dim` hidden neurons.
-      scale: factor of the sum over chosen experts.
-      balance: rule that balances tokens among experts.
-      capacity: on a mesh that divides experts, the rows that a device has room for, over the rows
-        that it gets if load is even. Choices beyond that are dropped and counted. None has room for
-        all, so that nothing is dropped.
+      shared: number of additional experts that every token uses. They are computed as one layer
+        with `shared * hidden_dim` hidden neurons.
+      scale: factor by which the sum over the chosen experts is multiplied.
+      balance: rule that balances the load among experts.
+      capacity: room per device on a mesh that shards experts, as a multiple of the number of tokens
+        that the device receives if the load is even. Tokens beyond it are dropped and counted. None
+        makes room for all tokens, so that none is dropped.
     """
 
     kind: ClassVar[str] = "experts"
@@ -80,17 +83,20 @@ class Experts(Computes):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the loss, which also passes on the loads, and of the dropped choices."""
+        """Names of the returned scalars: the balance loss and the dropped expert choices.
+
+        The "loss" also carries the loads of the experts in its gradient.
+        """
         return ("loss", "dropped") if self.capacity is not None else ("loss",)
 
     @property
     def reads(self) -> Port:
-        """All of the store's data vectors."""
+        """The port that is read: all data vectors of the residual."""
         return WHOLE
 
     @property
     def writes(self) -> Port:
-        """All of the store's data vectors."""
+        """The port that is written: all data vectors of the residual."""
         return WHOLE
 
     @property
@@ -99,18 +105,18 @@ class Experts(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the parameters of all experts and the router, with its biases or counts."""
+        """Return the number of parameters in all experts and in the router with its statistics."""
         seen = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
         of_router = (read_width + 1 + seen) * self.num_experts
         return (self.num_experts + self.shared) * self._of_one(width, read_width) + of_router
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters that a token uses: its own experts and the router."""
+        """Return the number of parameters that one token uses: chosen experts and the router."""
         idle = (self.num_experts - self.top_k) * self._of_one(width, read_width)
         return self.parameters(width, read_width) - idle
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: products with its experts' and the router's matrices."""
+        """Return the FLOPs per token: the matrix products of its experts and of the router."""
         experts = (self.top_k + self.shared) * self._of_one(width, read_width)
         return 2 * (experts + read_width * self.num_experts)
 
@@ -118,5 +124,5 @@ class Experts(Computes):
         return (2 * read_width + width) * self.hidden_dim
 
 
-# Number of bins in the histogram of each expert that Quantiles keep.
+# Number of bins in the histogram that `Quantiles` keeps for each expert.
 HISTOGRAM_BINS = 1024

@@ -1,8 +1,9 @@
-"""Configs of mixers, which turn the outputs of earlier sublayers into the next one's input.
+"""Configs of mixers, which combine the outputs of earlier sublayers into the next input.
 
-`rmt_tpu.config` re-exports them. A file of `rmt_tpu/residual/` builds each mixer, and has its
-equations and their sources. `L` layers are `2L` sublayers. The `note` of a mixer says what it
-changes in addition to its equations, and what therefore differs in a comparison.
+`rmt_tpu.config` re-exports these classes. Each mixer is implemented in its own file in
+`rmt_tpu/residual/`, which has its equations and their sources. A model of `L` layers has `2L`
+sublayers. A site is the place where a sublayer reads its input from the residual and writes its
+output to it.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rmt_tpu.errors import UsageError
 
 @runtime_checkable
 class Sizes(Protocol):
-    """The part of a `ModelConfig` that a mixer's cost depends on."""
+    """The fields of a `ModelConfig` that the cost of a mixer depends on."""
 
     num_sublayers: int
     num_layers: int
@@ -23,18 +24,19 @@ class Sizes(Protocol):
 
 
 class System(Checked):
-    """Properties that a mixer's config states, in addition to its fields.
+    """A base class for the configs of mixers, with the default values of their properties.
 
     Attributes:
-      note: what it changes in addition to the equations of its name.
-      on_matrix: whether it is defined for a matrix store.
-      remats: legal values of `ModelConfig.remat`.
-      by_layers: whether it counts layers of two sublayers each, instead of sublayers.
-      banked: whether it keeps what was written in a bank of rows.
-      adds_up: whether writes are added up over depth. If so, weights that write start smaller by
-        depth, and the input of sublayers is normed.
-      second_input: width of the input of a layer's second sublayer, in widths of the store's data
-        vectors; beyond 1 its hidden layer is normed.
+      note: what the mixer changes in addition to its equations, for comparisons between mixers.
+      on_matrix: whether the mixer is defined for a matrix store.
+      remats: legal values of `ModelConfig.remat` with this mixer.
+      by_layers: whether the mixer treats two consecutive sublayers as one layer.
+      banked: whether the mixer keeps earlier outputs in a bank, an array with one row per output or
+        per sum of outputs.
+      adds_up: whether outputs are summed over depth. If so, the weights that write are initialised
+        smaller in deeper models, and the input of each sublayer is normed.
+      second_input: input width of the second sublayer in a layer, as a multiple of the model's
+        width. If it exceeds 1, the hidden layer of that sublayer is normed.
     """
 
     note: ClassVar[str] = ""
@@ -49,27 +51,31 @@ class System(Checked):
         """Raise UsageError if the sizes do not fit a model of this depth and residual."""
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of parameters that it adds to a model, at its sites and elsewhere."""
+        """Return the number of parameters that the mixer adds to a model."""
         return 0
 
     def flops(self, model: Sizes) -> int:
-        """Return its FLOPs for one token in a forward pass: see `rmt_tpu.cost`."""
+        """Return the mixer's forward FLOPs per token; see `rmt_tpu.cost`."""
         return 0
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """Return the number of terms of order 1 in a logit over depth, by the name of the weight.
+        """Return how many terms of order 1 are summed in a logit over depth, by parameter name.
 
-        The result is empty for a mixer that has no such logits.
+        A logit over depth scores an earlier output as a source for a sublayer's input. The result
+        is empty for a mixer without such logits.
         """
         return {}
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return a number that divides a pipeline chunk's sublayers; None if it has no pipeline."""
+        """Return a number that must divide the number of sublayers in each pipeline chunk.
+
+        The result is None if the mixer does not support pipelines.
+        """
         return 2 if self.by_layers else 1
 
 
 class _BankedSystem(System):
-    """A mixer that keeps what was written in a bank of rows."""
+    """A base class for mixers that keep earlier outputs in a bank."""
 
     on_matrix: ClassVar[bool] = True
     remats: ClassVar[tuple[str, ...]] = ("full", "blocks")
@@ -78,7 +84,7 @@ class _BankedSystem(System):
 
 @dataclass(frozen=True)
 class Sum(System):
-    """The plain residual stream: all writes are added up."""
+    """The plain residual stream, the sum of all outputs."""
 
     kind: ClassVar[str] = "sum"
     on_matrix: ClassVar[bool] = True
@@ -87,16 +93,21 @@ class Sum(System):
 
 @dataclass(frozen=True)
 class _DepthAttention(_BankedSystem):
-    """The common part of Full and Block Attention Residuals; the options are Table 4's ablations.
+    """The base class of Full and Block Attention Residuals.
+
+    At each site a learned query attends over sources, which are the embedding and earlier outputs
+    or sums of outputs. Options other than the defaults are the ablations in Table 4 of the paper.
 
     Attributes:
-      query: the pseudo-query of a site: a learned vector ("static"), that plus a projection of the
-        last write ("input"), or no query but a learned logit for each source ("scalars").
-      weights: weights of the sources: a "softmax" over them, or a "sigmoid" for each.
+      query: how a site scores its sources. "static" uses a learned query vector, "input" adds a
+        projection of the last output to it, and "scalars" replaces the query by one learned logit
+        per source.
+      weights: how logits become weights: by a "softmax" over the sources, or by a "sigmoid" of each
+        logit.
       key_norm: whether keys are RMS-normalised.
-      key_gain: whether that norm has a learned gain.
-      num_heads: number of parts of the residual, each with a softmax of its own.
-      epsilon: epsilon of the keys' norm.
+      key_gain: whether the norm of the keys has a learned gain.
+      num_heads: number of equal parts into which the residual is split, each with its own softmax.
+      epsilon: epsilon in the norm of the keys.
     """
 
     note: ClassVar[str] = (
@@ -110,7 +121,7 @@ class _DepthAttention(_BankedSystem):
     epsilon: Positive = 1e-6
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raise UsageError if blocks or heads do not fit."""
+        """Raise UsageError if the blocks do not fit the depth, or the heads the residual."""
         self.sublayers_a_block(num_sublayers)
         if residual_size % self.num_heads:
             raise UsageError(
@@ -119,7 +130,7 @@ class _DepthAttention(_BankedSystem):
             )
 
     def parameters(self, model: Sizes) -> int:
-        """Return the size of the query and gain of every site, or of an ablation's parameters."""
+        """Return the number of parameters: normally a query and a key gain per site."""
         size = model.residual_size
         if self.query == "scalars":
             return sum(self.sources(model.num_sublayers))
@@ -128,15 +139,17 @@ class _DepthAttention(_BankedSystem):
         return (model.num_sublayers + 1) * (size + key_gain + projection)
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of a logit and a weighted term for every source, and of projections."""
+        """Return the FLOPs of the logits, the weighted sums of sources, and any projections."""
         size, scored = model.residual_size, self.query != "scalars"
         projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """Return the size of a head's part of the residual for each weight.
+        """Return how many terms of order 1 are summed in a logit, by parameter name.
 
-        It is multiplied by the size of the whole residual for a projection, and is 1 for logits.
+        For queries and key gains it is the size of the residual divided by `num_heads`. For
+        projections it is this number times the size of the residual, and for learned logits it is
+        1.
         """
         if self.query == "scalars":
             return {"logits": 1}
@@ -149,18 +162,18 @@ class _DepthAttention(_BankedSystem):
         return found
 
     def sources(self, num_sublayers: int) -> list[int]:
-        """Return the number of sources that each site attends over."""
+        """Return the number of sources at each site, in the order of depth."""
         block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
         done = [-(-site // block) for site in range(num_sublayers + 1)]
         return [1 + (count if window is None else min(count, window)) for count in done]
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return the number of sublayers in a block, or None for a model with ablations."""
+        """Return the number of sublayers per block, or None if an ablation rules out pipelines."""
         return self.sublayers_a_block(num_sublayers) if self.fused else None
 
     @property
     def fused(self) -> bool:
-        """Whether the kernels compute this mixer, which is so only without ablations."""
+        """Whether kernels can compute this mixer, which they can only without ablations."""
         options = (self.query, self.weights, self.key_norm, self.num_heads)
         return options == ("static", "softmax", True, 1)
 
@@ -170,10 +183,10 @@ class FullAttention(_DepthAttention):
     """Full Attention Residuals: attention over the embedding and every sublayer's output.
 
     Attributes:
-      window: number of last outputs that are sources, in addition to the embedding; None is all of
-        them.
-      phase_layers: number of layers whose sites share one pass over the outputs before them. It
-        changes memory traffic, not results. None chooses it automatically.
+      window: number of most recent outputs that are sources, in addition to the embedding; None
+        uses all outputs.
+      phase_layers: number of layers whose sites share one pass over the earlier outputs. It affects
+        memory traffic but not results. None chooses it automatically.
     """
 
     kind: ClassVar[str] = "full_attention"
@@ -185,7 +198,7 @@ class FullAttention(_DepthAttention):
         return super().fused and self.window is None
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
-        """Return S = 1: every output is a block of its own.
+        """Return the number of sublayers per block (S), which is 1: every output is a block.
 
         Raises:
           UsageError: the window or phase does not fit the depth.
@@ -206,16 +219,17 @@ class FullAttention(_DepthAttention):
 
 @dataclass(frozen=True)
 class BlockAttention(_DepthAttention):
-    """Block Attention Residuals: attention over the embedding and the sums of blocks of sublayers.
+    """Block Attention Residuals: attention over the embedding and sums of outputs within blocks.
 
-    At most one of the three sizes may be given; the last block has the remaining sublayers. Without
-    any there are 8 blocks, or one for each sublayer if that is fewer.
+    At most one of the three sizes may be given. The last block has the remaining sublayers and may
+    be smaller. If no size is given, there are 8 blocks, or one per sublayer in a model with fewer
+    than 8 sublayers.
 
     Attributes:
-      num_blocks: N, the number of blocks of `ceil(2L / N)` sublayers.
-      sublayers_per_block: S, the paper's block size.
-      layers_per_block: the block size as released models count it (`attn_res_block_size`): a layer
-        is two sublayers.
+      num_blocks: number of blocks (N), with `ceil(2L / N)` sublayers per block.
+      sublayers_per_block: number of sublayers per block (S), the block size in the paper.
+      layers_per_block: number of layers per block, with two sublayers per layer. Released models
+        call it `attn_res_block_size`.
     """
 
     kind: ClassVar[str] = "block_attention"
@@ -232,7 +246,7 @@ class BlockAttention(_DepthAttention):
             raise UsageError(f"BlockAttention.{both} both set the blocks' size; give one of them")
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
-        """Return S for a model of this depth.
+        """Return the number of sublayers per block (S) in a model of this depth.
 
         Raises:
           UsageError: the blocks do not fit the depth.
@@ -265,11 +279,11 @@ class BlockAttention(_DepthAttention):
 
 @dataclass(frozen=True)
 class Dense(_BankedSystem):
-    """DenseFormer: a layer reads a learned weighted sum of all layers' outputs.
+    """DenseFormer: the input of a layer is a learned weighted sum of all earlier layers' outputs.
 
     Attributes:
-      dilation: k, such that only every k-th earlier output counts.
-      period: p, such that there is a sum only after every p-th layer.
+      dilation: only every k-th earlier output is summed, with k this number.
+      period: a weighted sum is computed only after every p-th layer, with p this number.
     """
 
     kind: ClassVar[str] = "dense"
@@ -279,22 +293,23 @@ class Dense(_BankedSystem):
     period: Size = 1
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of weights: one for every output in a sum."""
+        """Return the number of weights, one for every output in every sum."""
         ends = range(self.period, model.num_layers + 1, self.period)
         return sum((end + self.dilation) // self.dilation for end in ends)
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of one weighted term for each weight."""
+        """Return the FLOPs of the weighted sums."""
         return 2 * model.residual_size * self.parameters(model)
 
 
 @dataclass(frozen=True)
 class HyperConnections(System):
-    """Hyper-connections: `streams` (m) residual vectors, with learned reads, writes and mixing.
+    """Hyper-connections: several residual vectors, with learned reads, writes and mixing.
 
     Attributes:
+      streams: number of residual vectors (m).
       dynamic: whether the coefficients also depend on the streams.
-      tanh: whether a tanh is applied to that dependence.
+      tanh: whether a tanh bounds the part of the coefficients that depends on the streams.
     """
 
     kind: ClassVar[str] = "hyper_connections"
@@ -307,35 +322,43 @@ class HyperConnections(System):
     tanh: bool = True
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of static coefficients, and of a gain, a projection and two scales."""
+        """Return the number of parameters at all sites.
+
+        Each site has static coefficients and, if `dynamic`, a gain, a projection and two scales.
+        """
         m, size = self.streams, model.residual_size
         return model.num_sublayers * (m * (m + 2) + (size + size * (m + 2) + 2) * self.dynamic)
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of the projection and the streams."""
+        """Return the FLOPs of the projections and of reading, writing and mixing streams."""
         m, size = self.streams, model.residual_size
         projection = 2 * m * size * (m + 2) if self.dynamic else 0
         return model.num_sublayers * (projection + _streams_flops(m, size))
 
 
 def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
-    """Return the parameters of sites with one projection of all streams.
+    """Return the number of parameters at all sites, for mixers that project all streams at once.
 
-    Each site has a gain, the projection, its biases, and three scales.
+    Each site has a gain, a projection to `coefficients` numbers with biases, and three scales.
     """
     of_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
     return model.num_sublayers * of_site
 
 
 def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
-    """Return the FLOPs of the projection and the streams."""
+    """Return the FLOPs of the projections and of reading, writing and mixing streams."""
     size = model.residual_size
     return model.num_sublayers * (2 * m * size * coefficients + _streams_flops(m, size))
 
 
 @dataclass(frozen=True)
 class Mhc(System):
-    """mHC: hyper-connections whose mixing matrix Sinkhorn's iteration makes doubly stochastic."""
+    """mHC: hyper-connections with doubly stochastic mixing matrices, by Sinkhorn's iteration.
+
+    Attributes:
+      streams: number of residual vectors (m).
+      rounds: number of Sinkhorn iterations.
+    """
 
     kind: ClassVar[str] = "mhc"
     note: ClassVar[str] = (
@@ -346,25 +369,26 @@ class Mhc(System):
 
     @property
     def _coefficients(self) -> int:
-        """Number of coefficients of reads, writes and the mixing matrix."""
+        """Number of coefficients at a site: for reading, for writing and in the mixing matrix."""
         return self.streams * (2 + self.streams)
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of the norm's gain, the projection, its biases, and 3 scales."""
+        """Return the number of parameters in gains, projections, their biases, and scales."""
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of the projection and the streams."""
+        """Return the FLOPs of the projections and of reading, writing and mixing streams."""
         return _projected_flops(self.streams, self._coefficients, model)
 
 
 @dataclass(frozen=True)
 class MhcLite(System):
-    """mHC-lite: the mixing matrix is a convex combination of all `streams!` permutations.
+    """mHC-lite: hyper-connections whose mixing matrix is a convex combination of permutations.
 
     Attributes:
-      init: "paper" starts like the paper's code, "prenorm" such that the model starts as the plain
-        one.
+      streams: number of residual vectors (m); there are m! permutations.
+      init: "paper" initialises as the paper's code does. "prenorm" initialises the model to compute
+        the same function as the plain residual stream.
     """
 
     kind: ClassVar[str] = "mhc_lite"
@@ -389,15 +413,15 @@ class MhcLite(System):
 
     @property
     def _coefficients(self) -> int:
-        """Number of coefficients of reads, writes and the permutations' weights."""
+        """Number of coefficients at a site: for reading, for writing and for the permutations."""
         return 2 * self.streams + factorial(self.streams)
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of the norm's gain, the projection, its biases, and 3 scales."""
+        """Return the number of parameters in gains, projections, their biases, and scales."""
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of the projection, the streams, and the sum of the permutations."""
+        """Return the FLOPs of the projections, the streams, and the sums of permutations."""
         permutations = 2 * factorial(self.streams) * self.streams**2
         flops = _projected_flops(self.streams, self._coefficients, model)
         return flops + model.num_sublayers * permutations
@@ -405,13 +429,15 @@ class MhcLite(System):
 
 @dataclass(frozen=True)
 class Highway(System):
-    """Highway Transformer: a self-gating unit next to every sublayer.
+    """Highway Transformer: a self-gating unit in parallel with every sublayer.
 
     Attributes:
-      input: input of the unit: that of the sublayer ("normed"), or the "raw" residual.
-      activation: activation of its gate.
-      form: whether the unit's output is added ("add"), or replaces the residual ("carry") or the
-        sublayer's output ("gated") as far as the gate opens.
+      input: input of the unit, which is either the normed input of the sublayer ("normed") or the
+        residual ("raw").
+      activation: activation function of the gate.
+      form: how the unit's output is used. "add" adds it to the residual. "carry" and "gated"
+        interpolate by the gate between it and the residual, or between it and the sublayer's
+        output.
     """
 
     kind: ClassVar[str] = "highway"
@@ -421,21 +447,23 @@ class Highway(System):
     form: Literal["add", "carry", "gated"] = "add"
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of weights in W_1 and W_2 of every unit."""
+        """Return the number of weights in the matrices W_1 and W_2 of all units."""
         return model.num_sublayers * 2 * model.residual_size**2
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of products with these matrices."""
+        """Return the FLOPs of the products with W_1 and W_2."""
         return 2 * self.parameters(model)
 
 
 @dataclass(frozen=True)
 class DepthLstm(System):
-    """Depth-wise LSTM: a cell for each layer in place of residuals; it has the feed-forward layer.
+    """Depth-wise LSTM: an LSTM cell per layer, run over depth, replaces the residual stream.
+
+    The cell includes the layer's feed-forward sublayer.
 
     Attributes:
-      forget_offset: constant added to the forget gate's logits.
-      cell_start: the first cell: "zero", or the "embedding".
+      forget_offset: constant added to the logits of the forget gate.
+      cell_start: initial cell state, either "zero" or the "embedding".
     """
 
     kind: ClassVar[str] = "depth_lstm"
@@ -449,7 +477,7 @@ class DepthLstm(System):
     cell_start: Literal["zero", "embedding"] = "zero"
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of gates, their norms, and the norm in the feed-forward layer."""
+        """Return the number of parameters in gates, their norms, and the feed-forward norms."""
         size = model.residual_size
         return model.num_layers * (6 * size**2 + 3 * size + model.feed_forward.hidden_dim)
 
@@ -460,13 +488,15 @@ class DepthLstm(System):
 
 @dataclass(frozen=True)
 class Hierarchical(System):
-    """Hierarchical aggregation: a node above every `every` layers feeds the next ones.
+    """Hierarchical aggregation: after every few layers, a node combines their outputs.
+
+    The output of a node is the input of the next layers.
 
     Attributes:
-      hidden_dim: hidden size of a node; 128 matches the parameter count in the RMT paper's row,
-        with D_FF as published.
-      every: number of layers below a node.
-      shared: whether all nodes with the same number of inputs share their weights.
+      hidden_dim: hidden size of a node. With 128, and D_FF as published, the model has the
+        parameter count that the RMT paper prints.
+      every: number of layers per node.
+      shared: whether nodes with the same number of inputs share their weights.
     """
 
     kind: ClassVar[str] = "hierarchical"
@@ -477,14 +507,14 @@ class Hierarchical(System):
     shared: bool = False
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raise UsageError if the first node would be above the last layer."""
+        """Raise UsageError if the model has fewer layers than one node combines."""
         if self.every > num_sublayers // 2:
             raise UsageError(
                 f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}"
             )
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of the nodes; shared weights count once."""
+        """Return the number of parameters in all nodes, counting shared weights once."""
         nodes, size = self.node_inputs(model.num_layers), model.residual_size
         kept = set(nodes) if self.shared else nodes
         return sum((inputs + 1) * size * self.hidden_dim + size for inputs in kept)
@@ -495,12 +525,12 @@ class Hierarchical(System):
         return sum(2 * (inputs + 1) * model.residual_size * self.hidden_dim for inputs in nodes)
 
     def node_inputs(self, num_layers: int) -> list[int]:
-        """Return how many residuals each node has below it."""
+        """Return the number of inputs of each node, in the order of depth."""
         return [self.every + (node > 0) for node in range(num_layers // self.every)]
 
 
 def _streams_flops(streams: int, size: int) -> int:
-    """Return the FLOPs of a read, a write and the mixing of hyper-connections."""
+    """Return the FLOPs per site of reading, writing and mixing `streams` vectors of `size`."""
     return 2 * size * (streams**2 + 2 * streams)
 
 

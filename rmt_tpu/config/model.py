@@ -1,4 +1,4 @@
-"""The config of a decoder, and of its parametrisations."""
+"""The config of a decoder, and the parametrisations that it can have."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -34,33 +34,36 @@ class Standard:
 
 @dataclass(frozen=True)
 class MuP(Checked):
-    """Maximal update parametrisation (Yang et al. 2022): learning rates that transfer over width.
+    """Maximal update parametrisation (Yang et al. 2022): learning rates transfer across widths.
 
-    The base model is this model with the sizes of `base`. With multipliers of 1, the base model is
-    as in the standard parametrisation. A model of other sizes differs from it as follows:
+    The base model is this model with the sizes in `base`. If all multipliers are 1, the base model
+    is the same as in the standard parametrisation. A model with other sizes differs from the base
+    model as follows:
 
-    - Adam changes each entry of a weight by about `learning_rate`, in a direction correlated with
-      the weight's input, so that a sum over the fan-in changes by about fan-in times that.
-      Therefore each weight learns at `learning_rate * base fan-in / fan-in`: matrices, key vectors
-      (fan-in D_k for those that read, R for those that write) and the queries of attention over
-      depth (fan-in is the size of the residual). Its weight decay is not scaled in this way.
-    - Gains, biases and embeddings have no such sum, and learn at `learning_rate`.
-    - The unembedding also learns at `learning_rate`, and starts with the base's standard deviation.
-      Instead, logits are multiplied by `output_multiplier * base width / width`.
-    - Attention logits are multiplied by `attention_multiplier * sqrt(base size) / size`, with the
-      size of queries. This is constant if heads keep their size.
+    - Matrices, key vectors and the queries of attention over depth have the learning rate
+      `learning_rate * base fan-in / fan-in`. The reason is that Adam changes each entry of a weight
+      by about `learning_rate`, in a direction correlated with the weight's input, so a sum over the
+      fan-in changes by about `fan-in * learning_rate`. The fan-in is D_k for key vectors that read,
+      R for key vectors that write, and the size of the residual for the queries. Weight decay is
+      not scaled in this way.
+    - Gains, biases and embeddings are not summed over a fan-in, and have the rate `learning_rate`.
+    - The unembedding also has the rate `learning_rate`, and is initialised with the standard
+      deviation of the base model. Instead, logits are multiplied by
+      `output_multiplier * base width / width`.
+    - Attention logits are multiplied by `attention_multiplier * sqrt(base size) / size`, where the
+      sizes are those of a query. The factor is constant if all models have heads of the same size.
     - Embeddings are multiplied by `input_multiplier`.
 
     The RMT paper's search found 9.76, 0.25 and 5.52 for its Transformer's input, attention and
     output multipliers, with `init_std=0.15` and a learning rate of 6.5e-3 (appendix C.2.1).
 
     Attributes:
-      base: sizes of the base model, like "store.dim=128,attention.num_heads=4": every size that
-        differs from this model's, as a path of ModelConfig; if empty, the base is this model
-        itself.
-      input_multiplier: factor of the embeddings.
-      attention_multiplier: factor of the attention logits.
-      output_multiplier: factor of the logits.
+      base: sizes of the base model that differ from this model, as assignments to paths in
+        ModelConfig like "store.dim=128,attention.num_heads=4". If empty, the base model is this
+        model.
+      input_multiplier: factor by which embeddings are multiplied.
+      attention_multiplier: factor by which attention logits are multiplied.
+      output_multiplier: factor by which the output logits are multiplied.
     """
 
     kind: ClassVar[str] = "mup"
@@ -75,30 +78,36 @@ Parametrization = Standard | MuP
 
 @dataclass(frozen=True)
 class ModelConfig(Checked):
-    """A decoder. Symbols in the paper: `num_layers` L, `vocab_size` V.
+    """The config of a decoder. The paper calls `num_layers` L and `vocab_size` V.
 
-    A model of one repeated layer with two cores of different kinds has a short form, in JSON and in
-    `replace`: `num_layers` in place of the stack's `repeat`, and each core under its kind.
+    If a model repeats one layer with two cores of different kinds, JSON and `replace` use a short
+    form without `stacks`: `num_layers` gives the number of repeats, and each core is a field named
+    after its kind.
 
     Attributes:
-      stacks: stacks of the sublayers' cores, in the order of depth; see `config.stacks`.
-      norm: norm over a token's whole residual, before every read, with a gain and no bias.
+      stacks: the sublayers, as repeated groups of cores in the order of depth; see `config.stacks`.
+      store: shape and dtype of the residual.
+      mixer: how the outputs of sublayers are combined over depth.
+      vocab_size: number of token ids.
+      norm: norm over a token's whole residual, applied before every read, with a gain and no bias.
       norm_epsilon: constant added to the variance or mean square.
-      init_std: weights are drawn with standard deviation `init_std / sqrt(fan in)`, embeddings with
-        `init_std`. Key vectors do not follow it (see `layers.parameters`).
+      init_std: initial standard deviation of embeddings; that of weights is `init_std /
+        sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
+      parametrization: how learning rates and multipliers depend on the width.
       compute_dtype: dtype of the matrix products; "auto" is bfloat16 on accelerators, float32 on
         CPU. Parameters are always float32.
       remat: what the backward pass recomputes within a layer: nothing ("none"), everything but
-        matrix products with weights ("dots"), or the whole layer ("full"). "reversible" (an RMT
-        only) keeps what sublayers wrote and rebuilds the residual from it, so that its memory does
-        not grow with `key_dim`. Attention over depth and DenseFormer always recompute the whole
-        layer: "full" keeps the bank and the running sum before each layer, and "blocks" keeps the
-        bank alone, for a second forward pass. For blocks of matrices, "full" keeps what sublayers
-        wrote instead of the blocks' sums, which is less, and adds it up again. "auto" is
-        "reversible" where an RMT is trained (without pipeline stages), else "full".
-      kernels: how ops are computed on TPUs and GPUs: "auto" uses the platform's default (kernels on
-        a TPU; on a GPU cuDNN's attention, and the kernels in a table of measured times), "xla"
-        plain JAX, and "pallas" kernels for all ops that have one.
+        matrix products with weights ("dots"), or the whole layer ("full"). "reversible" (only for a
+        matrix store) keeps the outputs of sublayers and rebuilds the residual from them, so that
+        its memory does not grow with `key_dim`. Attention over depth and DenseFormer always
+        recompute the whole layer: "full" keeps the bank of earlier outputs and the running sum
+        before each layer, and "blocks" keeps only the bank and runs the forward pass a second time.
+        For Block Attention Residuals on a matrix store, "full" keeps the outputs of sublayers in
+        place of the block sums, because they are smaller, and sums them again. "auto" is
+        "reversible" for training an RMT without pipeline stages, and else "full".
+      kernels: how operations are computed on TPUs and GPUs. "auto" is the platform's default:
+        kernels on a TPU; on a GPU cuDNN's attention, and kernels listed in a table of measured
+        times. "xla" is plain JAX. "pallas" uses kernels for all operations that have one.
     """
 
     stacks: tuple[Stack, ...]
@@ -113,7 +122,7 @@ class ModelConfig(Checked):
     remat: RematPolicy = changeable("auto")
     kernels: Kernels = changeable("auto")
 
-    # Names of the short form.
+    # Maps each field name of the short form to the field's type.
     short_names: ClassVar[dict[str, Any]] = {
         "num_layers": int,
         **{core.kind: core for core in get_args(Core)},
@@ -145,10 +154,14 @@ class ModelConfig(Checked):
             )
 
     def _check_ports(self):
-        """Check that all ports fit the store, and that a stack's first site fits every repeat."""
+        """Check that all ports fit the store, and that every repeat of a stack can start alike.
+
+        The first site of a repeat follows the last core of the repeat before, or what precedes the
+        stack, and both must write the same number of keys.
+        """
         matrix = isinstance(self.store, MatrixStore)
         size = self.data_shape[1]
-        before = WHOLE  # the embedding is the first to write
+        before = WHOLE  # the embedding is written before the first sublayer
         for index, stack in enumerate(self.stacks):
             if stack.repeat > 1 and self._written(before) != self._written(stack.cores[-1].writes):
                 raise UsageError(
@@ -165,7 +178,10 @@ class ModelConfig(Checked):
                 before = core.writes
 
     def _written(self, port: Port) -> Any:
-        """Return what two writes at one site must share: for a matrix store, the number of keys."""
+        """Return a value that is equal for two ports if one site can take the output of either.
+
+        For a matrix store it is the number of key vectors.
+        """
         if isinstance(self.store, MatrixStore):
             return sum(port.heads) + port.whole * self.data_shape[0]
         return port
@@ -207,7 +223,7 @@ class ModelConfig(Checked):
             )
 
     def _check_base(self):
-        """Check that muP's base model is legal, and differs from this one only in sizes."""
+        """Check that the base model of muP is legal, and differs from this model only in sizes."""
         kinds = lambda model: [
             model.store.kind,
             model.mixer.kind,
@@ -222,7 +238,10 @@ class ModelConfig(Checked):
     # The short form -----------------------------------------------------------------------------
 
     def short_form(self) -> dict[str, Any]:
-        """Return fields by name; if there is a short form, its fields replace `stacks`."""
+        """Return all fields by name, with the fields of the short form in place of `stacks`.
+
+        If the model has no short form, `stacks` is returned.
+        """
         rest = {f.name: getattr(self, f.name) for f in fields(self)}
         layer = self.stacks[0].cores
         if len(self.stacks) > 1 or len(layer) != 2 or layer[0].kind == layer[1].kind:
@@ -232,10 +251,10 @@ class ModelConfig(Checked):
 
     @classmethod
     def from_short(cls, **values: Any) -> "ModelConfig":
-        """Return the config with these fields, some of which may be those of the short form.
+        """Return a config with the given fields, which may include fields of the short form.
 
         Raises:
-          UsageError: the short form's fields are not two cores and a number of layers.
+          UsageError: the fields of the short form are not exactly two cores and `num_layers`.
         """
         given = {name: values.pop(name) for name in list(values) if name in cls.short_names}
         if not given:
@@ -255,7 +274,7 @@ class ModelConfig(Checked):
 
     @classmethod
     def check_short(cls, names: Iterable[str]) -> None:
-        """Raise UsageError unless these names of the short form make one repeated layer."""
+        """Raise UsageError unless `names` consists of `num_layers` and two kinds of cores."""
         cores = [name for name in names if name != "num_layers"]
         if len(cores) != 2 or "num_layers" not in names:
             raise UsageError(
@@ -265,7 +284,7 @@ class ModelConfig(Checked):
             )
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Return the config with other values of fields, including those of the short form."""
+        """Return the config with some fields replaced, which may be fields of the short form."""
         if "stacks" in changes:
             return replace(self, **changes)
         return self.from_short(**(self.short_form() | changes))
@@ -281,22 +300,22 @@ class ModelConfig(Checked):
 
     @property
     def num_sublayers(self) -> int:
-        """Number of sublayers in all stacks: 2L in the papers' models."""
+        """Number of sublayers in all stacks, which is 2L in the models of the papers."""
         return sum(stack.num_sublayers for stack in self.stacks)
 
     @property
     def num_layers(self) -> int:
-        """L, the number of layers of two sublayers."""
+        """Number of layers (L), with two sublayers per layer."""
         return self.num_sublayers // 2
 
     @property
     def attention(self) -> Attention:
-        """The model's attention, if it has exactly one."""
+        """The model's attention config; AttributeError unless there is exactly one."""
         return self._core(Attention)
 
     @property
     def feed_forward(self) -> FeedForward:
-        """The model's feed-forward layer, if it has exactly one."""
+        """The model's feed-forward config; AttributeError unless there is exactly one."""
         return self._core(FeedForward)
 
     def _core(self, cls: type) -> Any:
@@ -307,30 +326,32 @@ class ModelConfig(Checked):
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """The different cores, in the order of depth."""
+        """The distinct core configs, in the order of depth."""
         return tuple(dict.fromkeys(core for stack in self.stacks for core in stack.cores))
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the scalars that its cores return in addition to their outputs, sorted."""
+        """Sorted names of the scalars that the cores return in addition to their outputs."""
         return tuple(sorted({name for core in self.cores for name in core.aux}))
 
     def of_kind(self, kind: str) -> tuple[Core, ...]:
-        """Return the model's cores of a kind."""
+        """Return the model's distinct cores of the given kind."""
         return tuple(core for core in self.cores if core.kind == kind)
 
     @property
     def learned_positions(self) -> Learned | None:
-        """The learned positions that are written with the embedding, if a core asks for them."""
+        """The learned positions that are written with the embedding, or None if no core uses
+        them."""
         asked = {getattr(core, "positions", None) for core in self.cores}
         learned = [positions for positions in asked if isinstance(positions, Learned)]
         return max(learned, key=lambda p: p.max_length, default=None)
 
     @property
     def data_shape(self) -> tuple[int, int]:
-        """Number and size of the data vectors that the embedding writes and a whole read returns.
+        """Number and size of the data vectors of a token.
 
-        They are one vector of size D in the Transformer, and R vectors of size D_v in an RMT.
+        Data vectors are what the embedding writes, and what a read of the whole residual returns:
+        one vector of size D in the Transformer, R vectors of size D_v in an RMT.
         """
         match self.store:
             case VectorStore(dim=dim):
@@ -349,7 +370,7 @@ class ModelConfig(Checked):
 
     @property
     def width(self) -> int:
-        """Size of all these data vectors together: D, or `R * D_v` in an RMT."""
+        """Total size of a token's data vectors: D, or `R * D_v` in an RMT."""
         count, size = self.data_shape
         return count * size
 
@@ -369,10 +390,10 @@ class ModelConfig(Checked):
 
     @property
     def base_model(self) -> "ModelConfig":
-        """The base model of muP, for which learning rates are given; else the model itself.
+        """The model for which learning rates are stated: the base model of muP, or else this model.
 
         Raises:
-          UsageError: one of its sizes is illegal.
+          UsageError: a size in `parametrization.base` is illegal.
         """
         if not getattr(self.parametrization, "base", ()):
             return self
@@ -385,10 +406,10 @@ class ModelConfig(Checked):
 
     @property
     def width_ratio(self) -> float:
-        """Width over that of muP's base model; 1 in the standard parametrisation."""
+        """Width divided by the width of the base model; 1 in the standard parametrisation."""
         return self.width / self.base_model.width
 
     def base_core(self, core: Core) -> Core:
-        """Return the core of muP's base model that takes the place of a core of this model."""
+        """Return the core of muP's base model that corresponds to `core` in this model."""
         of = lambda model: [core for stack in model.stacks for core in stack.cores]
         return of(self.base_model)[of(self).index(core)]

@@ -1,4 +1,7 @@
-"""Configs as JSON and as `--set path=value` overrides, both checked against the dataclasses."""
+"""Functions that convert configs to and from JSON and apply `--set path=value` overrides.
+
+All values are checked against the annotations of the config dataclasses.
+"""
 
 import dataclasses
 import json
@@ -12,9 +15,11 @@ Config = TypeVar("Config")
 
 
 def to_json(config: Any, *, short: bool = True) -> Any:
-    """Return a config as plain JSON values; a class that is one of several choices has its `kind`.
+    """Return a config as plain JSON values; a class with a `kind` includes it.
 
-    `short` uses the short form of classes that have one (see `ModelConfig`).
+    Args:
+      config: a config, or a value within one.
+      short: whether to use the short form of classes that have one (see `ModelConfig`).
     """
     if isinstance(config, tuple):
         return [to_json(item, short=short) for item in config]
@@ -34,10 +39,9 @@ def to_json(config: Any, *, short: bool = True) -> Any:
 
 
 def from_json(cls: type[Config], values: Any) -> Config:
-    """Return the config with the values that `to_json` returned, or defaults where none is given.
+    """Return the config of class `cls` from JSON values; missing fields get their defaults.
 
-    A class that is one of several choices may be given by its bare `kind`, if all its fields have
-    defaults.
+    A class that has a `kind` may be given as this name alone, if all its fields have defaults.
 
     Raises:
       UsageError: a field is unknown, missing, or of the wrong type; the message names its path.
@@ -49,7 +53,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-      ValueError: it is not JSON, or nested deeper than Python reads.
+      ValueError: the text is not JSON, or is nested too deeply for Python's parser.
     """
     try:
         return json.loads(text)
@@ -58,9 +62,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
-    """Return `config` with the values at dotted paths replaced; it is checked after all of them.
+    """Return `config` with the values at dotted paths replaced; the result is checked as a whole.
 
-    A path that is part of another path is set first, whatever their order.
+    Shorter paths are set first, independently of the order in which they are given.
 
     Raises:
       UsageError: a path or value is not legal; the message names it and what is legal.
@@ -74,10 +78,12 @@ def apply(config: Config, overrides: dict[str, Any]) -> Config:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return a config's value at a dotted path, as JSON; if the path names a kind, its first value.
+    """Return the value at a dotted path in a config, as JSON.
+
+    If the path names a kind of core, the value is taken from the first core of that kind.
 
     Raises:
-      UsageError: it has no such path.
+      UsageError: the config has no such path.
     """
     values = to_json(config, short=_WHOLE_FORM not in path.split("."))
     holder, key = _places(values, path.split("."), path)[0]
@@ -86,14 +92,15 @@ def value_at(config: Any, path: str) -> Any:
     return holder[key]
 
 
-# A part of a path that only the long form has.
+# The first name of a path that exists only in the long form.
 _WHOLE_FORM = "stacks"
 
 
 def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
-    """Return all places `(holder, key)` in `node` such that `holder[key]` is the value at a path.
+    """Return all pairs `(holder, key)` in `node` for which `holder[key]` is the value at `keys`.
 
-    A name that a node does not have stands for all objects of this kind in the lists below it.
+    If a node has no field of a given name, the name stands for all objects of that kind in the
+    lists below the node.
     """
     if isinstance(node, list):
         if not keys[0].isdecimal() or int(keys[0]) >= len(node):
@@ -109,7 +116,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     places = []
     for holder, key in found:
         child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
-        if isinstance(child, str):  # a choice that was just given by its kind
+        if isinstance(child, str):  # a class that an earlier override gave by its kind
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
             done = path.split(".")[: 1 - len(keys)]
@@ -119,7 +126,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
 
 
 def _of_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
-    """Return the places of all objects of a kind in the lists below a node."""
+    """Return pairs `(list, index)` for all objects of the given kind in the lists below `node`."""
     found = []
     for values in (v for v in node.values() if isinstance(v, list)):
         for index, item in enumerate(values):
@@ -131,7 +138,7 @@ def _of_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Return the path and the value in `path=value`; the value is JSON or a bare word.
+    """Split `path=value` into the path and the value, which is JSON or a bare word.
 
     Raises:
       UsageError: there is no path or no `=`.
@@ -146,7 +153,13 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Return a line like `model.store.key_dim is 16 there, 32 here` for each leaf that differs."""
+    """Return a line like `model.store.key_dim is 16 there, 32 here` per value that differs.
+
+    Args:
+      old: a config as JSON, called "there" in the lines.
+      new: the config as JSON that it is compared with, called "here".
+      path: the dotted path of both values.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         return [
@@ -190,13 +203,13 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             raise UsageError(f"{path}={_told(value)} must be a list")
         (of_items, *_), named = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(of_items) and typing.get_origin(of_items) is Literal:
-            named = False  # plain values are named by their list
+            named = False  # errors about plain values name only the list
         return tuple(
             _parse(of_items, item, f"{path}.{index}" if named else path)
             for index, item in enumerate(items)
         )
     if dataclasses.is_dataclass(annotation):
-        if hasattr(annotation, "kind"):  # a choice with a single class
+        if hasattr(annotation, "kind"):  # a class with a kind that is the only choice
             return _parse_choice((annotation,), value, path)
         return _parse_fields(annotation, value, path)
     return _parse_scalar(annotation, value, path)
@@ -240,14 +253,14 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
     join = lambda name: f"{path}.{name}" if path else name
     parsed = {}
     for name, value in values.items():
-        # The name of the field is its kind.
+        # The field's name is the kind, so the value has none.
         if name in in_short and dataclasses.is_dataclass(hints[name]):
             parsed[name] = _parse_fields(hints[name], value, join(name))
         else:
             parsed[name] = _parse(hints[name], value, join(name))
     try:
         return cls.from_short(**parsed) if in_short else cls(**parsed)
-    except UsageError as error:  # the error names its class, but the user knows the path
+    except UsageError as error:  # show the user the path, not the class
         raise UsageError(str(error).replace(f"{cls.__name__}.", join(""))) from None
 
 
@@ -264,7 +277,7 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    """Return null, true and false as JSON writes them, since the user wrote them so."""
+    """Return None, True and False in JSON spelling, as the user wrote them; else the value."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 

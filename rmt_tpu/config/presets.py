@@ -1,13 +1,14 @@
-"""Named models: every row of the papers' tables, and tiny ones for a laptop.
+"""Named model configs: all models in the papers' tables, and tiny models for a laptop.
 
-Sizes are those of Tables 8, 9 and 10 of Mak and Flanigan (2025). The last two rows of Table 9 are
-printed with D_k 896 and 1024; only D_k 48 and 64 give their parameter counts and residual sizes.
+The sizes come from Tables 8, 9 and 10 of Mak and Flanigan (2025). The last two rows of Table 9 are
+printed with D_k 896 and 1024, but only D_k 48 and 64 give the printed parameter counts and residual
+sizes.
 
-Depth, width, heads, batch and rates of `prenorm-*` and `attnres-*` are those of Table 2 of Kimi
-Team (2026), whose models are mixtures of experts with a linear attention. The models here are dense
-substitutes: a feed-forward layer as wide as a token's nine experts, plain attention with heads of
-64 and RoPE, and GPT-2's vocabulary. Therefore their parameter counts and losses are not the
-paper's.
+The depth, width, number of heads, batch size and learning rate of `prenorm-*` and `attnres-*` come
+from Table 2 of Kimi Team (2026), whose models are mixtures of experts with linear attention. The
+models here are dense substitutes: they have a feed-forward layer as wide as the nine experts that a
+token uses, plain attention with heads of size 64 and RoPE, and GPT-2's vocabulary. Their parameter
+counts and losses therefore differ from the paper's.
 """
 
 from dataclasses import replace
@@ -70,7 +71,7 @@ _MODELS = {
     "gpt2-160m": _model(12, VectorStore(768), 12, 64, 3072),
     "gpt2-260m": _model(18, VectorStore(896), 14, 64, 3584),
     "gpt2-405m": _model(24, VectorStore(1024), 16, 64, 4096),
-    # Table 9: their residual matrix counterparts.
+    # Table 9: the Residual Matrix Transformers that correspond to them.
     "rmt-46m": _model(6, MatrixStore(32), 12, 32, 1536),
     "rmt-134m": _model(12, MatrixStore(32), 12, 64, 3072),
     "rmt-206m": _model(18, MatrixStore(48), 14, 64, 3584),
@@ -83,8 +84,8 @@ _MODELS |= {
     for key_dim in (6, 12, 24, 48, 64)
 }
 
-# Table 10, and hyper-connections, at the shape of gpt2-160m. No code was published for the rows of
-# Table 10: these mixers follow the papers it cites, with sizes that give its parameter counts.
+# Table 10, and hyper-connections, with the sizes of gpt2-160m. No code was published for Table 10.
+# These mixers follow the papers that it cites, with sizes that give the printed parameter counts.
 _MIXERS = {
     "highway": Highway(),
     "depth-lstm": DepthLstm(),
@@ -105,16 +106,18 @@ _MODELS |= {
     }.items()
 }
 
-# Attention over depth next to the plain residual, at the size at which kernels are compared.
+# Variants with attention over depth, at the model size at which kernels are compared. Maps each
+# variant to the plain model.
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
     for name, plain in _WITH_DEPTH.items()
 }
 
-# Kimi Team (2026), Table 2. The keys are activated parameters. The values are layers and heads,
-# width, one expert's width, and the training: rate, sequences of 8192 tokens in a batch, tokens.
-# The last is S, for which the number of blocks is 8 or nearest to it.
+# Kimi Team (2026), Table 2. The keys are numbers of activated parameters. The values are: the
+# number of layers, which is also the number of heads; the width; the width of one expert; the
+# learning rate; the batch size in sequences of 8192 tokens; the number of training tokens; and the
+# number of sublayers per block (S) that gives 8 blocks or the nearest possible number.
 _DEPTH_ROWS = {
     "194m": (12, 896, 400, 2.99e-3, 192, 38.7e9, 3),
     "241m": (13, 960, 432, 2.80e-3, 256, 45.4e9, 4),
@@ -132,10 +135,11 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
         f"attnres-full-{_size}": replace(_row, mixer=FullAttention()),
     }
 
-# Models of today, after Llama 3 (Grattafiori et al. 2024): RMSNorm, RoPE, SwiGLU and grouped
-# queries, with GPT-2's vocabulary and no tied embedding. The values are layers, width, heads of 64,
-# heads of keys and values, D_FF; then D_k of the same model on a matrix store, and that model's
-# parameters. llama-1.2b has the shape of Llama 3.2 1B.
+# Current Transformers, after Llama 3 (Grattafiori et al. 2024): RMSNorm, RoPE, SwiGLU and grouped
+# queries, with GPT-2's vocabulary and untied embeddings. The keys are parameter counts. The values
+# are: number of layers, width, number of query heads of size 64, number of key and value heads, and
+# D_FF; then D_k and the parameter count of the same model with a matrix store. llama-1.2b has the
+# sizes of Llama 3.2 1B.
 _LLAMA_ROWS = {
     "153m": (12, 768, 12, 4, 2048, 32, "134m"),
     "374m": (24, 1024, 16, 4, 2816, 64, "311m"),
@@ -163,11 +167,11 @@ for _size, (_layers, _width, _heads, _kv_heads, _hidden, _key_dim, _small) in _L
     }
 _MODELS |= _LLAMA_MODELS
 
-# Kimi Linear (Kimi Team 2025): the last of every four layers, and the last of all, has latent
-# attention, the others linear attention. All layers but the first have experts. Only the linear
-# attention knows positions. For the ladder of Kimi Team (2026), Table 2, the paper only says
-# "identical to Kimi Linear": these models have its 256 experts, ranks and vocabulary, and 1.0 to
-# 1.7 percent fewer parameters than are printed.
+# Kimi Linear (Kimi Team 2025): every fourth layer and the last layer have latent attention, and all
+# other layers have linear attention. All layers except the first have experts. Only the linear
+# attention encodes positions. About the models in its Table 2, Kimi Team (2026) only says that they
+# are "identical to Kimi Linear". The models here have the 256 experts, ranks and vocabulary of Kimi
+# Linear, and 1.0 to 1.7 percent fewer parameters than printed.
 _KIMI_VOCABULARY = 163_840
 _KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
 
@@ -201,9 +205,10 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
     }
 _MODELS |= _KIMI_MODELS
 
-# ALiBi, as in the RMT authors' code: learned positions take longer to learn than these runs last,
-# and RoPE rotates pairs of numbers, which key vectors, unlike matrices, cannot choose. The tokens
-# are bytes and BOS, because GPT-2's vocabulary would be most of so small a model.
+# The tiny models use ALiBi, as in the RMT authors' code. Learned positions would take longer to
+# learn than these runs last. RoPE rotates pairs of numbers within a vector, and key vectors, unlike
+# projection matrices, cannot learn which numbers form a pair. The tokens are bytes and BOS, because
+# GPT-2's vocabulary would account for most of the parameters of such small models.
 _BYTES = 257
 _TINY = {
     "gpt2-tiny": _model(4, VectorStore(128), 4, 32, 512, Alibi(), vocab_size=_BYTES),
@@ -228,7 +233,7 @@ _TINY |= {
     "rmt-llama-tiny": replace(_LLAMA_TINY, store=MatrixStore(16)),
 }
 
-# The cores of Kimi Linear in four layers, with 8 experts.
+# A tiny Kimi Linear: the same kinds of cores in four layers, with 8 experts.
 _WIDE = FeedForward(384, "swiglu")
 _LINEAR = Kda(4, 32)
 _LATENT = Mla(4, 32, kv_rank=64, rope_dim=16, positions=NoPositions())
@@ -243,8 +248,9 @@ _TINY |= {
     "rmt-kimi-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
 }
 
-# Batch size and training tokens, at 512 tokens in a sequence, of Tables 8 and 9. Figure 6 (C.3) and
-# Table 10 (C.4) have 50,000 steps; C.4 prints 5,000, which does not give its 1.6e9 tokens.
+# Batch size in sequences of 512 tokens, and number of training tokens, from Tables 8 and 9. The
+# runs of Figure 6 (C.3) and Table 10 (C.4) have 50,000 steps. C.4 prints 5,000, which does not
+# match its 1.6e9 tokens.
 _BUDGETS = {
     "gpt2-49m": (64, 212e6),
     "gpt2-160m": (64, 1.7e9),
@@ -260,15 +266,15 @@ _SWEEPS = ("rmt-134m-k", "highway-", "depth-lstm-", "hierarchical-")
 
 
 def presets() -> list[str]:
-    """Return the names that `preset` knows."""
+    """Return the names of all presets."""
     return [*_TINY, *_MODELS]
 
 
 def preset(name: str) -> ModelConfig:
-    """Return the model with a name.
+    """Return the config of a named model.
 
     Raises:
-      UsageError: there is none; the message has the nearest names.
+      UsageError: there is no preset of this name; the message suggests similar names.
     """
     models = _TINY | _MODELS
     if name not in models:
@@ -306,7 +312,7 @@ _ABOUT = {
 
 
 def about(name: str) -> str:
-    """Return a phrase that says which system a preset is, and where its sizes are from."""
+    """Return a phrase that describes a preset's architecture and the source of its sizes."""
     system = _ABOUT.get(name.rpartition("-")[0])
     if name in _TINY:
         return f"{system}; for a laptop, over bytes"
@@ -329,7 +335,7 @@ def about(name: str) -> str:
 
 
 def run(name: str) -> RunConfig:
-    """Return a named model with the batch, steps and data that it is trained with by default."""
+    """Return a run that trains a named model with its default batch size, steps and data."""
     model = preset(name)
     if name in _TINY:
         return _tiny_run(model)
@@ -358,7 +364,7 @@ def _depth_run(model: ModelConfig, size: str) -> RunConfig:
 
 
 def run_of_today(model: ModelConfig) -> RunConfig:
-    """Return a run of a model with 20 tokens for each parameter, in batches of half a million."""
+    """Return a run that trains a model on 20 tokens per parameter, in batches of 0.5M tokens."""
     batch_size, seq_len = 256, 2048
     steps = round(20 * sum(cost.parameters(model).values()) / (batch_size * seq_len))
     train = TrainConfig(
@@ -370,9 +376,9 @@ def run_of_today(model: ModelConfig) -> RunConfig:
 
 
 def _kimi_run(model: ModelConfig) -> RunConfig:
-    """Return a run of 1.4T tokens in batches of 8M.
+    """Return a run that trains a model on 1.4T tokens, in batches of 8M tokens.
 
-    The paper does not give the learning rate; it is from a note on the paper.
+    The paper does not give the learning rate; the value here comes from a note on the paper.
     """
     train = TrainConfig(
         steps=round(_KIMI_TOKENS / (_KIMI_BATCH * _KIMI_LENGTH)),

@@ -1,34 +1,43 @@
-"""Rules for which fields of a run's config may differ on a resume; each field states its own."""
+"""Rules for which config fields may change when a run resumes; each field declares its rule."""
 
 import dataclasses
 from typing import Any, Literal
 
 Rule = Literal["fixed", "change", "free"]
-# If these were "auto" when a run began, a resumed run keeps the choice made then, so that its curve
-# goes on.
+# Fields for which a resumed run keeps the value that "auto" chose when the run started, so that its
+# loss curve continues.
 KEPT = ("model.remat", "model.store.dtype")
-# Fields of `train` that say how a run began, and matter until it has a checkpoint.
+# Fields of `train` that say how a run starts. They have no effect once the run has a checkpoint.
 BEGAN = ("init_from", "with_optimizer")
 
 
 def free(default: Any) -> Any:
-    """Return a field that changes no number of the curve, up to the order of sums over devices."""
+    """Return a dataclass field that may always change, because it does not affect the loss curve.
+
+    Only the order of sums over devices may differ.
+    """
     return dataclasses.field(default=default, metadata={"resume": "free"})
 
 
 def changeable(default: Any = dataclasses.MISSING) -> Any:
-    """Return a field that may change on request: the state still fits, but the curve changes."""
+    """Return a dataclass field that may change if the user asks for it.
+
+    The saved state still fits the changed config, but the loss curve changes.
+    """
     return dataclasses.field(default=default, metadata={"resume": "change"})
 
 
 def resume_rule(config: Any, path: str) -> Rule:
-    """Return the rule of a dotted path, which is that of its outermost field with a rule."""
+    """Return the rule for the field at a dotted path.
+
+    It is the rule of the outermost field on the path that declares one, or else "fixed".
+    """
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
-        if name not in fields:  # the field is of another choice, or is the kind
+        if name not in fields:  # the field belongs to another class, or is `kind`
             break
         if rule := fields[name].metadata.get("resume"):
-            # Another kind has another state.
+            # A class of another kind would need another saved state.
             return "fixed" if rule == "change" and path.endswith(".kind") else rule
         config = getattr(config, name)
         if not dataclasses.is_dataclass(config):

@@ -20,34 +20,35 @@ from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
 from sharding.spec import parse_mesh
 
-# A limit, because a cache holds the keys and values of all sampled tokens.
+# The number is limited because the decoding cache holds keys and values of all sampled tokens.
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
 Role = Literal[
     "gain", "embedding", "unembedding", "keys", "hidden", "load", "balance_steps", "histogram"
 ]
-# Roles of statistics, which are not weights: their gradients are experts' shares of the tokens.
+# Roles of parameters that are statistics and not weights. Their "gradients" are the shares of
+# tokens that experts received.
 COUNTED = ("load", "balance_steps", "histogram")
 
 
 @dataclass(frozen=True)
 class AdamW(Checked):
-    """AdamW (Loshchilov and Hutter 2019) after clipping the gradient to a norm of `clip_norm`.
+    """AdamW (Loshchilov and Hutter 2019), with the gradient's norm clipped to `clip_norm` before.
 
     Attributes:
-      learning_rate: the peak of the learning rate, which has a linear warmup over `warmup_fraction`
-        of the steps, and then a cosine decay to `final_fraction` of the peak.
-      weight_decay: coefficient of the decay, multiplied by the learning rate unless
-        `independent_weight_decay`.
-      independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`,
-        whatever the learning rate and its schedule are. In Wortsman et al. (2023) that fraction
+      learning_rate: peak learning rate. A linear warmup over `warmup_fraction` of the steps leads
+        to the peak, and a cosine decay then leads to `final_fraction` of the peak.
+      weight_decay: coefficient of the weight decay, which is multiplied by the learning rate unless
+        `independent_weight_decay` is True.
+      independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`
+        independently of the learning rate and its schedule. In Wortsman et al. (2023) the fraction
         follows the schedule, so that the last steps decay less.
-      decay_exclude: roles of parameters that do not decay.
+      decay_exclude: roles of parameters that have no weight decay.
     """
 
     kind: ClassVar[str] = "adamw"
-    implied: ClassVar[bool] = True  # an early config.json had no kind of optimizer
+    implied: ClassVar[bool] = True  # config.json files of early versions name no optimizer kind
     learning_rate: Positive = 2e-3
     warmup_fraction: Share = 0.05
     final_fraction: Share = 0.1
@@ -62,20 +63,22 @@ class AdamW(Checked):
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon (Jordan 2024) for matrices, in Moonlight's form (Liu et al. 2025); AdamW for the rest.
+    """Muon (Jordan 2024) for matrices, in the variant of Moonlight (Liu et al. 2025), and AdamW.
 
-    For each matrix W [A, B] of role "hidden", of each layer, expert and projection, the momentum M
-    after Nesterov's step is made nearly orthogonal, with all singular values near 1, and
+    Muon trains the matrices W [A, B] of role "hidden", separately for each layer, expert and
+    projection. The Nesterov momentum M of a matrix is made nearly orthogonal, with all singular
+    values near 1, and the update is
 
         W -= learning_rate * (update_rms * sqrt(max(A, B)) * orthogonal(M) + weight_decay * W)
 
-    so that its entries change about as much as under AdamW, at the same rate and decay. AdamW
-    trains the embedding, the unembedding, key vectors, gains and small weights of residual mixers.
+    The entries of W then change about as much as with AdamW at the same learning rate and weight
+    decay. AdamW trains all other parameters: the embedding, the unembedding, key vectors, gains and
+    small weights of residual mixers.
 
     Attributes:
-      momentum: decay of the gradients' sum.
-      iterations: number of iterations of Newton-Schulz's quintic.
-      update_rms: root mean square of a matrix's update, at a rate of 1.
+      momentum: decay factor of the momentum.
+      iterations: number of Newton-Schulz iterations, which use a quintic polynomial.
+      update_rms: root mean square of a matrix's update at a learning rate of 1.
     """
 
     kind: ClassVar[str] = "muon"
@@ -91,43 +94,48 @@ class TrainConfig(Checked):
 
     Attributes:
       steps: number of optimizer steps.
-      batch_size: number of sequences in a step, over all devices and accumulation steps.
-      accumulate: number of parts in which a batch is computed, one after the other.
-      depth_rate: factor of the learning rate of queries over depth, and of all other weights of
-        sources over depth, in full_attention and block_attention; none of them decays. None is the
-        factor of the run that is resumed, or else that of the rule in
+      batch_size: number of sequences per step, over all devices and accumulation steps.
+      accumulate: number of parts into which a batch is split for gradient accumulation.
+      optimizer: the optimizer with its hyperparameters.
+      depth_rate: factor of the learning rate for the parameters that weigh sources over depth in
+        full_attention and block_attention, such as their queries. These parameters have no weight
+        decay. None is the factor of the resumed run, or for a new run the factor from the rule in
         `rmt_tpu.training.depth_rate`.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
-      init_from: a run folder, or a folder in the hub's form, whose parameters are taken at the
-        start. Once the run has a checkpoint, it is not read any more and cannot change.
-      with_optimizer: whether the run continues that of `init_from` from its last checkpoint, with
-        the optimizer's moments, the number of steps, the position in the text and the key.
+      init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
+        parameters. Once the run has a checkpoint, this folder is not read any more and the option
+        cannot change.
+      with_optimizer: whether the new run continues from the last checkpoint of `init_from`, with
+        its optimizer moments, number of steps, position in the text and random key.
       seed: seed of the parameters and of the order of the data.
       mesh: axes of the device mesh, like "data=2,fsdp=4"; -1 uses all remaining devices.
-      microbatches: number of parts of a device's rows that a pipeline (`stage`) processes one after
-        the other, a multiple of the number of stages P; 0 is P. With more parts of the same size,
-        stages idle less (P - 1 of `microbatches * virtual_stages + P - 1` ticks), and take no more
-        memory than with 2 P.
+      microbatches: number of microbatches into which a pipeline splits the rows of each device, a
+        multiple of the number of stages P (mesh axis `stage`); 0 is P. With more microbatches of
+        the same size stages idle less, namely for P - 1 of `microbatches * virtual_stages + P - 1`
+        ticks. Memory does not grow beyond 2 P microbatches.
       virtual_stages: number of chunks of layers on each stage of a pipeline.
-      checkpoint_every, eval_every: number of steps between two; 0 is only at the end.
-      checkpoint_seconds: number of seconds after which there is also a checkpoint; 0 is never.
-      checkpoint_compression: lossless compression of a checkpoint's arrays.
-      keep_checkpoints: number of last checkpoints that are kept.
-      keep_every: checkpoints of steps divisible by it are kept for good; 0 is none.
-      keep_best: number of checkpoints with the least loss on held-out text that are kept.
-      eval_tokens: number of held-out tokens in an evaluation, in whole windows, or all if there are
-        fewer.
-      eval_batches: 0, or the number of batches to read in place of `eval_tokens`; the amount of
-        text then depends on the batch size.
-      eval_tasks: comma-separated names of tasks of `rmt_tpu.evaluation`.
-      eval_tasks_every: number of steps between evaluations of tasks; 0 is only at the end.
-      eval_tasks_limit: number of documents of each task, from its first on.
-      eval_data_dir: where the tasks' data is: a folder, or "hub".
-      max_bad_steps: the run stops after this many non-finite steps in a row.
-      sample_every: number of steps between samples; 0 is only at the end.
+      log_every: number of steps between rows of metrics.
+      checkpoint_every, eval_every: number of steps between checkpoints, and between evaluations on
+        held-out text; 0 does so only at the end.
+      checkpoint_seconds: number of seconds after which a checkpoint is also saved; 0 never does so.
+      checkpoint_compression: lossless compression of the arrays in a checkpoint.
+      keep_checkpoints: number of most recent checkpoints to keep.
+      keep_every: checkpoints whose step is divisible by this number are kept permanently; 0 keeps
+        none in this way.
+      keep_best: number of checkpoints with the lowest loss on held-out text to keep.
+      eval_tokens: number of held-out tokens per evaluation, rounded to whole windows; all tokens
+        are used if there are fewer.
+      eval_batches: number of batches per evaluation, in place of `eval_tokens`, so that the amount
+        of text depends on the batch size; 0 uses `eval_tokens`.
+      eval_tasks: comma-separated names of tasks in `rmt_tpu.evaluation`.
+      eval_tasks_every: number of steps between evaluations of tasks; 0 evaluates only at the end.
+      eval_tasks_limit: maximum number of documents per task, counted from the first.
+      eval_data_dir: location of the tasks' data, either a folder or "hub".
+      max_bad_steps: number of consecutive non-finite steps after which the run stops.
+      sample_every: number of steps between text samples; 0 samples only at the end.
       sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
-        the generated text; 0 tokens generate none.
-      tensorboard: whether to also write TensorBoard's files; "auto" writes them if tensorboardX is
+        the text samples; 0 tokens disables them.
+      tensorboard: whether to also write TensorBoard files; "auto" writes them if tensorboardX is
         installed.
     """
 
@@ -177,14 +185,15 @@ class TrainConfig(Checked):
 class DataConfig(Checked):
     """The text to train on.
 
-    A resumed run recognises its text by a checksum of the tokens, and its tokenizer by a
-    fingerprint, so the paths of both may change.
+    A resumed run verifies its text by a checksum of the tokens, and its tokenizer by a fingerprint,
+    so both paths may change.
 
     Attributes:
-      source: "stdlib", a token store, or comma-separated .txt and .jsonl files and globs.
+      source: "stdlib" (Python's standard library), a token store, or comma-separated .txt and
+        .jsonl files and globs.
       tokenizer: "byte", a folder with encoder.json and vocab.bpe, or a tokenizer.json.
-      seq_len: number of tokens in a window (N).
-      eval_fraction: share of the text that is held out, by document.
+      seq_len: number of tokens in a training window (N).
+      eval_fraction: fraction of the text that is held out for evaluation, in whole documents.
     """
 
     source: str = free("stdlib")
@@ -195,7 +204,7 @@ class DataConfig(Checked):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The whole config of a run, which `config.json` in a run folder contains."""
+    """The whole config of a run, as stored in `config.json` in the run folder."""
 
     model: ModelConfig
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -13,10 +13,14 @@ StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
 
 @dataclass(frozen=True)
 class VectorStore(Checked):
-    """A vector of size `dim` (D), as in the Transformer. `dtype` "auto" is the compute dtype.
+    """A residual that is a vector of size `dim` (D) per token, as in the Transformer.
 
-    A store's `note` says what it changes in addition to its equations, and what therefore differs
-    in a comparison. `has_keys` is whether it has a D_k, which the mesh's axis `key` divides.
+    Attributes:
+      note: what this store changes in addition to its equations, for comparisons between stores.
+      has_keys: whether the residual has an axis of size D_k, which can be sharded along the mesh
+        axis `key`.
+      dim: size of the vector.
+      dtype: dtype of the residual; "auto" is the compute dtype.
     """
 
     kind: ClassVar[str] = "vector"
@@ -26,28 +30,32 @@ class VectorStore(Checked):
     dtype: DType = changeable("auto")
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the size of the matrices that read or write a port; a `whole` port needs none."""
+        """Return the size of the matrices that read or write a port; data vectors need no
+        matrix."""
         return sum(port.heads) * port.head_dim * self.dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the FLOPs of reading or writing a port for one token."""
+        """Return the FLOPs per token of reading or writing a port."""
         return 2 * self.parameters(port, data_shape)
 
 
 @dataclass(frozen=True)
 class MatrixStore(Checked):
-    """A matrix `key_dim x vector_dim` (D_k x D_v), as in the Residual Matrix Transformer.
+    """A residual that is a matrix `key_dim x vector_dim` per token, as in the RMT (D_k x D_v).
 
-    Sublayers write outer products into it and read it with key vectors: attention has one for each
-    head, other cores have `vectors` (R). If `vectors` and `vector_dim` are None, they are those of
-    the model's attention, as in the paper: `num_heads` and `head_dim`.
+    Sublayers write outer products of a key vector and a data vector into the matrix, and read it
+    with key vectors. Attention has one key vector per head; other cores have `vectors` (R). If
+    `vectors` and `vector_dim` are None, they are taken from the model's attention, as in the paper:
+    `num_heads` and `head_dim`.
 
-    `dtype` "auto" is the compute dtype. For bfloat16 with `remat="reversible"` it is int16, or
-    float32 for a residual that starts too small for int16 (see `residual.fixed_point`) or outgrows
-    it in training. "int16" is fixed point in steps of `2^-fraction_bits`, up to 2^15 of them. If
-    `fraction_bits` is None, it follows from the expected size of the model's residual: 7 with
-    weights of order 1, which is steps of 1/128 up to 256. A token whose residual goes beyond, or
-    spreads over less than two steps, makes the loss NaN.
+    The `dtype` "auto" is the compute dtype, with one exception: for bfloat16 with
+    `remat="reversible"` it is int16, or float32 if the residual starts too small for int16 (see
+    `residual.fixed_point`) or outgrows int16 in training.
+
+    The `dtype` "int16" is fixed point with a step of `2^-fraction_bits` and a range of 2^15 steps.
+    If `fraction_bits` is None, it is derived from the expected size of the residual. With weights
+    of order 1 it is 7, so the step is 1/128 and the range 256. If the residual of a token exceeds
+    the range, or spreads over less than two steps, the loss becomes NaN.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -62,11 +70,16 @@ class MatrixStore(Checked):
     vector_dim: Size | None = None
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the size of the key vectors of a port, given data vectors [R, D_v]."""
+        """Return the total size of the key vectors that read or write a port.
+
+        Args:
+          port: the port.
+          data_shape: number and size of the data vectors, (R, D_v).
+        """
         return self._keys(port, data_shape) * self.key_dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the FLOPs of one token's read or write: `2 D_k D_v` for a key and data vector."""
+        """Return the FLOPs per token of reading or writing a port: `2 D_k D_v` per key vector."""
         return self._keys(port, data_shape) * 2 * self.key_dim * data_shape[1]
 
     def _keys(self, port, data_shape):

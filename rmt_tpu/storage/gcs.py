@@ -42,9 +42,7 @@ _CHECK_SECONDS = 9.0  # time limit of a first check in seconds, with all its ret
 _SECONDS = 120.0  # time limit of any later request in seconds, with all its retries
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
-_TAIL = re.compile(
-    r"\.tail-[0-9a-f]{8}$"
-)  # names of temporary objects left by an append that was killed
+_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")  # an object left by a killed append
 
 
 class GcsFolder(Folder):
