@@ -77,8 +77,14 @@ class Computes(Checked):
 
 @dataclass(frozen=True)
 class Heads(Computes):
-    """A core with `num_heads` (H) heads of size `head_dim` (D_h), each of which writes one
-    vector."""
+    """A core with `num_heads` (H) heads of size `head_dim` (D_h); each head writes one vector."""
+
+    num_heads: Size
+    head_dim: Size
+
+    @property
+    def writes(self) -> Port:
+        """The port that is written: one vector per head."""
         return Port(heads=(self.num_heads,), head_dim=self.head_dim)
 
     @property

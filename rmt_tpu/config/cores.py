@@ -154,8 +154,7 @@ class Attention(Heads):
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
-        """Return the core with key and value heads repeated so that `devices` divides their
-        number."""
+        """Return the core with enough copies of its key and value heads to shard over `devices`."""
         if self.kv_heads % devices == 0:
             return self
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))

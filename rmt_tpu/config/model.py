@@ -340,8 +340,7 @@ class ModelConfig(Checked):
 
     @property
     def learned_positions(self) -> Learned | None:
-        """The learned positions that are written with the embedding, or None if no core uses
-        them."""
+        """The learned positions that are written with the embedding, or None if there are none."""
         asked = {getattr(core, "positions", None) for core in self.cores}
         learned = [positions for positions in asked if isinstance(positions, Learned)]
         return max(learned, key=lambda p: p.max_length, default=None)

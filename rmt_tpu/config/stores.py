@@ -30,8 +30,7 @@ class VectorStore(Checked):
     dtype: DType = changeable("auto")
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the size of the matrices that read or write a port; data vectors need no
-        matrix."""
+        """Return the size of the matrices that read or write a port; data vectors need none."""
         return sum(port.heads) * port.head_dim * self.dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
