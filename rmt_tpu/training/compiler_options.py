@@ -1,4 +1,4 @@
-"""Compiler options that differ from the compiler's defaults, by kind of device."""
+"""XLA compiler options for training, where they differ from the defaults on a kind of device."""
 
 import os
 
@@ -7,16 +7,17 @@ import jax
 from pallas_kernels.target import slug
 
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# VMEM in KiB for the blocks of one XLA instruction, by kind of TPU. On these kinds more than XLA's
-# own rule gives made compiled steps cheaper: by the best guess of their cost, and on v6e by XLA's
-# own estimate (docs/benchmarks/train_step.md). The rest of VMEM keeps arrays between instructions.
+# Maps each kind of TPU to the VMEM, in KiB, that one XLA instruction may use for its blocks. These
+# limits exceed XLA's default and make compiled train steps cheaper, according to the best available
+# estimate of their cost and, on v6e, according to XLA's own estimate
+# (docs/benchmarks/train_step.md). XLA uses the rest of VMEM to keep arrays between instructions.
 _VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v5": 49152, "tpu_v6_lite": 49152, "tpu7x": 49152}
 
 
 def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     """Return `jax.jit` compiler options for a train step on a mesh, or None for the defaults.
 
-    A VMEM limit that the environment sets in LIBTPU_INIT_ARGS takes precedence.
+    A VMEM limit in the environment variable LIBTPU_INIT_ARGS takes precedence.
     """
     kib = _VMEM_KIB.get(slug(mesh.devices.flat[0].device_kind))
     if kib is None or _VMEM in os.environ.get("LIBTPU_INIT_ARGS", ""):
@@ -25,11 +26,11 @@ def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
 
 
 def of_init(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
-    """Return `jax.jit` compiler options for making a run's first state, or None for the defaults.
+    """Return `jax.jit` compiler options for computing the initial state, or None for the defaults.
 
-    A CPU's compiler takes four times as long to optimize this program, which runs only once. At
-    level 0 it also does not fuse products and sums, which would make rounding depend on where the
-    program runs.
+    On a CPU this selects optimization level 0, because the program runs only once and the default
+    level takes four times as long to compile. Level 0 also does not fuse products and sums, so
+    rounding does not depend on the machine.
     """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_backend_optimization_level": 0} if on_cpu else None

@@ -1,8 +1,8 @@
-"""Copies of weights in the compute dtype, made when the optimizer changes the weights.
+"""Copies of weights in the compute dtype, updated whenever the optimizer changes the weights.
 
-A step reads the copies in place of the weights: it need not begin by casting all weights, and the
-gradients of copies take half the memory. Copies follow from the weights alone, so checkpoints do
-not contain them.
+A train step reads the copies in place of the weights. It therefore need not cast all weights first,
+and gradients with respect to bfloat16 copies need half the memory of float32 gradients. Copies are
+computed from the weights, so checkpoints do not contain them.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers.parameters import metadata
 
-# Maps the path of each weight that has a copy to the copy, or to the copy's shape.
+# Maps the path of a weight to its copy, or to the shape and dtype of the copy.
 Copies = dict[str, Any]
 
 
 def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
-    """Return the paths of the weights of which a step needs only a copy in `dtype`.
+    """Return the paths of the weights for which a train step can read a copy in `dtype` instead.
 
-    These are weights of layers. A pass reads each of them once, so that no rounded terms add up in
-    its gradient. The set is empty if `dtype` has at least 32 bits.
+    These are weights of layers. The forward pass reads each of them once, so the gradient of a copy
+    is not a sum of rounded terms. The set is empty if `dtype` has at least 32 bits.
     """
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return frozenset()
@@ -36,17 +36,17 @@ def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
 
 
 def copies_of(params: Any, paths: frozenset[str], dtype: jnp.dtype) -> Copies:
-    """Return copies in `dtype` of the weights at these paths."""
+    """Return copies in `dtype` of the weights at the given paths, by path."""
     return {path: x.astype(dtype) for path, x in named(params) if path in paths}
 
 
 def as_read(params: Any, copies: Copies) -> Any:
-    """Return the parameters with each weight that has a copy replaced by it."""
+    """Return the parameters with copies in place of the weights that have copies."""
     name = jax.tree_util.keystr
     return jax.tree_util.tree_map_with_path(lambda at, x: copies.get(name(at), x), params)
 
 
 def named(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of a tree with its path."""
+    """Yield the path and the value of each leaf in a tree."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path), leaf

@@ -1,27 +1,28 @@
-"""Learning rates of the parameters that weigh sources over depth, relative to all other weights.
+"""A factor for the learning rate of parameters that weigh sources over depth.
 
-A logit over depth, `<gain * query, v / rms(v)>`, adds up m terms of order 1. Adam moves every entry
-of a query by about the learning rate in the direction of its gradient's sign, so one step moves the
-logit by up to `0.8 * rate * factor * m`. At the usual rate of a small model with small batches,
-that saturates most softmaxes over depth within the warmup. In larger batches the sign of a gradient
-is less noisy, by the square root of the batch size, and steps may be larger by the same factor. The
-rule is
+Mixers with attention over depth score each source, which is an earlier output v, with a logit
+`<gain * query, v / rms(v)>`. This logit is a sum of m terms of order 1. Adam moves every entry of a
+query by about the learning rate, in the direction given by the sign of the gradient. One step
+therefore moves the logit by up to `0.8 * rate * factor * m`. At the usual rate for a small model
+with small batches, this would saturate most softmaxes over depth within the warmup. In larger
+batches the sign of the gradient is less noisy, in proportion to the square root of the batch size,
+and steps may be larger in the same proportion. The rule is
 
-    factor = min(1, 0.07 * sqrt(tokens of a batch / 1024) / (peak rate * m))
+    factor = min(1, 0.07 * sqrt(tokens per batch / 1024) / (peak rate * m))
 
-Here m is the size of the residual over the mixer's heads for queries and key gains, m of a query
-times the size of the residual for projections of "input" queries, and 1 for learned logits. muP
-already divides the rate of queries and projections by the ratio of the residual's width to that of
-the base model, and the rule divides their m by the same ratio: a query has the base model's factor
-at every width.
+For queries and key gains, m is the size of the residual divided by the number of the mixer's heads.
+For the projections of "input" queries, it is this number times the size of the residual. For
+learned logits it is 1. muP already divides the rate of queries and projections by the ratio of the
+residual's size to its size in the base model. The rule divides their m by the same ratio, so a
+query has the same factor at every width as in the base model.
 
-At rate 0.028, width 24 and 1024 tokens the factor is 0.1, and on a matrix of 96 numbers there it is
-0.026. Both are close to what did best in a few small runs. The factor is 1 at the AttnRes paper's
-rate of 2e-3 with width 1168 and batches of 1.6M tokens (0.48 with 0.25M tokens), and at rate 6e-4
-with width 512 and 0.26M tokens, so the rule does not lower rates that won in those settings. A
-bound on one step does not guarantee a good rate: `train.depth_rate` sets the factor by hand, and is
-worth a search. It is the factor of queries and key gains; the factor of a projection is smaller by
-the ratio of their m.
+At rate 0.028, width 24 and 1024 tokens per batch the factor is 0.1; with a residual matrix of 96
+numbers it is 0.026. Both are close to the best factors in a few small runs. The factor is 1 at the
+AttnRes paper's rate of 2e-3 with width 1168 and 1.6M tokens per batch (0.48 with 0.25M tokens), and
+at rate 6e-4 with width 512 and 0.26M tokens. The rule therefore does not lower the rates that were
+best in those settings. Bounding a single step does not guarantee a good rate, so it is worth
+searching over `train.depth_rate`, which sets the factor by hand. It is the factor for queries and
+key gains. The factor for a projection is smaller, by the ratio of the two values of m.
 """
 
 import math
@@ -37,22 +38,24 @@ TOKENS = 1024
 
 
 def is_over_depth(config: RunConfig, path: tuple) -> bool:
-    """Return whether the decoder's parameter at `path` weighs sources over depth."""
+    """Return whether the parameter at `path` in the decoder weighs sources over depth."""
     names = [str(getattr(part, "key", part)) for part in path]
     return bool(factors(config)) and ("mix" in names or names[0] == "mixer")
 
 
 def factors(config: RunConfig) -> dict[str, float]:
-    """Return the factors of the common rate by parameter name; {} if no parameter has one.
+    """Return the factor of the learning rate for each parameter that weighs sources over depth.
 
-    The names are those that sites of the model have: "query", "key_gain", "project", or "logits".
+    Returns:
+      The factors by parameter name: "query", "key_gain", "project" or "logits". The result is {} if
+      the model has no such parameters.
     """
     size = config.model.residual_size
     terms = config.model.mixer.logit_terms(size)
     if (given := config.train.depth_rate) is not None:
         least = min(terms.values(), default=1)
         return {name: given * least / m for name, m in terms.items()}
-    # muP multiplies the rates of these parameters by this ratio before the factor does.
+    # muP also multiplies the rates of these parameters by this ratio.
     scaled = dict.fromkeys(("query", "project"), config.model.base_model.residual_size / size)
     tokens = config.train.batch_size * config.data.seq_len
     bound = BOUND * math.sqrt(tokens / TOKENS) / config.train.optimizer.learning_rate
@@ -60,7 +63,7 @@ def factors(config: RunConfig) -> dict[str, float]:
 
 
 def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
-    """Multiply `rates` by the factors; also return a tree that is True where a factor applies."""
+    """Return `rates` multiplied by the factors, and a tree that is True where a factor applies."""
     found = factors(config)
     over = jax.tree_util.tree_map_with_path(lambda path, _: is_over_depth(config, path), rates)
 
@@ -71,18 +74,18 @@ def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def told(config: RunConfig) -> str:
-    """Return the factors as text, or "" if there are none."""
+    """Return a text that lists the factors, or "" if there are none."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 
 def metrics(config: RunConfig, params: Any) -> dict[str, jax.Array]:
-    """Measure how large logits over depth are; return {} for a model without queries over depth.
+    """Return the typical size of logits over depth, or {} if the model has no queries over depth.
 
-    A logit `<g q, v / rms(v)>` with query q and key gain g is about as large as the length of g q
-    if the numbers of a source are independent. It is 0 at the start; where it is 2 or more, few
-    sources have most of the weight. "train/depth/logit" is the mean over sites, and
-    "train/depth/largest_logit" the largest. The part that the projection adds to an "input" query
-    is not counted.
+    A logit is `<g q, v / rms(v)>` with query q, key gain g and source v. If the entries of v are
+    independent, its typical size is the length of `g q`, which this function computes for each
+    site. It is 0 at the start of training. If it is 2 or more, a few sources receive most of the
+    weight. "train/depth/logit" is the mean over sites, and "train/depth/largest_logit" the maximum.
+    The projection of an "input" query is left out.
     """
     if "query" not in factors(config):
         return {}

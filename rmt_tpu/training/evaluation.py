@@ -1,4 +1,4 @@
-"""Evaluations of a model during and after a run: held-out loss, tasks and a text sample."""
+"""Evaluations during and after training: loss on held-out text, tasks, and a text sample."""
 
 import math
 from functools import partial
@@ -24,17 +24,22 @@ from rmt_tpu.training.run import Run
 
 
 class HeldOut(NamedTuple):
-    """Means per token: the loss in nats, and the scalars of the model's cores."""
+    """Means over held-out tokens.
+
+    Attributes:
+      loss: the mean loss per token in nats.
+      aux: the mean per token of each scalar that the model's cores return, by name.
+    """
 
     loss: float
     aux: dict[str, float]
 
 
 class HeldOutLoss:
-    """The mean loss over the first windows of held-out text, in nats per token.
+    """A function that computes the mean loss on the first windows of held-out text.
 
-    The choice of windows does not depend on the batch size, so losses of runs with other batch
-    sizes are of the same text.
+    The choice of windows does not depend on the batch size, so runs with different batch sizes are
+    evaluated on the same text.
 
     Args:
       run: the run whose loss is computed.
@@ -51,7 +56,7 @@ class HeldOutLoss:
             loss = run.loss(params, batch)
             return loss.cross_entropy, loss.aux, jnp.sum(batch.weights)
 
-        # Sums are replicated, so that every process computes the same loss.
+        # Sums are replicated over all devices, so that every process computes the same loss.
         self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
 
     def __call__(self, params: Any) -> HeldOut:
@@ -65,23 +70,25 @@ class HeldOutLoss:
 
 
 def asked_windows(config: RunConfig) -> int:
-    """Return the number of held-out windows that a run's config asks for."""
+    """Return the number of held-out windows that the config requests."""
     if config.train.eval_batches:
         return config.train.eval_batches * config.train.batch_size
     return max(1, config.train.eval_tokens // config.data.seq_len)
 
 
 class TaskMetrics:
-    """Scores of a run's tasks, with standard errors, under names like `eval/arc_easy/acc`.
+    """A function that evaluates a run's tasks and returns their scores with standard errors.
+
+    The scores have names like `eval/arc_easy/acc`.
 
     Args:
       run: the run whose parameters are evaluated.
-      config: the run's config. Texts are at most as long as its windows, and as many tokens are
-        read at a time as in a part of its batch.
+      config: the run's config, which names the tasks. Texts are at most as long as a training
+        window, and one evaluation batch has as many tokens as one accumulation step of training.
       tokenizer: the run's tokenizer.
 
     Raises:
-      UsageError: there is no such task, its data cannot be read, or it does not fit a window.
+      UsageError: there is no such task, its data cannot be read, or a text does not fit a window.
     """
 
     def __init__(self, run: Run, config: RunConfig, tokenizer: data.Tokenizer):
@@ -96,7 +103,7 @@ class TaskMetrics:
             (train.microbatches or run.mesh.shape["stage"]) if run.mesh.shape["stage"] > 1 else 1
         )
         tokens = devices(sharding.RULES["tokens"])
-        # Scores are replicated, so that every process has all of them.
+        # Scores are replicated over all devices, so that every process has all of them.
         compiled = jax.jit(run.scores, out_shardings=sharding.replicated(run.mesh))
 
         def scores(params: Any, tokens: np.ndarray, targets: np.ndarray) -> TokenScores:
@@ -131,18 +138,18 @@ class TaskMetrics:
 
 
 def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunConfig) -> str | None:
-    """Return the run's prompt with the model's continuation; None on all processes but the first.
+    """Generate a continuation of the run's prompt; return both as one text on the first process.
 
-    All processes must call it, because each has a part of the parameters. The text is made on one
-    device: not every training mesh can generate text, and on a mesh all processes would have to
-    take part.
+    All processes must call this function, because each holds a part of the parameters. All but the
+    first return None. The text is generated on a single device, because not every training mesh
+    supports generation, and on a mesh all processes would have to take part.
     """
     params = on_one_device(params, run.mesh)
     if not processes.is_first():
         return None
     model = lambda: nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)), nnx.Param)
     shapes = nnx.to_pure_dict(nnx.eval_shape(model))
-    # Stack the layers again if a pipeline with virtual stages split them into chunks.
+    # Undo the split into chunks of layers that a pipeline with virtual stages makes.
     params = jax.tree.map(lambda x, like: x.reshape(like.shape), params, shapes)
     decoder = nnx.merge(run.graphdef, params)
     train = config.train

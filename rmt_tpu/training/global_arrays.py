@@ -1,4 +1,4 @@
-"""Arrays that span the devices of several processes: how to make them and how to collect them."""
+"""Functions that build and gather arrays sharded over the devices of several processes."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jaxtyping import Int64
 
 import sharding
 
-_Batch = TypeVar("_Batch")  # A `data.Batch`, or any tree of arrays of the same shape.
+_Batch = TypeVar("_Batch")  # A `data.Batch`, or any tree of arrays with one shape.
 
 
 def put_batch(
@@ -18,15 +18,15 @@ def put_batch(
     shape: tuple[int, int],
     batch_sharding: jax.sharding.Sharding,
 ) -> _Batch:
-    """Put a batch on the devices; this process reads only the rows that its own devices hold.
+    """Build a sharded batch on the devices, reading only the rows that this process needs.
 
     Args:
-      read: returns the rows of the batch with the given numbers, which are ascending.
+      read: a function that returns the rows of the batch with the given ascending row numbers.
       shape: shape of the whole batch, [batch, seq].
-      batch_sharding: sharding of each of the batch's arrays.
+      batch_sharding: sharding of every array in the batch.
 
     Returns:
-      The batch as jax arrays.
+      The batch as sharded jax arrays.
     """
     indices = batch_sharding.addressable_devices_indices_map(shape)
     own = {row for index in indices.values() for row in range(*index[0].indices(shape[0]))}
@@ -44,10 +44,10 @@ def put_batch(
 
 
 def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the whole arrays on this process's first device of the mesh; all processes call it.
+    """Gather whole arrays on the first device of this process; all processes must call it.
 
-    Arrays are collected one after the other, so that each of the other devices holds no more than
-    one whole array at a time.
+    Arrays are gathered one after the other, so that no other device holds more than one whole array
+    at a time.
     """
     if mesh.size == 1:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
@@ -57,5 +57,5 @@ def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 @functools.cache
 def _replicate(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Return one function for each mesh, so that a second sample compiles nothing."""
+    """Return a jitted function that replicates an array, cached by mesh to compile only once."""
     return jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))

@@ -1,4 +1,7 @@
-"""The block sizes of a run's kernels, kept so that a new tuning table does not change its curve."""
+"""Storage of the block sizes of a run's kernels in the run folder.
+
+A resumed run uses the same block sizes, so that a new tuning table does not change its loss curve.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,13 +16,13 @@ FILE = "kernel_blocks.json"
 
 
 class KernelBlocks:
-    """The block sizes that a run's kernels are compiled with, saved in its folder.
+    """A recorder that saves the block sizes of a run's kernels in the run folder.
 
     Args:
       folder: the run folder.
-      say: prints a line.
-      own: the table that the folder already has.
-      looks: look-ups of block sizes; the list grows as kernels are traced.
+      say: a function that prints a line.
+      own: the table of block sizes that is already in the folder.
+      looks: all look-ups of block sizes; the list grows as kernels are traced.
     """
 
     def __init__(
@@ -32,7 +35,10 @@ class KernelBlocks:
         self._folder, self._say, self._own, self._looks = folder, say, own, looks
 
     def write(self) -> None:
-        """Save new look-ups in the folder, on the first process; print a note if that fails."""
+        """Save block sizes that are not yet in the folder, on the first process only.
+
+        If that fails, a note is printed and the run continues.
+        """
         known = {entry.identity for entry in self._own.entries}
         new = [e for e in (look.entry() for look in self._looks) if e.identity not in known]
         if not new or not processes.is_first():
@@ -49,12 +55,12 @@ class KernelBlocks:
 
 @contextlib.contextmanager
 def kept(folder: Folder, say: Callable[[str], None], *, anew: bool) -> Iterator[KernelBlocks]:
-    """Let kernels in the body use the run's own block sizes, the same ones on all processes.
+    """Make kernels in the body use the block sizes saved in the run folder, on all processes.
 
     Args:
       folder: the run folder.
-      say: prints a line.
-      anew: whether the run begins again, in which case its block sizes are deleted.
+      say: a function that prints a line.
+      anew: whether the run restarts from scratch, in which case saved block sizes are deleted.
     """
     kernel_tables.use_storage()
     text = ""

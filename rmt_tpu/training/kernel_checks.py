@@ -1,8 +1,9 @@
-"""Checks of a run's kernels against their equations; an op that differs uses its plain JAX form.
+"""Checks of a run's kernels on the device; an operation that fails uses plain JAX instead.
 
-The checks cover the calls that the run's own step makes (`rmt_tpu.analysis.device_calls`), once for
-each kind of device and set of versions: the user's cache folder has a record of each call. The
-decision is saved in the run folder, so that the run resumes with it on any machine.
+Each kernel call in the run's train step (`rmt_tpu.analysis.device_calls`) is compared with the
+equations that it implements. A record in the user's cache folder ensures that each call is checked
+only once per kind of device and set of versions. The operations that use plain JAX are also listed
+in the run folder, so that the run makes the same choice when it resumes on any machine.
 """
 
 import contextlib
@@ -32,8 +33,8 @@ from rmt_tpu.training.run import Run
 FILE = "kernels.json"
 VARIABLE = "RMT_TPU_CACHE"
 How = Literal["auto", "off"]
-Why = dict[str, str]  # Maps the name of each op that differs to a one-line reason.
-_SECONDS = 3600.0  # Seconds to wait for the checks of another process.
+Why = dict[str, str]  # Maps the name of each failing operation to a one-line reason.
+_SECONDS = 3600.0  # seconds to wait for the checks of another process
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
@@ -47,18 +48,22 @@ def decided(
     anew: bool,
     how: How = "auto",
 ) -> Iterator[Mapping[str, str]]:
-    """Let ops whose kernels differ from their equations use their plain form in the body.
+    """Check the run's kernels, and make operations that fail use plain JAX in the body.
 
-    Decisions that an earlier start left in the run folder stay valid, and those of this start are
-    added to them. On a CPU, which has no kernels, nothing is traced or read.
+    Operations that an earlier start of the run listed in its folder keep using plain JAX, and
+    operations that fail now are added to the list. A CPU has no kernels, so nothing is checked
+    there.
 
     Args:
-      config: the run's config, resolved.
-      run: the run whose step is traced for the calls of its kernels.
+      config: the run's config, with every "auto" resolved.
+      run: the run whose train step is traced to find its kernel calls.
       folder: the run folder.
-      say: prints a line.
-      anew: whether the run begins again, in which case earlier decisions are deleted.
-      how: "auto" checks the kernels; "off" checks nothing and uses the decisions in the folder.
+      say: a function that prints a line.
+      anew: whether the run restarts from scratch, in which case the list in the folder is deleted.
+      how: "auto" checks the kernels; "off" only applies the list in the folder.
+
+    Yields:
+      The operations that use plain JAX, each with the reason.
     """
     if anew and processes.is_first():
         folder.delete(FILE)
@@ -92,7 +97,7 @@ def decided(
 
 
 def calls_of(config: RunConfig, run: Run) -> list[Called]:
-    """Return the calls of a run's step that have a kernel on some platform."""
+    """Return the calls in a run's train step for which some platform has a kernel."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, run.abstract, run.state_shardings)
     shape = config.train.batch_size, config.data.seq_len
@@ -106,7 +111,11 @@ _DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids, and of its 
 
 
 def agreed(of_processes: Sequence[str]) -> Why:
-    """Return the ops that differ on any process, each with the first process's reason."""
+    """Return the operations that failed on any process, with the reason of the first such process.
+
+    Args:
+      of_processes: the failures of each process, as JSON.
+    """
     found: Why = {}
     for text in of_processes:
         found = json.loads(text) | found
@@ -114,13 +123,16 @@ def agreed(of_processes: Sequence[str]) -> Why:
 
 
 def _platform() -> str | None:
-    """Return the kernels' name for this machine's platform; None if it has no kernels."""
+    """Return the name that kernels use for this platform, or None if it has no kernels."""
     return _PLATFORMS.get(jax.default_backend())
 
 
 def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Why:
-    """Return the ops whose kernels differ on this process's device, from records or by a check."""
-    # These are imported here because they load much.
+    """Return the operations whose kernels fail on this process's device, with the reasons.
+
+    Calls that have a record are not checked again.
+    """
+    # These modules are imported here because they are slow to load.
     from rmt_tpu.analysis import device_calls, device_check
 
     found: Why = {}
@@ -141,9 +153,10 @@ def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Why:
 
 
 def cache_folder() -> Path:
-    """Return the folder of records.
+    """Return the folder that holds the records of kernel checks.
 
-    It is $RMT_TPU_CACHE/kernels, or rmt_tpu/kernels in the user's cache folder.
+    It is $RMT_TPU_CACHE/kernels if the variable is set, and else rmt_tpu/kernels in the user's
+    cache folder.
     """
     if given := os.environ.get(VARIABLE):
         return Path(given) / "kernels"
@@ -152,7 +165,7 @@ def cache_folder() -> Path:
 
 
 def _key(name: str, call: str, kernels: str) -> dict[str, str]:
-    """Return the key of a record: call, device kind, versions, and a hash of kernel sources."""
+    """Return the key of a record: the call, device kind, versions, and hash of kernel sources."""
     device = jax.local_devices()[0]
     return {
         "op": name,
@@ -181,7 +194,7 @@ def _path(key: Mapping[str, str]) -> Path:
 
 
 def _recorded(key: Mapping[str, str]) -> str | None:
-    """Return the recorded difference, "" if nothing differs, or None without a readable record."""
+    """Return the recorded reason for a failure, "" for a success, or None if there is no record."""
     try:
         found = json.loads(_path(key).read_text(encoding="utf-8"))
         differs = found["differs"] if found["key"] == key else None
@@ -191,7 +204,7 @@ def _recorded(key: Mapping[str, str]) -> str | None:
 
 
 def _record(key: Mapping[str, str], differs: str) -> None:
-    """Write a record; if that fails, the next run checks again."""
+    """Write a record; if it cannot be written, the next run repeats the check."""
     path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

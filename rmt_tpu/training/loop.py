@@ -1,4 +1,4 @@
-"""The loop over train steps: reports, evaluations, samples and checkpoints between them."""
+"""The training loop: steps, with reports, evaluations, samples and checkpoints between them."""
 
 import contextlib
 import signal
@@ -27,25 +27,30 @@ from rmt_tpu.training.throughput import Throughput
 
 
 class OutgrewInt16(Exception):
-    """The residual has outgrown the range of int16; the last step has a checkpoint."""
+    """The residual has outgrown the range of int16; a checkpoint of the last step was saved."""
 
 
 class Outcome(NamedTuple):
-    """The steps done when the run ended, and the signal that ended it early, if one did."""
+    """How a run ended.
+
+    Attributes:
+      step: number of steps done.
+      stopped_by: the signal that ended the run early, or None.
+    """
 
     step: int
     stopped_by: signal.Signals | None
 
 
 class Prepared(NamedTuple):
-    """A run with its text, before its first step.
+    """A run that is ready to start: its functions and its data.
 
     Attributes:
-      config: the run's config, resolved.
+      config: the run's config, with every "auto" resolved.
       model: the run's functions and shardings.
       text: the tokenizer and the checksum of the tokens.
-      datasets: windows to train on and held-out windows.
-      tasks: the tasks that the model is evaluated on during training.
+      datasets: training windows and held-out windows.
+      tasks: the tasks on which the model is evaluated during training.
     """
 
     config: RunConfig
@@ -56,7 +61,7 @@ class Prepared(NamedTuple):
 
 
 class Loop:
-    """The training loop: the model's state, and the step that is still being computed."""
+    """The training loop, with the current state and the metrics of the step in progress."""
 
     def __init__(
         self,
@@ -75,9 +80,9 @@ class Loop:
         self.throughput = Throughput(self.config, self.model.mesh)
         windows = asked_windows(self.config)
         self.held_out_loss = HeldOutLoss(self.model, self.datasets.held_out, windows)
-        self.evaluated: dict[int, float] = {}  # the last held-out loss, under its step
+        self.evaluated: dict[int, float] = {}  # maps the last evaluated step to its held-out loss
         self.pending: tuple[dict[str, jax.Array], float] | None = None
-        # Step of the last save that was begun, and its time on process 0's clock.
+        # Step of the last save that was started, and its time on the clock of process 0.
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
         self.may_outgrow, self.outgrown = may_outgrow, False
@@ -85,15 +90,15 @@ class Loop:
     def run(
         self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
     ) -> Outcome:
-        """Run all remaining steps, or stop at a signal; then write what a complete run has.
+        """Run all remaining steps or until a signal arrives, then write the final files.
 
         Args:
-          profile_steps: number of steps to trace.
-          folder: the run folder, which a message names.
+          profile_steps: number of steps to profile.
+          folder: the run folder, for a message.
           all_is_saved: see `train`.
 
         Raises:
-          OutgrewInt16: the residual outgrew int16, and the remaining steps were not run.
+          OutgrewInt16: the residual outgrew int16, so the remaining steps were not run.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
@@ -119,7 +124,7 @@ class Loop:
         return Outcome(self.step, None)
 
     def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
-        """Run steps up to the last one or to a signal, and return that signal."""
+        """Run steps until the last step or a signal; return the signal, or None."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
         highest = processes.Highest(self.model.mesh)
@@ -128,7 +133,7 @@ class Loop:
         self.throughput.restart()
         with contextlib.ExitStack() as profile, self._batches() as batches:
             for step in range(first, steps + 1):
-                # The first two steps, if there are that many, warm up and are not traced.
+                # Do not profile the first two steps, which warm up, if there are more.
                 if profile_steps and step == min(first + 2, steps):
                     profile.enter_context(self.side_files.profile())
                 self._step(train_step, step, batches)
@@ -137,7 +142,7 @@ class Loop:
                     profile.close()
                 wanted = highest(stop.wanted or self._checkpoint_seconds_are_over())
                 stopped_by = signals.STOPS.get(wanted)
-                # Evaluate before the checkpoint, so that a run which resumes from it does not
+                # Evaluate before saving the checkpoint, so that a run that resumes from it does not
                 # evaluate this step again.
                 if step < steps and self._due(self.config.train.eval_every):
                     self._evaluate()
@@ -158,7 +163,7 @@ class Loop:
         return stopped_by
 
     def _compile(self):
-        """Compile the step ahead of time, so that no step's time contains the compilation."""
+        """Compile the train step ahead of time, so that no step's time includes the compilation."""
         started = time.monotonic()
         batch = self._batch_at(self.windows_read)
         step = self.model.jitted_step().lower(self.state, batch).compile()
@@ -167,7 +172,7 @@ class Loop:
         return step
 
     def _batches(self) -> data.Prefetcher:
-        """Return batches from here on, which are read and put on the devices while steps run."""
+        """Return a prefetcher that puts the next batches on the devices while steps run."""
         advance = self.config.train.batch_size
         return data.Prefetcher(self._batch_at, start=self.windows_read, advance=advance)
 
@@ -177,7 +182,7 @@ class Loop:
         return put_batch(read, shape, self.model.batch_sharding)
 
     def _step(self, train_step, step: int, batches: data.Prefetcher) -> None:
-        """Dispatch this step, then report the one before it, so that the device never waits."""
+        """Dispatch this step, then report the previous step, so that the device is never idle."""
         batch, waited = batches.next()
         self.state, metrics = train_step(self.state, batch)
         self.windows_read += self.config.train.batch_size
@@ -185,13 +190,13 @@ class Loop:
         self.step, self.pending = step, (metrics, waited)
 
     def _report(self) -> None:
-        """Wait for the pending step and write its row of metrics."""
+        """Wait for the step in progress, if any, and write its metrics."""
         if self.pending is None:
             return
         metrics, waited = self.pending
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.pending = None
-        # An error of a save in the background must not go unseen.
+        # Raise any error of the background save here, so that it is noticed.
         with self._last_good_step_told():
             self._say_saved(self.checkpoints.check())
         in_a_row = int(row.pop("train/skipped_in_a_row"))
@@ -221,11 +226,11 @@ class Loop:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _checkpoint_seconds_are_over(self) -> int:
-        """Return SAVE when it is time for a checkpoint; process 0's clock decides for all."""
+        """Return SAVE if `checkpoint_seconds` have passed on the clock of process 0, else GO_ON."""
         seconds, now = self.config.train.checkpoint_seconds, time.monotonic()
         if not processes.is_first() or seconds == 0 or now - self.save_time < seconds:
             return signals.GO_ON
-        self.save_time = now  # Ask only once: the answer of the other processes comes a step later.
+        self.save_time = now  # Request only once, as the save happens a step later.
         return signals.SAVE
 
     def _save(self) -> None:
@@ -260,14 +265,14 @@ class Loop:
 
     @contextlib.contextmanager
     def _last_good_step_told(self) -> Iterator[None]:
-        """Add the last good step to the message of a save that fails."""
+        """Add the step of the last checkpoint to the message of a RunError from a failed save."""
         try:
             yield
         except RunError as error:
             raise RunError(f"{error}; {self._last_good_step()}") from None
 
     def _evaluate(self) -> None:
-        """Write the loss on held-out text."""
+        """Compute the loss on held-out text and write it to the metrics."""
         self._report()
         self.progress.doing("evaluating")
         loss, aux = self.held_out_loss(self.state.params)
@@ -278,7 +283,7 @@ class Loop:
         self.throughput.restart()
 
     def _ask_tasks(self) -> None:
-        """Evaluate the tasks and write their scores, if there are any tasks."""
+        """Evaluate the tasks, if there are any, and write their scores to the metrics."""
         if not self.config.train.eval_tasks:
             return
         self._report()
@@ -290,7 +295,10 @@ class Loop:
         self.throughput.restart()
 
     def _leave_side_files(self) -> None:
-        """Write the plots and the sample where they are due; this comes after the checkpoint."""
+        """Write the plots and the text sample if they are due at this step.
+
+        This is called after the checkpoint of the step was saved.
+        """
         train = self.config.train
         draws = self.step in self.evaluated
         samples = train.sample_tokens > 0 and self._due(train.sample_every)
@@ -307,10 +315,16 @@ class Loop:
 
 
 def outgrows(most: int, in_a_row: int, skipped: int, step: int) -> bool:
-    """Return whether too many steps were skipped for int16 to be kept.
+    """Return whether so many steps were skipped that the residual must have outgrown int16.
 
-    That is so after `most` skipped steps in a row, or when 1% of all steps, and at least
-    `2 * most`, were skipped.
+    This holds if the last `most` steps were skipped, or if at least 1% of all steps, and at least
+    `2 * most` steps, were skipped.
+
+    Args:
+      most: the limit `max_bad_steps` of the config.
+      in_a_row: number of consecutive skipped steps up to now.
+      skipped: number of skipped steps in the whole run.
+      step: number of steps done.
     """
     return in_a_row >= most or skipped >= max(2 * most, step / 100)
 

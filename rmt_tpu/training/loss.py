@@ -1,8 +1,9 @@
-"""Unembedding and next-token loss in chunks of tokens, with their own gradient.
+"""Unembedding and next-token loss, computed in chunks of tokens with a custom gradient.
 
-The logits of a whole batch would be the largest array of a train step, so they never exist as a
-whole. The logits of a chunk give its loss and, at once, its part of the gradient. That takes three
-matrix products; differentiating a rematerialised chunk would take four.
+The logits of a whole batch would be the largest array in a train step, so only the logits of one
+chunk exist at a time. The forward pass uses them to compute both the loss of the chunk and its
+gradient. This takes three matrix products per chunk. Recomputing the logits in the backward pass
+would take four.
 """
 
 import functools
@@ -18,15 +19,21 @@ from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.layers.stacks import by_itself
 
-# Number of logits held at a time: 2^27 float32 are 512 MB.
+# Maximum number of logits in memory at a time; 2^27 float32 numbers take 512 MB.
 _LOGITS = 2**27
 
 
 class Loss(NamedTuple):
-    """Loss sums over the tokens that count, in nats; divide them by the sum of the tokens' weights.
+    """Weighted sums of losses over tokens, in nats.
 
-    `objective` is `cross_entropy + z_loss * z`, plus the `aux["loss"]` of the model's cores; it
-    alone has a gradient. `aux` has the scalars of these cores, which are over all tokens.
+    To obtain means, divide by the sum of the tokens' weights.
+
+    Attributes:
+      objective: the training objective `cross_entropy + z_loss * z`, plus `aux["loss"]` if the
+        model's cores return it. Only this field has a gradient.
+      cross_entropy: sum of the negative log-probabilities of the targets.
+      z: sum of the squared log-sum-exps of the logits.
+      aux: the scalars that the model's cores return, summed over all tokens.
     """
 
     objective: Float[Array, ""]
@@ -45,17 +52,19 @@ def next_token_loss(
     z_loss: int | float = 0.0,
     aux: Aux | None = None,
 ) -> Loss:
-    """Return weighted sums of `-log softmax(logits)[target]` and of `logsumexp(logits)^2`.
+    """Return the sums of `-log softmax(logits)[target]` and of `logsumexp(logits)^2` over tokens.
+
+    The logits are `multiplier * concatenate(z) W_U`, in float32 or wider.
 
     Args:
       z: the input of the unembedding.
-      kernel: W_U, or this device's rows of it where `fsdp` divides them;
-        `logits = multiplier * concatenate(z) W_U`, at least float32.
-      targets: the token that follows each token.
-      weights: weight of each token in the sums; weights and targets get no gradient.
-      multiplier: factor of the logits.
-      z_loss: weight of z in the objective.
-      aux: the scalars of the model's cores.
+      kernel: the matrix W_U, or this device's rows of it if it is sharded along the mesh axis
+        `fsdp`.
+      targets: the next token after each token; no gradient is computed for them.
+      weights: weight of each token in the sums; no gradient is computed for them.
+      multiplier: factor by which logits are multiplied.
+      z_loss: weight of the squared log-sum-exps in the objective.
+      aux: the scalars that the model's cores return.
     """
     static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]))
     loss = _chunked_loss(static, concatenate(z), kernel, targets, weights)
@@ -65,10 +74,10 @@ def next_token_loss(
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:
-    """Return the smallest number of chunks of a sequence such that a chunk's logits fit `_LOGITS`.
+    """Return the number of chunks of a sequence such that each has at most `_LOGITS` logits.
 
-    Chunks are equal if the length has a divisor below twice that number, which is then returned.
-    Otherwise the last chunk is padded with tokens of weight 0.
+    This is the smallest sufficient number n, or if n does not divide the length, a divisor between
+    n and 2n if there is one. Otherwise the last chunk is padded with tokens of weight 0.
     """
     tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # tokens in a chunk
     fewest = max(-(-seq // tokens), 1)
@@ -91,7 +100,7 @@ def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
 
 
 def _chunked_loss_forward(static, x, kernel, targets, weights):
-    """Compute the loss and its gradient, which the backward pass only has to scale."""
+    """Compute the loss and its gradient; the backward pass only scales the gradient."""
     multiplier, z_loss, chunks = static
     narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
     dtype = jnp.result_type(x, jnp.float32)
@@ -101,8 +110,8 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
         x = _tokens(chunk[0])
         loss, log_z, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
         d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
-        # Compute the gradient anew, so that it fuses into this product. One array for both products
-        # would be written to memory and read back.
+        # Recompute the gradient of the logits so that it fuses into this matrix product. An array
+        # shared by both products would be written to memory and read back.
         again = d_logits(by_itself(log_z))
         d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
@@ -138,9 +147,9 @@ def _tokens(x: Array) -> Array:
 
 
 def _loss(multiplier, z_loss, kernel, x, targets, weights):
-    """Return a chunk's loss sums, its log-sums, and the function `d_logits`.
+    """Return the loss sums of a chunk, its log-sum-exps `log_z`, and the function `d_logits`.
 
-    `d_logits(log_z)` is the gradient of the objective by `concatenate(z) W_U`.
+    `d_logits(log_z)` returns the gradient of the objective with respect to `concatenate(z) W_U`.
     """
     x, targets, weights = map(_tokens, (x, targets, weights))
     logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)

@@ -1,8 +1,8 @@
-"""AdamW and Muon by roles of parameters: weight decay, learning rates and statistics.
+"""The optimizers AdamW and Muon, whose rules depend on the role of each parameter.
 
-Parameters with a role in `config.COUNTED` are statistics, not weights. Their gradients are shares
-of tokens, by which experts are balanced. These gradients count in no norm, and the statistics have
-an update rule of their own.
+Parameters with a role in `config.COUNTED` are statistics and not weights. Their "gradients" are the
+shares of tokens that experts received, and are used to balance the experts. They are excluded from
+gradient norms, and each role has its own update rule.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
-    """Return a schedule with a linear warmup and then a cosine decay up to the last step.
+    """Return a learning rate schedule with a linear warmup, followed by a cosine decay.
 
-    The last step of the warmup has the peak rate, and the last step of all has `final_fraction` of
-    it. The rate of step 0 is not 0: every update changes something.
+    The last warmup step has the peak rate, and the last step of the run has `final_fraction` of the
+    peak rate. The rate at step 0 is not 0, so that the first update has an effect.
     """
     warmup = max(1, round(config.warmup_fraction * steps))
 
@@ -44,17 +44,17 @@ def make_optimizer(
     rates: Any,
     over_depth: Any = None,
 ) -> optax.GradientTransformation:
-    """Return an optimizer: clipping, Adam or Muon, weight decay, learning rate.
+    """Return an optimizer that applies clipping, Adam or Muon, weight decay and learning rates.
 
     Args:
       config: the optimizer's hyperparameters.
       steps: number of steps of the whole run, for the schedule.
       roles: tree of the parameters' roles.
       axes: tree of the names of the parameters' axes.
-      rates: tree of the factor of each parameter's learning rate (muP, see `MuP`). Weight decay is
-        not multiplied by it, or a wide model would hardly decay.
-      over_depth: tree that is True for parameters that weigh sources over depth, which therefore do
-        not decay; None means no parameter does.
+      rates: tree of factors that multiply each parameter's learning rate (see `MuP`). They do not
+        multiply the weight decay, because the decay of a wide model would become too small.
+      over_depth: tree that is True for parameters that weigh sources over depth, which have no
+        weight decay; None if there are no such parameters.
     """
     excluded = (*config.decay_exclude, *COUNTED)
     decays = jax.tree.map(lambda role: role not in excluded, roles)
@@ -72,7 +72,7 @@ def make_optimizer(
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
         return _counting(optax.chain(*adam, rate, scale, decay), roles)
-    # `scale` multiplies the decay by `rates` afterwards, so it is divided by them here.
+    # `scale` later multiplies the decay by `rates`, so it is divided by `rates` here.
     weights = jax.tree.map(lambda decays, rate: decays * config.weight_decay / rate, decays, rates)
     decay = optax.stateless(
         lambda updates, params: jax.tree.map(_decayed, updates, params, weights)
@@ -84,7 +84,7 @@ def _decayed(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
     return update + weight * param if weight else update
 
 
-# Parameters with such an axis are small or are used as vectors, so Adam trains them.
+# Names of axes. Parameters with such an axis are small or are used as vectors, so Adam trains them.
 _SMALL = ("coefficient", "taps")
 
 
@@ -92,7 +92,10 @@ _ADAM = "adam"
 
 
 def _rule(role: str, axes: tuple[str, ...]) -> str:
-    """Return "adam", or "muon-2-1" with the axes of the parameter's matrices in the name."""
+    """Return the name of the rule that trains a parameter, either "adam" or one like "muon-2-1".
+
+    The numbers in the name are the negative axes of the parameter's matrices.
+    """
     of_matrix = [n - len(axes) for n, name in enumerate(axes) if name not in OF_MANY]
     if role != "hidden" or set(axes) & set(_SMALL) or len(of_matrix) != 2:
         return _ADAM
@@ -100,11 +103,11 @@ def _rule(role: str, axes: tuple[str, ...]) -> str:
 
 
 def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
-    """Return Nesterov's momentum, made nearly orthogonal; see `Muon`."""
+    """Return the Muon update: Nesterov momentum that is made nearly orthogonal (see `Muon`)."""
     axes = tuple(-int(place) for place in rule.split("-")[1:])
 
     def update(x: jax.Array) -> jax.Array:
-        # The other axes stay separate, because meshes divide those of layers and of experts.
+        # The axes over layers and experts are not flattened, because they may be sharded.
         x = jnp.moveaxis(x, axes, (-2, -1))
         scale = config.update_rms * max(x.shape[-2:]) ** 0.5
         x = scale * near_orthogonal(x, config.iterations)
@@ -119,10 +122,10 @@ def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
 def near_orthogonal(
     x: Float[Array, "*many rows columns"], iterations: int
 ) -> Float[Array, "*many rows columns"]:
-    """Return `U S V^T`, where x = `U S' V^T` for any S' and S is about 0.7 to 1.2.
+    """Return each matrix with its singular values replaced by numbers of about 0.7 to 1.2.
 
-    This is Jordan's (2024) Newton-Schulz iteration `x <- (a + b x x^T + c (x x^T)^2) x`, which
-    starts from x divided by its Frobenius norm.
+    The singular vectors stay the same. This is the Newton-Schulz iteration of Jordan (2024), `x <-
+    (a + b x x^T + c (x x^T)^2) x`, which starts from x divided by its Frobenius norm.
     """
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     wide = wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + 1e-8)
@@ -134,12 +137,12 @@ def near_orthogonal(
 
 
 def of_weights(gradients: Any, roles: Any) -> Any:
-    """Return gradients with zeros in place of the gradients of statistics."""
+    """Return the gradients with zeros for parameters that are statistics."""
     return jax.tree.map(lambda g, role: 0 * g if role in COUNTED else g, gradients, roles)
 
 
 def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.GradientTransformation:
-    """Return `optimizer` for the weights, combined with the update rules of statistics."""
+    """Return `optimizer` extended by the update rules for statistics."""
     if not any(role in COUNTED for role in jax.tree.leaves(roles)):
         return optimizer
 
@@ -152,9 +155,9 @@ def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.Grad
 
 def _ruled(update: jax.Array, shares: jax.Array, param: jax.Array, role: str) -> jax.Array:
     match role:
-        case "balance_steps":  # a step up for experts with less than the mean
+        case "balance_steps":  # +1 for experts with less than the mean load, else -1
             return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)
-        case "histogram":  # keeps the shares of the last batch
+        case "histogram":  # replaces the histogram by the shares of the last batch
             return shares - param
         case "load":
             return jnp.zeros_like(update)
@@ -162,11 +165,15 @@ def _ruled(update: jax.Array, shares: jax.Array, param: jax.Array, role: str) ->
 
 
 def load_metrics(gradients: Any, roles: Any) -> dict[str, jax.Array]:
-    """Return how the experts were loaded, from a step's shares of tokens; {} without experts.
+    """Return metrics of the load on the experts in a step; {} if there are no experts.
 
-    "max_load" is the load of the fullest expert over the mean load, averaged over layers;
-    "worst_load" is the same in the worst layer. "entropy" is the entropy of the loads over that of
-    even loads, averaged over layers.
+    "max_load" is the maximum load on an expert divided by the mean load, averaged over layers, and
+    "worst_load" is the maximum of this ratio over layers. "entropy" is the entropy of the loads
+    divided by the entropy of equal loads, averaged over layers.
+
+    Args:
+      gradients: the gradients of the step, which for statistics are shares of tokens.
+      roles: the role of each parameter.
     """
     told = zip(jax.tree.leaves(gradients), jax.tree.leaves(roles), strict=True)
     loads = [g.reshape(-1, g.shape[-1]) for g, role in told if role in ("load", "balance_steps")]

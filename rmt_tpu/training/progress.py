@@ -1,4 +1,4 @@
-"""The progress display of a run."""
+"""The progress display of a training run."""
 
 import time
 from collections import deque
@@ -8,16 +8,16 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rmt_tpu.progress import ProgressShown
 
-_WINDOW = 20  # tokens per second are a mean over this many steps
+_WINDOW = 20  # number of steps over which tokens per second are averaged
 
 
 class TrainingProgress(ProgressShown):
-    """A display of steps done, loss, tokens per second and time left.
+    """A display of completed steps, loss, tokens per second and remaining time.
 
     Args:
-      total: number of steps of the run.
-      label: name of what is being trained.
-      line_seconds: the least number of seconds between two lines if the output is not a terminal.
+      total: number of steps in the run.
+      label: name of the run in the display.
+      line_seconds: minimum number of seconds between two lines if the output is not a terminal.
       show: whether to show anything; only one process of a run does.
     """
 
@@ -38,7 +38,7 @@ class TrainingProgress(ProgressShown):
         )
         self._total, self._label = total, label
         self._started: tuple[float, int] | None = None
-        # Tokens and seconds of the last steps.
+        # number of tokens and seconds for each of the last steps
         self._last: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def doing(self, what: str) -> None:
@@ -46,12 +46,12 @@ class TrainingProgress(ProgressShown):
         self.change(doing=what)
 
     def begin(self, step: int) -> None:
-        """Note that `step` steps are done already."""
+        """Start the display at `step` completed steps."""
         self._started = (time.monotonic(), step)
         self.change(completed=step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is done."""
+        """Show that `step` is completed, with its metrics."""
         seconds = metrics["throughput/step_seconds"]
         self._last.append((metrics["throughput/tokens_per_second"] * seconds, seconds))
         speed = sum(tokens for tokens, _ in self._last) / sum(seconds for _, seconds in self._last)

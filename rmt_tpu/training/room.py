@@ -1,7 +1,7 @@
-"""A lower bound on a run's memory, and a check that the machine has it.
+"""A lower bound on the memory that a run needs, and a check that the machine has that much.
 
-Only the compiler knows all that a step needs (see `recipes.preflight`). But a host with less than
-this lower bound would end the process without a message.
+Only the compiler knows the actual memory of a step (see `recipes.preflight`). The check exists
+because a host with less memory than the lower bound would kill the process without a message.
 """
 
 import math
@@ -18,19 +18,19 @@ from rmt_tpu.errors import RunError
 from rmt_tpu.training.copies import as_read
 from rmt_tpu.training.run import Run
 
-_BYTES_OF_A_TOKEN = 16  # bytes of a token in a batch: three int32 and a float32
+_BYTES_OF_A_TOKEN = 16  # bytes per token in a batch: three int32 and a float32
 
 
 class Least(NamedTuple):
-    """Bytes that a run needs with any compiler.
+    """Lower bounds, in bytes, on the memory that a run needs.
 
     Attributes:
-      state: parameters and optimizer state on a device.
-      gradients: gradients on a device; all exist at once, because their norm is known before the
-        first is used.
-      activations: residuals on a device: one for each token that is trained on at a time, times the
-        number of layers where the backward pass needs the residual of each layer.
-      batch: a process's part of the batch, on its host.
+      state: parameters and optimizer state on one device.
+      gradients: gradients on one device. All of them exist at once, because their norm is computed
+        before the first is used.
+      activations: residuals on one device, for all tokens in one forward pass. If the backward pass
+        needs the residual of every layer, this is multiplied by the number of layers.
+      batch: the part of the batch that one process holds in host memory.
     """
 
     state: int
@@ -40,14 +40,15 @@ class Least(NamedTuple):
 
     @property
     def device(self) -> int:
-        """Bytes that a device holds at once; activations and gradients may share memory."""
+        """Bytes that one device holds at once; gradients may reuse the memory of activations."""
         return self.state + max(self.gradients, self.activations)
 
 
 def least(config: RunConfig, run: Run) -> Least:
     """Return a lower bound on the memory that a run needs."""
     train, model = config.train, config.model
-    # What a mixer carries from layer to layer contains a residual. A banked mixer keeps rows.
+    # Other mixers pass at least one residual from layer to layer; a banked mixer keeps a bank of
+    # earlier outputs instead.
     keeps_residuals = model.remat != "reversible" and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
     at_a_time = tokens // train.accumulate
@@ -55,7 +56,7 @@ def least(config: RunConfig, run: Run) -> Least:
         at_a_time //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
     of_a_token = model.residual_size * min(dtype.itemsize for dtype in dtypes)
-    # This is the number of layers, each of which is a step of a scan.
+    # the number of steps in the scan over layers
     repeats = sum(stack.repeat for stack in model.stacks)
     activations = at_a_time * of_a_token * (repeats if keeps_residuals else 1)
     return Least(
@@ -69,7 +70,7 @@ def least(config: RunConfig, run: Run) -> Least:
 
 
 def lack(config: RunConfig, run: Run) -> str | None:
-    """Return an error message if the machine has less memory than `least`, else None."""
+    """Return an error message if the machine has less memory than `least` returns, else None."""
     needs = least(config, run)
     own = [d for d in run.mesh.devices.flat if d.process_index == processes.process_id()]
     there = memory.of_machine()
@@ -90,7 +91,7 @@ def lack(config: RunConfig, run: Run) -> str | None:
 
 
 def described(needs: Least) -> str:
-    """Describe how much memory each part takes."""
+    """Return a text that lists the memory of each part."""
     return (
         f"on a device {memory.told(needs.state)} of parameters and optimizer, "
         f"{memory.told(needs.gradients)} of gradients, at least {memory.told(needs.activations)} "
@@ -99,19 +100,21 @@ def described(needs: Least) -> str:
 
 
 def check(config: RunConfig, run: Run) -> None:
-    """Check that a run can fit in memory.
+    """Check that the machine has at least the memory that `least` returns.
 
     Raises:
-      RunError: the run does not fit, whatever the compiler makes of it.
+      RunError: the machine has less memory.
     """
     if line := lack(config, run):
         raise RunError(f"{line}: {memory.TRAIN_ADVICE}")
 
 
 def _bytes_on_a_device(arrays: Any, shardings: Any) -> int:
-    """Return the bytes of the arrays' shards on a device.
+    """Return the total size in bytes of the shards of all arrays on one device.
 
-    A sharding in `shardings` holds for all arrays below its place in `arrays`.
+    Args:
+      arrays: a tree of arrays.
+      shardings: a tree of shardings whose structure is a prefix of the structure of `arrays`.
     """
     size = lambda array, sharding: (
         array.dtype.itemsize * math.prod(sharding.shard_shape(array.shape))

@@ -1,4 +1,4 @@
-"""A run before its first step: its functions and shardings. No arrays are allocated for it."""
+"""Construction of a run's functions and shardings, without allocating any arrays."""
 
 import dataclasses
 import functools
@@ -39,18 +39,18 @@ class Run(NamedTuple):
     """The functions and shardings of a run, which can be compiled without training.
 
     Attributes:
-      graphdef: graph definition of the decoder in the form that evaluation and sampling use.
+      graphdef: graph definition of the decoder that evaluation and sampling use. Its residual is in
+        floating point.
       mesh: the mesh of devices.
       abstract: shapes and dtypes of the TrainState.
-      init: `() -> TrainState`, to be jitted.
-      copies: `params -> Copies`, which makes the copies of a TrainState with these parameters, to
-        be jitted.
-      gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
-      step: `(TrainState, Batch) -> (TrainState, metrics)`; see `jitted_step`.
-      loss: `(params, Batch) -> Loss` sums, to be jitted.
-      scores: `(params, tokens, targets) -> TokenScores`, to be jitted.
-      state_shardings: shardings of the TrainState.
-      batch_sharding: sharding of the batch.
+      init: a function `() -> TrainState` that computes the initial state; not jitted.
+      copies: a function `params -> Copies` that copies weights in the compute dtype; not jitted.
+      gradients: a function `(params, Batch) -> (gradients, mean Loss)`; not jitted.
+      step: a function `(TrainState, Batch) -> (TrainState, metrics)`; see `jitted_step`.
+      loss: a function `(params, Batch) -> Loss` that returns sums over tokens; not jitted.
+      scores: a function `(params, tokens, targets) -> TokenScores`; not jitted.
+      state_shardings: sharding of each array in the TrainState.
+      batch_sharding: sharding of each array in a batch.
     """
 
     graphdef: nnx.GraphDef
@@ -66,33 +66,33 @@ class Run(NamedTuple):
     batch_sharding: jax.sharding.NamedSharding
 
     def jitted_init(self) -> Callable[[], TrainState]:
-        """Return `init` jitted, such that each device makes its own part of the state."""
+        """Return `init` jitted such that each device computes only its own part of the state."""
         options = compiler_options.of_init(self.mesh)
         return jax.jit(self.init, out_shardings=self.state_shardings, compiler_options=options)
 
     def jitted_step(self) -> Callable[..., Any]:
-        """Return `step` jitted with its state donated, as training and reports use it."""
+        """Return `step` jitted with the buffers of its state donated, as used for training."""
         options = compiler_options.of_step(self.mesh)
         return jax.jit(self.step, donate_argnums=0, compiler_options=options)
 
     def with_copies(self, state: TrainState) -> TrainState:
-        """Return `state` with new copies of its own weights in place of any that it has."""
+        """Return `state` with its copies recomputed from its weights."""
         make = jax.jit(self.copies, out_shardings=self.state_shardings.copies)
         return state._replace(copies=make(state.params) if self.abstract.copies else {})
 
 
 def resolved(config: RunConfig, kept: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
-    """Return `config` with each "auto" of its model replaced by this platform's choice.
+    """Return `config` with each "auto" in the model replaced by the choice for this platform.
 
-    The default remat of an RMT is "reversible", which takes less time on TPUs (estimated) and CPUs,
-    and less memory on all platforms. It is not available with pipeline stages or a bfloat16
-    residual.
+    The default remat of an RMT is "reversible". It takes less time than the alternatives on TPUs
+    (by estimate) and CPUs, and less memory on all platforms. It is not available with pipeline
+    stages or a bfloat16 residual.
 
     Args:
       config: the run's config.
-      kept: `workdir.kept` of the run in the folder, if there is one. Its remat replaces "auto"; its
-        residual stays float32 if it has outgrown int16; its rate over depth is used if the config
-        gives none; and its fields in `BEGAN` replace those of the config.
+      kept: values of the run that is resumed, from `workdir.kept`, or {} for a new run. Its remat
+        replaces "auto". Its residual stays float32 if it has outgrown int16. Its `depth_rate` is
+        used if the config has none. Its fields in `BEGAN` replace those of the config.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
@@ -133,10 +133,10 @@ def _remat(model: ModelConfig, stages: int, kept: Mapping[str, str]) -> RematPol
 
 
 def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
-    """Make the functions and shardings of a run on a mesh.
+    """Construct the functions and shardings of a run on a mesh.
 
     Raises:
-      MeshError: a size does not divide over the mesh.
+      MeshError: a size is not divisible by the number of devices that it is sharded over.
     """
     _check_sizes(config, mesh)
     kept_programs.compile_anew_over_cpus()
@@ -147,8 +147,8 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     if (model := in_floats(config.model)) != config.model:
         used = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
-    # A pipeline's stages sum gradients over microbatches, for which bfloat16's 8 bits are too few,
-    # so pipelines use no copies.
+    # Pipelines use no copies: their stages sum gradients over microbatches, and the gradients of
+    # bfloat16 copies would have too few bits for such sums.
     dtype = compute_dtype(config.model.compute_dtype)
     paths = frozenset() if schedule else copied(abstract, dtype)
     copies = functools.partial(copies_of, paths=paths, dtype=dtype)
@@ -202,7 +202,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
 def _scores(
     config: RunConfig, mesh: jax.sharding.Mesh, specs: Any, schedule: sharding.Schedule | None
 ) -> Callable[[Any, jax.Array, jax.Array], TokenScores]:
-    """Return `Run.scores`, whose rows are divided over the batch axes and the pipeline's stages."""
+    """Return `Run.scores`; its results are sharded over the batch axes and pipeline stages."""
     make = lambda: Decoder(dropless(in_floats(config.model)), rngs=nnx.Rngs(0))
     graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
 
@@ -215,7 +215,7 @@ def _scores(
 
 
 def _rates(model: ModelConfig, abstract: Decoder) -> Any:
-    """Return the factor of each parameter's rate: its fan-in in muP's base model over its own."""
+    """Return each parameter's learning rate factor: fan-in in muP's base model / own fan-in."""
     own = metadata(abstract, "fan_in")
     if model.base_model == model:
         return jax.tree.map(lambda _: 1.0, own)
@@ -224,7 +224,7 @@ def _rates(model: ModelConfig, abstract: Decoder) -> Any:
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:
-    """Return the schedule of the pipeline's stages, or None without a pipeline."""
+    """Return the schedule of the pipeline stages, or None if the mesh has only one stage."""
     stages, virtual = mesh.shape["stage"], config.train.virtual_stages
     if stages == 1:
         return None
@@ -236,7 +236,10 @@ def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule |
 
 
 def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
-    """Reshape stacked layers to [virtual, layers / virtual]; a stage has a part of each row."""
+    """Reshape the layer axis of parameters to [virtual, layers / virtual].
+
+    The second axis is then sharded over stages, so that each stage has a part of every chunk.
+    """
     if virtual == 1:
         return params
 
@@ -251,8 +254,8 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     parts, tokens = train.accumulate, mesh.shape["sequence"] * mesh.shape["tensor"]
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
     sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
-    # Devices that share tokens either attend with different heads each, or, in a ring along
-    # `sequence`, with the same heads; then each device has two parts of the tokens.
+    # Devices that share a sequence either compute different heads each, or they form a ring along
+    # the mesh axis `sequence` and share heads. In a ring each device has two parts of the sequence.
     for core in model.cores:
         ring = core.by_ring and any(n % tokens for n in core.divided_heads.values())
         for name, heads in core.divided_heads.items():
@@ -269,13 +272,13 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
 def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:
     """Return the shardings of a TrainState.
 
-    Parameters, and what the optimizer keeps of each, are sharded by the rules. The rest is
-    replicated.
+    Parameters, and the optimizer state that belongs to each parameter, have the sharding of the
+    parameter. Everything else is replicated.
     """
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = sharding.replicated(mesh)
     structure = jax.tree.structure(state.params)
-    # A MaskedNode takes the place of a parameter that another optimizer rule handles.
+    # optax puts a MaskedNode where another optimizer rule handles the parameter.
     is_none = lambda leaf: isinstance(leaf, optax.MaskedNode)
     like_params = lambda tree: jax.tree.structure(tree, is_none) == structure
     of_params = lambda tree: jax.tree.map(

@@ -1,6 +1,7 @@
-"""Signals that stop a run: after a step with a checkpoint, or at once between steps.
+"""Handlers of the signals that stop a run.
 
-One line is printed when a signal arrives.
+During training a signal stops the run after the current step, with a checkpoint. At other times it
+ends the process immediately. One line is printed when a signal arrives.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 from rmt_tpu.streams import flush_stdout, say
 
-# What processes agree on after a step, with the most urgent last.
+# Codes by which processes agree after a step on what to do; the highest code wins. STOPS maps the
+# codes for stopping to their signals.
 GO_ON, SAVE = 0, 1
 STOPS = {
     2: signal.SIGUSR1,
@@ -20,14 +22,19 @@ STOPS = {
     5: signal.SIGINT,
     6: signal.SIGTERM,
 }
-# SIGHUP of a closed terminal and the warnings of schedulers like SLURM come before the end, or more
-# than once, so a second one must not cost the checkpoint. If the process ignores one of these
-# signals, as under nohup, it continues to.
+# Signals that warn of a later end, such as SIGHUP from a closed terminal, or warnings from a
+# scheduler like SLURM. They may arrive more than once, and a second one must not prevent the
+# checkpoint. If the process already ignores such a signal, as under nohup, it continues to ignore
+# it.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Stop:
-    """The request of a signal; `wanted` is a key of `STOPS`, or `GO_ON`."""
+    """A record of the signal that arrived.
+
+    Attributes:
+      wanted: the signal's key in `STOPS`, or `GO_ON` if no signal has arrived.
+    """
 
     def __init__(self):
         self.wanted = GO_ON
@@ -35,9 +42,12 @@ class Stop:
 
 @contextlib.contextmanager
 def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
-    """Record in a `Stop` what the first signal of STOPS asks for; a second one ends the process.
+    """Record the first signal in `STOPS` that arrives during the body; a second ends the process.
 
-    A signal that only warns is ignored from the first signal on.
+    After the first signal, further signals that are only warnings are ignored.
+
+    Yields:
+      The `Stop` in which the signal is recorded.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -56,7 +66,7 @@ def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
         put_back()
         for warning in usual.keys() & set(_WARNINGS):
             signal.signal(warning, signal.SIG_IGN)
-        # Python refuses this within another write to the same stream.
+        # Python raises an error if the signal interrupted another write to the same stream.
         with contextlib.suppress(RuntimeError):
             say("stopping after this step; once more to stop at once, without checkpoint")
 
@@ -73,11 +83,11 @@ def _is_ours(number: int) -> bool:
 
 
 class AtOnce:
-    """The line and exit code with which a signal between steps ends the process.
+    """The message and exit code for a process that a signal ends outside of the training loop.
 
     Attributes:
-      after: the end of the printed line, which says what is left of the run.
-      saved: whether nothing would be lost; the exit code is then 0 instead of that of the signal.
+      after: the end of the printed line, which says what state the run is left in.
+      saved: whether all progress is saved. The exit code is then 0; otherwise it is the signal's.
     """
 
     def __init__(self):
@@ -87,23 +97,27 @@ class AtOnce:
         self.saved = False
 
     def all_is_saved(self, step: int) -> None:
-        """Note that nothing trained would be lost from now on, so that the exit code is 0."""
+        """Record that a checkpoint of `step` has all progress, so that the exit code becomes 0."""
         self.after = f"; step {step} is saved, and the same command does what is left"
         self.saved = True
 
 
 @contextlib.contextmanager
 def between_steps(end: Callable[[str, int], None]) -> Iterator[AtOnce]:
-    """End the process with a line when a signal comes; all but SIGINT also act while XLA compiles.
+    """End the process with a one-line message when a signal arrives in the body.
 
-    Python calls a handler only when the compiler returns, which may be minutes later. Therefore a
-    thread reads the pipe into which Python's C handler writes the signal's number.
+    All signals except SIGINT act even while XLA compiles. Python would call a handler only after
+    the compiler returns, which may take minutes. Instead a thread reads the pipe to which Python's
+    C handler writes the number of each signal.
 
     Args:
-      end: ends the process, given a line and the exit code; that thread calls it.
+      end: a function of a message and an exit code that ends the process. The thread calls it.
+
+    Yields:
+      The message and exit code, which the body may change.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C was pressed; the exception has that line.
+      KeyboardInterrupt: Ctrl-C was pressed; the exception has the message.
     """
     at_once = AtOnce()
     main = threading.current_thread() is threading.main_thread()
@@ -136,7 +150,7 @@ def _terminated(
         while number := os.read(ours, 1):
             if number[0] in numbers:
                 name = signal.Signals(number[0]).name
-                code = 0 if at_once.saved else 128 + number[0]  # the code that a shell reports
+                code = 0 if at_once.saved else 128 + number[0]  # as shells report it
                 end(f"stopped by {name}{at_once.after}", code)
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)
@@ -156,7 +170,7 @@ def _terminated(
 
 
 def end_process(line: str, code: int) -> None:
-    """Print a line and end the process, from any thread; for a run of one process."""
+    """Print a line and exit immediately; any thread may call this, in runs with one process."""
     flush_stdout()
     say(line)
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The start of a run: random, from another run's weights or state, or from its own checkpoint."""
+"""The initial state of a run: random, taken from another run, or from its own checkpoint."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,12 +19,15 @@ from rmt_tpu.training.step import TrainState
 
 
 class Start(NamedTuple):
-    """The point where a run goes on: its state, steps done, windows of data read, and its branch.
+    """The point from which a run starts or resumes.
 
     Attributes:
-      branch: the step that the run last went back to, if it did.
-      is_saved: whether a checkpoint of the run has this state, or it is the state before the first
-        step.
+      state: the parameters and optimizer state.
+      step: number of steps done.
+      windows_read: number of windows of training data read so far.
+      branch: the step to which the run last went back at the user's request, or None.
+      is_saved: whether the state needs no saving, either because a checkpoint of this run has it or
+        because it precedes the first step.
     """
 
     state: TrainState
@@ -35,7 +38,7 @@ class Start(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The text that a run is trained on.
+    """The text on which a run is trained.
 
     Attributes:
       tokenizer: the run's tokenizer.
@@ -47,7 +50,7 @@ class Text(NamedTuple):
 
 
 class SavedRun(NamedTuple):
-    """A run folder, its checkpoints, and the config next to them; `Copied` also has these."""
+    """A run folder with its checkpoints and config; `Copied` has the same fields."""
 
     folder: Folder
     checkpoints: Checkpointer
@@ -62,15 +65,18 @@ def restore_or_init(
     back: int | None,
     say: Callable[[str], None],
 ) -> Start:
-    """Return the start of a run without checkpoints, or the state at one of its checkpoints.
+    """Return the state from which a run starts or resumes.
+
+    A run without checkpoints starts from `origin` or from random parameters. Otherwise it resumes
+    from one of its checkpoints.
 
     Args:
-      run: the run before its first step.
+      run: the run's functions and shardings.
       saved: the run's folder, checkpoints and config.
-      text: the text that it is trained on.
-      origin: the run or model whose weights or state a new run takes, if any.
-      back: the checkpoint to go back to; None is the newest undamaged one.
-      say: prints one line about what is taken from `origin`.
+      text: the text on which the run is trained.
+      origin: the run or model whose weights or state a new run takes over, or None.
+      back: step of the checkpoint to go back to; None is the newest undamaged checkpoint.
+      say: a function that prints a line.
 
     Raises:
       UsageError: the checkpoint is from another run, text or tokenizer, or does not fit the model.
@@ -102,7 +108,16 @@ def _at(
     text: Text,
     step: int | None,
 ) -> Start:
-    """Return the state at a checkpoint of the run that `flag` names, if it fits this run."""
+    """Return the state at a checkpoint, after checking that it fits this run.
+
+    Args:
+      config: the config of this run.
+      run: the functions and shardings of this run.
+      saved: the run that saved the checkpoint.
+      flag: the flag and value that name its folder, for error messages.
+      text: the text on which this run is trained.
+      step: step of the checkpoint; None is the newest undamaged one.
+    """
     like = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         run.abstract._replace(copies={}),
@@ -128,7 +143,7 @@ def _at(
 
 
 def meta_of(config: RunConfig, text: Text, windows_read: int, branch: int | None) -> dict[str, Any]:
-    """Return a checkpoint's metadata: its run's config, and the position in the text."""
+    """Return the metadata of a checkpoint: the run's config and its position in the text."""
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
     meta |= workdir.saved_with(config, text.tokenizer)
     return meta if branch is None else meta | {"branch": branch}
@@ -137,7 +152,7 @@ def meta_of(config: RunConfig, text: Text, windows_read: int, branch: int | None
 def go_back(
     folder: Folder, checkpoints: Checkpointer, step: int, say: Callable[[str], None]
 ) -> None:
-    """Drop the checkpoints after `step`, from which the run in `folder` begins again."""
+    """Delete the checkpoints after `step`, so that the run in `folder` resumes from `step`."""
     later = [str(other) for other in checkpoints.steps() if other > step]
     checkpoints.go_back(step)
     dropped = "there is no later checkpoint"
@@ -147,10 +162,12 @@ def go_back(
 
 
 def origin_of(config: RunConfig, folder: Folder) -> Origin | Copied | None:
-    """Return what a new run starts from, or None; a run with checkpoints no longer looks for it.
+    """Return the run or model from which a new run starts, as given by `train.init_from`.
+
+    The result is None if none is given, or if the run already has checkpoints.
 
     Raises:
-      UsageError: it cannot be read or does not fit, see `Origin` and `Copied`.
+      UsageError: the origin cannot be read or does not fit; see `Origin` and `Copied`.
     """
     if not config.train.init_from or workdir.open_checkpoints(folder).steps():
         return None

@@ -1,4 +1,4 @@
-"""The loss of a batch, its gradients, and one optimizer step, as pure functions to jit."""
+"""Pure functions, to be jitted, for the loss of a batch, its gradients and an optimizer step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,17 +21,18 @@ from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. A checkpoint has all of it except the copies.
+    """The state of training. Checkpoints contain all of it except `copies`.
 
     Attributes:
-      params: pure dict of the decoder's parameters.
-      optimizer: optax's state.
+      params: the decoder's parameters, as a pure dict.
+      optimizer: the state of the optax optimizer.
       key: random key for training, or for a sample drawn from the run.
-      step: optimizer steps taken, including skipped ones.
-      skipped: number of steps that changed no parameter because the loss or gradient was not
-        finite.
-      skipped_in_a_row: number of such steps since the last good one.
-      copies: copies of weights that a step reads in their place; see `training.copies`.
+      step: number of optimizer steps taken, including skipped steps.
+      skipped: number of skipped steps, which changed no parameter because the loss or a gradient
+        was not finite.
+      skipped_in_a_row: number of skipped steps since the last step that was not skipped.
+      copies: copies of weights in the compute dtype, which the next step reads in place of the
+        weights; see `training.copies`.
     """
 
     params: Any
@@ -59,10 +60,10 @@ def batch_loss(
     z_loss: int | float = 0.0,
     schedule: sharding.Schedule | None = None,
 ) -> Loss:
-    """Return loss sums over a batch, or over this device's own tokens of it.
+    """Return the sums of losses over a batch, or in per-device code over this device's tokens.
 
-    With a `schedule` of pipeline stages, each stage has the loss of a part of the tokens, and the
-    gradient is computed together with the loss.
+    With a `schedule` of pipeline stages, each stage returns the loss of some of the tokens, and
+    gradients are computed together with the loss.
     """
     decoder = nnx.merge(graphdef, params)
     with kernels.preferred(decoder.config):
@@ -93,17 +94,18 @@ def make_gradients(
     specs: Any,
     schedule: sharding.Schedule | None = None,
 ) -> Callable[[Any, Batch], tuple[Any, Loss]]:
-    """Return what each device does for a step: `(params, batch) -> (gradients, mean losses)`.
+    """Return the per-device function `(params, batch) -> (gradients, mean losses)`.
 
-    With `accumulate` parts, each part's gradient is weighted by its tokens, so that the step equals
-    that of the whole batch. Devices add up their gradients once, after the last part. Gradients are
-    at least float32 and are summed in it, also where parameters are copies with fewer bits.
+    If a batch is accumulated in parts, the gradients of the parts are weighted by their numbers of
+    tokens, so that the sum equals the gradient of the whole batch. Gradients are summed over
+    devices only once, after the last part. They are converted to at least float32 before they are
+    summed, even if the parameters are copies with fewer bits.
 
     Args:
       config: the run's config.
       graphdef: graph definition of the decoder.
-      specs: partition spec of each parameter, over the axes of the mesh.
-      schedule: schedule of the pipeline's stages, if there are any.
+      specs: partition spec of each parameter.
+      schedule: schedule of the pipeline stages, or None without a pipeline.
     """
     options = {"z_loss": config.train.z_loss, "schedule": schedule}
 
@@ -147,10 +149,14 @@ def make_train_step(
     roles: Any,
     copies: Callable[[Any], Copies],
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """Return the step, `(state, batch) -> (state, metrics)`; metrics maps names to scalars.
+    """Return the train step `(state, batch) -> (state, metrics)`; metrics maps names to scalars.
 
-    `roles` are the parameters' roles, and `copies(params)` makes the copies that the next step
-    reads.
+    Args:
+      config: the run's config.
+      gradients: the function that computes gradients and mean losses.
+      optimizer: the optimizer.
+      roles: tree of the parameters' roles.
+      copies: a function that computes the copies of weights that the next step reads.
     """
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 

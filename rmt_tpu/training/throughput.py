@@ -1,4 +1,4 @@
-"""The speed of steps: seconds, tokens, model FLOPs; and the memory in use."""
+"""Metrics of training speed (seconds, tokens, model FLOPs) and of memory in use."""
 
 import time
 
@@ -9,11 +9,11 @@ from rmt_tpu.config import RunConfig
 
 
 class Throughput:
-    """A stopwatch for steps, which excludes what is done between them.
+    """A stopwatch for steps that excludes work between steps, such as evaluation.
 
     Args:
       config: the run's config.
-      mesh: the mesh that the run is on.
+      mesh: the mesh on which the run is trained.
     """
 
     def __init__(self, config: RunConfig, mesh: jax.sharding.Mesh):
@@ -27,11 +27,11 @@ class Throughput:
             self._step_flops = cost.train_flops(forward, self._tokens)
 
     def restart(self) -> None:
-        """Note that the next step begins now."""
+        """Restart the stopwatch, because the next step starts now."""
         self._began = time.monotonic()
 
     def step_ended(self) -> dict[str, float]:
-        """Return the metrics of the step that ends now; the next one begins now."""
+        """Return the metrics of the step that has just ended, and restart the stopwatch."""
         now = time.monotonic()
         seconds, self._began = now - self._began, now
         row = {
@@ -44,7 +44,7 @@ class Throughput:
 
 
 def _memory() -> dict[str, float]:
-    """Return the bytes in use on the busiest local device, if the platform reports them."""
+    """Return the maximum of bytes in use over local devices, if the platform reports them."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     in_use = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
     return {"memory/bytes_in_use": float(max(in_use))} if in_use else {}

@@ -1,4 +1,4 @@
-"""Training of a run, from its folder and its text to the loop over steps."""
+"""The function `train`, which prepares a run folder, data and state, and runs the loop."""
 
 import contextlib
 import gc
@@ -45,33 +45,36 @@ def train(
     all_is_saved: Callable[[int], None] = lambda step: None,
     check_kernels: kernel_checks.How = "auto",
 ) -> Outcome:
-    """Train `config` in `folder`, from its last good checkpoint if there is one.
+    """Train `config` in `folder`, starting from its last undamaged checkpoint if there is one.
 
-    If "auto" chose an int16 residual and it outgrows int16, the RMT goes on from there in float32.
+    If "auto" chose an int16 residual and the residual outgrows int16, training of the RMT continues
+    in float32.
 
-    The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 ends the run with a checkpoint after the
-    current step. In a run of several processes, any of them may get the signal, and the run ends
-    after the next step that all of them are in.
+    The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the run with a checkpoint after the
+    current step. In a run with several processes, any process may receive the signal, and all stop
+    after the same step.
 
-    In a run of several processes (`processes.initialize`), all of them call this function with the
-    same arguments. The first one writes the run folder, which all can read; each writes its own
-    part of a checkpoint.
+    In a run with several processes (`processes.initialize`), all of them call this function with
+    the same arguments. The first process writes the run folder, which all processes must be able to
+    read. Each process writes its own part of a checkpoint.
 
     Args:
-      config: the run's config; it must be that of the run in the folder, if there is one.
+      config: the run's config. If the folder already holds a run, it must be the config of that
+        run.
       folder: the run folder, local or gs://.
-      change_config: whether the run in the folder may go on with a different config, see
+      change_config: whether the run in the folder may continue with a different config; see
         `workdir.open_workdir`.
-      from_step: the checkpoint of the run to go back to, dropping all that came later, see
-        `workdir.step_to_go_back_to`.
-      profile_steps: number of steps to trace into `<folder>/profile`.
+      from_step: step of a checkpoint to go back to; all later checkpoints, metrics and samples are
+        deleted. See `workdir.step_to_go_back_to`.
+      profile_steps: number of steps to profile; the trace is written to `<folder>/profile`.
       label: name of the run in the progress display.
-      all_is_saved: called with the last step of this call when its checkpoint is committed; only
-        files for people, such as metrics and plots, are written after that.
-      check_kernels: "auto" first checks kernels that this device has no record of; "off" does not.
+      all_is_saved: a function that is called with the last step of this call once its checkpoint is
+        committed. After that only files for people are written, such as metrics and plots.
+      check_kernels: "auto" checks kernels that were not checked on this kind of device before;
+        "off" checks none.
 
     Raises:
-      UsageError, MeshError: the config, its files or the folder cannot be used.
+      UsageError, MeshError: the config, the files that it names, or the folder cannot be used.
       RunError: the loss stays non-finite, no checkpoint can be read, a process is missing, or
         memory runs out.
     """
@@ -84,13 +87,13 @@ def train(
         return _train(config, folder, change_config, from_step, profile_steps, how)
     except OutgrewInt16:
         pass
-    gc.collect()  # free the arrays of that loop before new ones are made
+    gc.collect()  # free the arrays of the failed loop before new arrays are made
     config = overrides.apply(config, {"model.store.dtype": "float32"})
     return _train(config, folder, True, None, 0, how)
 
 
 class _How(NamedTuple):
-    """Arguments of `train` that also hold if the run begins again in float32."""
+    """Arguments of `train` that stay the same if the run is restarted in float32."""
 
     label: str
     all_is_saved: Callable[[int], None]
@@ -116,8 +119,8 @@ def _train(
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
-            # Do this before anything in the folder changes, so that a run that is alive keeps its
-            # folder.
+            # Acquire the lease before anything in the folder changes, to protect a run that is
+            # still training there.
             other = stack.enter_context(lease.held(folder, progress.say))
         opened = _open(folder, config, change_config, other, progress.say)
         checkpoints = _checkpointer(folder, config, progress)
@@ -140,8 +143,7 @@ def _train(
             progress.say(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
             _write_folder(folder, config, opened, prepared.text.tokenizer)
-        # Save the state now, so that this run has what it began with whatever happens to the
-        # origin.
+        # Save the copied state at once, so that this run does not depend on its origin any more.
         if not start.is_saved:
             meta = meta_of(config, prepared.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
@@ -159,7 +161,11 @@ def _prepare(
     label: str,
     progress: TrainingProgress,
 ) -> tuple[Prepared, Origin | Copied | None]:
-    """Make the run's functions and read its text; also return where its weights come from."""
+    """Construct the run's functions and read its text.
+
+    Returns:
+      The prepared run, and the origin of its initial weights, or None.
+    """
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     progress.say(f"{label}: {_introduction(config, run)}")
     room.check(config, run)
@@ -184,7 +190,7 @@ def _open(
     other: str | None,
     say: Callable[[str], None],
 ) -> workdir.Opened:
-    """Register this run's config in the folder, and print what changes there."""
+    """Register this run's config in the folder, and print how it differs from the earlier one."""
     opened = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if opened.changes:
         how = "starting anew" if opened.anew else "going on"
@@ -200,7 +206,7 @@ def _write_folder(
     """Write the run's config and tokenizer into the folder, on the first process."""
     if opened.anew:
         set_aside(folder)
-    folder.delete(DIVERGED)  # left by an earlier start, maybe with another config
+    folder.delete(DIVERGED)  # may be left from an earlier start
     workdir.write_config(folder, config, [] if opened.anew else opened.changes)
     tokenizer.save(folder)
     text_ends.save(folder, tokenizer)
@@ -231,7 +237,7 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
 
 
 def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: int) -> None:
-    """Check that all processes have the same config and data, or they would wait for each other.
+    """Check that all processes have the same config and data; otherwise they could deadlock.
 
     Raises:
       UsageError: this process has another config or other data than process 0.
