@@ -1,4 +1,4 @@
-"""A description of how a run was started: command, versions, commit, host and devices."""
+"""A description of how a run was started: command, versions, git commit, host and devices."""
 
 import os
 import platform
@@ -17,9 +17,9 @@ _PACKAGES = ("rmt_tpu", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore"
 
 
 def describe() -> dict[str, Any]:
-    """Return a description of this process, as JSON.
+    """Return a description of this process as JSON values.
 
-    `git_commit` is None if the code is not a git checkout.
+    The value of `git_commit` is None if the code does not run from a git checkout.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -38,14 +38,18 @@ def _versions() -> dict[str, str]:
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # the code is not installed as a package
+        except metadata.PackageNotFoundError:  # the package is not installed
             continue
     return versions
 
 
 def _commit(root: Path) -> str | None:
-    """Return the commit of a checkout at `root`, with "-dirty" if files differ from it, or None."""
-    # The code is installed; a repository further up is the user's own.
+    """Return the commit of the git checkout at `root`, or None if there is none.
+
+    The commit ends with "-dirty" if files differ from it.
+    """
+    # Without .git in `root` the code is an installed package, and a repository in a parent folder
+    # would be the user's.
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,33 +1,37 @@
-"""Growth of a residual matrix: a checkpoint with K slots opens as the same function with K' > K.
+"""Growth of a residual matrix: a checkpoint is restored with a larger D_k as the same function.
 
-A token's residual `X [K, D_v]` becomes `X' = [X; A X] [K', D_v]`. The J = K' - K new slots hold the
-old slots multiplied by a fixed matrix `A [J, K]` with
+The rows of a token's residual are called slots. Growth from K to K' > K slots maps the residual `X
+[K, D_v]` to `X' = [X; A X] [K', D_v]`. The J = K' - K new slots hold the old slots multiplied by a
+fixed matrix `A [J, K]` with
 
     A^T A = (J / K) I        1_J^T A = (J / K) 1_K^T        A 1_K = 1_J
 
-so that X' has the mean and the mean square of X, and every norm divides by the same number, epsilon
-included. Empty slots would change both, and no gain can undo their effect on the mean. Writes are
-linear in the storage keys, so the storage keys are multiplied by A like the residual. All
-parameters that read or score the residual have zeros in the new slots:
+Therefore X' has the same mean and mean square as X, and every norm divides by the same number,
+including epsilon. Slots of zeros would change both, and no gain could undo their effect on the
+mean. Writes are linear in the storage keys w, so A is applied to the storage keys in the same way
+as to the residual. Read keys r, gains and the queries of depth attention get new entries that keep
+the function unchanged:
 
-    w' = [w, w A^T]    r' = [r, 0]    gain' = [gain, 1]    query' = [query, 0]    (depth attention)
+    w' = [w, w A^T]    r' = [r, 0]    gain' = [gain, 1]    query' = [query, 0]
 
-Such an A needs J >= K and exists for no smaller J: `||A X||^2` must be a multiple of `||X||^2` for
-every X, so A has rank K.
+Such an A exists only for J >= K: `||A X||^2` must be the same multiple of `||X||^2` for every X, so
+A has rank K.
 
-The model uses the new slots from the first step on: the gradient of r' there is d_z times the
-normed `A X`, which is as large as the gradient in the old slots. Once r' has moved, w' and the gain
-move too.
+The model learns to use the new slots from the first step onwards. The gradient of r' in the new
+slots is the gradient of the read vectors times the normed `A X`, which is as large as the gradient
+in the old slots. Once r' has changed, w' and the gain receive gradients too.
 
-Adam's moments of a new entry are
-- first moment 0, because no gradient has acted on it yet. `mu A^T` for w' would be the gradient
-  through reads that the new slots do not have.
-- second moment `nu (A * A)^T`, a mean of the moments of the old slots with weights that add up to 1
-  on average. It is the expected square of `A g`. With zeros, because Adam's step count is that of
-  the run, updates would be as large as the learning rate for any gradient, and up to
-  `(1 - b1) / sqrt(1 - b2)` times it.
+Adam's moments for new entries are initialised as follows:
 
-Depth attention with `num_heads` parts of the residual grows each part by an A of its own.
+- The first moment is 0, because no gradient has acted on the entry yet. The alternative `mu A^T`
+  for w' would be the gradient through reads that the new slots do not have.
+- The second moment is `nu (A * A)^T`, a weighted mean of the second moments of the old slots, whose
+  weights sum to 1 on average. It is the expected square of `A g` for a gradient g. If it were 0,
+  the updates would be as large as the learning rate for any gradient, and up to
+  `(1 - b1) / sqrt(1 - b2)` times as large, because Adam's step count continues from the run.
+
+If depth attention splits the residual into `num_heads` parts, each part grows separately, with the
+matrix A for its size.
 """
 
 import dataclasses
@@ -45,8 +49,8 @@ from rmt_tpu.errors import UsageError
 
 New = Literal["turned", "zeros", "ones"]
 
-# Maps the name of a parameter of a site or the embedding to its axes of size D_k, counted from the
-# last, and to the content of new slots.
+# Maps the name of a parameter to its axes of size D_k, as negative numbers, and to the content of
+# the new slots: "turned" multiplies the old slots by A.
 KEYED: dict[str, tuple[tuple[int, ...], New]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -54,25 +58,26 @@ KEYED: dict[str, tuple[tuple[int, ...], New]] = {
     "gain": ((-2,), "ones"),
     "query": ((-2,), "zeros"),
     "key_gain": ((-2,), "ones"),
-    # The matrix of an "input" query is [D_k D_v, D_k D_v], seen here as [D_k, D_v, D_k, D_v].
+    # The projection of an "input" query has shape [D_k D_v, D_k D_v], and is reshaped here to [D_k,
+    # D_v, D_k, D_v].
     "project": ((-4, -2), "zeros"),
 }
-# Fields that may differ between the models: D_k, and how numbers are stored and recomputed.
+# Config fields that may differ between the two models: D_k, dtypes, and remat.
 _FREE = ("store", "compute_dtype", "remat")
 
 
 def grow(tree: Any, before: ModelConfig, after: ModelConfig) -> Any:
-    """Grow `tree` from `before.store.key_dim` slots to `after.store.key_dim` slots.
+    """Grow the arrays in `tree` from the D_k of the model `before` to the D_k of the model `after`.
 
     Args:
-      tree: numpy arrays: parameters as `nnx.to_pure_dict` has them, stacked in any way, or a
-        TrainState with them and Adam's moments.
-      before: the model of `tree`.
-      after: the same model with another size of the residual.
+      tree: a tree of numpy arrays. It consists of the parameters, as returned by `nnx.to_pure_dict`
+        and stacked in any way, or of a TrainState with parameters and Adam's moments.
+      before: the config of the model that `tree` belongs to.
+      after: the config of the same model with a larger D_k.
 
     Returns:
-      The same tree in the same dtypes, with the new slots after the old ones (within each head of
-      depth attention). Arrays without an axis of D_k are returned unchanged.
+      The grown tree with the same dtypes. New slots follow the old slots, separately in each head
+      of depth attention. Arrays without an axis of size D_k are unchanged.
 
     Raises:
       UsageError: the models differ in more than D_k, or no exact growth to that size is known.
@@ -89,22 +94,23 @@ def restore_grown(
     *,
     partial: bool = False,
 ) -> tuple[int, Any, dict]:
-    """Restore a checkpoint like `checkpoints.restore`, also if it has a smaller D_k than `model`.
+    """Restore a checkpoint as `Checkpointer.restore` does, growing it if its D_k is smaller.
 
-    Every process reads arrays with an axis of D_k whole, which are small compared with the others,
-    and grows them on its host; each device gets its part of them. The other arrays are read as
-    usual, so the meshes of the checkpoint and of `like` may differ. The D_k of a step is found from
-    its arrays: steps before and after a growth may be in one folder.
+    Every process reads each array with an axis of size D_k as a whole, grows it on its host, and
+    puts shards of it on its devices. These arrays are small compared with the others, which are
+    read as usual, so the meshes of the checkpoint and of `like` may differ. The D_k of a checkpoint
+    is derived from its arrays, so a folder may have checkpoints from before and after a growth.
 
     Args:
       checkpoints: the run's checkpoints.
       like: the argument `like` of `Checkpointer.restore`, for `model`.
-      model: the model whose D_k the result has. A step that has it already is just restored.
+      model: the config of the model to restore. A checkpoint with the same D_k is restored without
+        growth.
       step: step of the checkpoint; None is the newest undamaged one.
       partial: the argument `partial` of `Checkpointer.restore`.
 
     Returns:
-      The step, the grown tree, and the meta it was saved with.
+      The step, the grown tree, and the metadata that the checkpoint was saved with.
 
     Raises:
       UsageError: see `grow` and `Checkpointer.restore`.
@@ -129,17 +135,17 @@ def restore_grown(
 
 
 def key_dim(stored: Mapping[str, StoredArray]) -> int | None:
-    """Return D_k of a checkpoint's model, given `Checkpointer.arrays`; None if it has no keys."""
+    """Return the D_k of a checkpoint, given its `Checkpointer.arrays`; None if it has no keys."""
     keys = stored.get("params/final_site/store_keys")
     return keys.shape[-1] if keys and len(keys.shape) == 2 else None
 
 
 def turn(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
-    """Return the matrix A as float64; it depends on the sizes only.
+    """Return the matrix A for K = `slots` and J = `new` in float64; it depends only on the sizes.
 
-    A maps the mean direction to the mean direction, and everything orthogonal to it to directions
-    orthogonal to the mean: `A = 1 1^T / K + sqrt(J / K) Q P^T` with orthonormal columns
-    `Q [J, K - 1]` and `P [K, K - 1]`, each of which adds up to 0.
+    A maps the all-ones vector to the all-ones vector, and vectors orthogonal to it to vectors
+    orthogonal to it: `A = 1 1^T / K + sqrt(J / K) Q P^T`, where `Q [J, K - 1]` and `P [K, K - 1]`
+    have orthonormal columns whose entries sum to 0.
     """
     rng = np.random.default_rng((slots, new))
 
@@ -151,7 +157,10 @@ def turn(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
 
 
 class _Slots:
-    """The slots of two models, in `parts` of equal size that grow separately."""
+    """The conversion of arrays between two models with different D_k.
+
+    The slots are split into `parts` of equal size, which grow separately.
+    """
 
     def __init__(self, before: ModelConfig, after: ModelConfig):
         _check(before, after)
@@ -162,18 +171,21 @@ class _Slots:
         self.turn = turn(part, part_after - part) if part_after > part else np.zeros((0, part))
 
     def ungrown(self, path: Sequence[Any], leaf: Any) -> Any:
-        """Return what to restore for a leaf of the grown model: a host's array if it has slots."""
+        """Return the array to restore for a leaf of the grown model.
+
+        For a leaf with an axis of size D_k it is a numpy array with the smaller D_k.
+        """
         if not _is_keyed(path):
             return leaf
         axes, _ = KEYED[_name(path)]
         shape = list(self._with_slots(path, leaf.shape, self.size_after))
         for axis in axes:
             shape[axis] = self.size
-        # Only the shape and dtype matter, so the array repeats a single number.
+        # Only the shape and dtype matter, so the array is a broadcast of a single number.
         return np.broadcast_to(np.zeros((), leaf.dtype), self._stored(path, shape))
 
     def grown(self, path: Sequence[Any], x: Any) -> Any:
-        """Return an array of the smaller model grown to the larger one."""
+        """Return an array of the smaller model after growth to the larger model."""
         if not _is_keyed(path):
             return x
         axes, new = KEYED[_name(path)]
@@ -185,7 +197,7 @@ class _Slots:
         return y.reshape(self._stored(path, y.shape)).astype(x.dtype)
 
     def _extended(self, x: np.ndarray, axis: int, new: str) -> np.ndarray:
-        """Return `x` with new slots after the old ones of each part."""
+        """Return `x` with new slots along `axis` after the old slots of each part."""
         x = np.moveaxis(x, axis, -1)
         old = x.reshape(*x.shape[:-1], self.parts, -1)
         match new:
@@ -232,7 +244,7 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
 
 
 def _placed(grown: Any, like: Any, read: Any) -> Any:
-    """Return a grown array as the same kind of array as `like`, with the sharding of `like`."""
+    """Return a grown array as the same type of array as `like`, with the same sharding."""
     if grown is read or isinstance(like, np.ndarray):
         return grown
     if not getattr(like, "committed", True) or like.sharding is None:
@@ -241,7 +253,7 @@ def _placed(grown: Any, like: Any, read: Any) -> Any:
 
 
 def _is_keyed(path: Sequence[Any]) -> bool:
-    # Cores have gains of their own, over heads.
+    # Gains within cores have other axes.
     return bool(path) and _name(path) in KEYED and "core" not in map(_key, path)
 
 

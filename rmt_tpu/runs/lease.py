@@ -1,4 +1,4 @@
-"""A note in the run folder that a process trains there, by which another process notices it."""
+"""A file in the run folder by which a second process notices that another one trains there."""
 
 import contextlib
 import json
@@ -13,24 +13,25 @@ from rmt_tpu.storage import Fault, Folder
 
 FILE = "running.json"
 _BEAT_SECONDS = 60.0
-# A note that was not renewed for this long is from a process that has ended.
+# A file that was not renewed for this long belongs to a process that has ended.
 _STALE_SECONDS = 3 * _BEAT_SECONDS
 
 
 @contextlib.contextmanager
 def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
-    """Refuse a folder in which another process trains; leave a note that this process does.
+    """Announce in a file that this process trains in the folder, during the body.
 
-    The note is renewed each minute. It does not lock the folder. If a process of this host left it,
-    this function finds out whether that process is alive. A process of another host may have been
-    killed a minute ago and begin again here, so its note only causes a message. The caller decides
-    what follows: the same run may go on, but the folder must not become another run's.
+    The file is renewed every minute and does not lock the folder. If the file already exists and
+    was written on this host, this function raises an error if that process is alive. If it was
+    written on another host, that process may have been killed a minute ago and restarted here, so
+    only a message is printed. The caller decides what to do: the same run may continue, but a
+    different run must not take over the folder.
 
     Yields:
-      A description of the process of another host that left a note lately, or None.
+      A description of the process on another host that recently renewed the file, or None.
 
     Raises:
-      UsageError: a process of this host trains in `folder`.
+      UsageError: another process on this host trains in `folder`.
     """
     other = _claimed(folder)
     if other:
@@ -63,7 +64,10 @@ def _word() -> bytes:
 
 
 def _claimed(folder: Folder) -> str | None:
-    """Leave the first note; of two processes that do so at once only one succeeds. See `held`."""
+    """Write the file for the first time, and return a description of the other process, if any.
+
+    If two processes do this at the same time, only one of them succeeds; see `held`.
+    """
     with contextlib.suppress(Fault):
         for _ in range(3):
             found = folder.read(FILE)
@@ -83,9 +87,9 @@ def _claimed(folder: Folder) -> str | None:
 
 
 def _other(data: bytes) -> tuple[str | None, bool]:
-    """Return the process that left a note lately, and whether it is on this host.
+    """Return a description of the process that wrote the file, and whether it is on this host.
 
-    The process is None if it is known or likely to have ended.
+    The description is None if the process has ended, or has probably ended.
     """
     try:
         said = json.loads(data)
@@ -99,7 +103,7 @@ def _other(data: bytes) -> tuple[str | None, bool]:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process of this host has this number."""
+    """Return whether another process on this host has this process id."""
     if pid == os.getpid():
         return False
     try:

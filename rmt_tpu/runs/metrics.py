@@ -1,4 +1,4 @@
-"""Metrics in the run folder: rows in `metrics.jsonl`, and the same for TensorBoard."""
+"""Metrics in the run folder, as rows in `metrics.jsonl` and as TensorBoard event files."""
 
 import json
 import math
@@ -14,27 +14,28 @@ from rmt_tpu.storage import Fault, Folder, Location, open_folder
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
-_LARGEST = 4 * 2**30  # in bytes; a row has about 300
-# Seconds between additions to a file in a bucket, and between attempts after a failure.
+_LARGEST = 4 * 2**30  # maximum file size in bytes; a row has about 300
+# Seconds between appends to a file in a bucket, and between retries after a failure.
 _APPEND_SECONDS = 30.0
 
 
 class MetricsWriter:
-    """A writer that appends to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if wanted.
+    """A writer of metrics to `<workdir>/metrics.jsonl` and, optionally, to TensorBoard event files.
 
-    A row is one JSON object with its `step`; numbers that are not finite become null. If a step has
-    several rows, later values replace earlier ones. Rows of `first_step` and later, which an
-    earlier start left, are dropped. In a bucket, a thread adds the rows of half a minute at a time,
-    and `flush` adds all rows at once.
+    A row is a JSON object with its `step`. Numbers that are not finite are written as null. If a
+    step has several rows, values in later rows replace those in earlier rows. Rows that an earlier
+    start wrote for `first_step` and later steps are deleted. If the folder is in a bucket, a thread
+    appends the new rows every half minute, and `flush` appends them immediately.
 
-    No method raises an error because a file cannot be written. The error is reported once, and the
-    rows are kept and written when the file can be written again.
+    No method raises an error if a file cannot be written. The error is reported once, and the rows
+    are kept in memory until they can be written.
 
     Args:
       workdir: the run folder.
       first_step: the first step that will be written.
-      board: whether to write for TensorBoard.
-      report: called with one line about a file that cannot be written, from any thread.
+      board: whether to write TensorBoard event files.
+      report: a function that is called with one line about a file that cannot be written, from any
+        thread.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class MetricsWriter:
             self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row; on a local disk it survives the process once this returns."""
+        """Write one row; on a local disk it is in the file when this method returns."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
         if self._board:
@@ -68,15 +69,15 @@ class MetricsWriter:
             self._append(soon=True)
 
     def flush(self) -> None:
-        """Append all rows to the files, or at least try to, before returning; from any thread."""
+        """Append all pending rows to the files if they can be written; any thread may call this."""
         self._append(soon=False)
 
     def close(self) -> None:
-        """Write the remaining rows and end the thread."""
+        """Write the remaining rows and stop the thread."""
         self._closed.set()
         if self._thread:
             self._thread.join()
-        # Do not wait again for a bucket that has just failed to answer for minutes.
+        # Do not try again if the bucket has just failed to answer for minutes.
         self._append(soon=self._thread is not None)
 
     def _append(self, *, soon: bool) -> None:
@@ -90,7 +91,7 @@ class MetricsWriter:
 
 
 class _Growing:
-    """A file that only grows, with the data that still has to be appended."""
+    """A file that is only appended to, with the data that is still to be appended."""
 
     def __init__(self, folder: Folder, name: str, report: Callable[[str], None]):
         self._folder, self._name, self._report = folder, name, report
@@ -103,7 +104,7 @@ class _Growing:
             self._lacks.append(data)
 
     def waits(self) -> bool:
-        """Return whether an attempt has just failed."""
+        """Return whether an attempt failed so recently that it is not yet retried."""
         return time.monotonic() < self._try_again
 
     def append(self) -> None:
@@ -128,14 +129,14 @@ class _Growing:
 def read_metrics(
     workdir: Location, *, report: Callable[[str], None] = logging.warning
 ) -> list[Row]:
-    """Return the run's rows in the order of steps, one for each step.
+    """Read the run's metrics, and return one row per step in the order of steps.
 
-    If a step has several rows, values of later ones replace earlier ones. Lines that are not rows,
-    which a power cut may leave, are skipped and counted.
+    If a step has several rows, values in later rows replace those in earlier rows. Lines that are
+    not rows, for example after a power cut, are skipped.
 
     Args:
       workdir: the run folder.
-      report: called with one line that says how many lines were skipped.
+      report: a function that is called with one line about skipped lines, if there are any.
 
     Raises:
       Fault: the file cannot be read.
@@ -145,7 +146,7 @@ def read_metrics(
     found = folder.read(FILE, limit=_LARGEST)
     lines = found.data.split(b"\n") if found else [b""]
     bad = []
-    for number, line in enumerate(lines[:-1], 1):  # a line without a newline is still being written
+    for number, line in enumerate(lines[:-1], 1):  # a last line without newline is incomplete
         row = _parsed(line)
         if row is None:
             bad.append(number)
@@ -160,7 +161,7 @@ def read_metrics(
 
 
 def _parsed(line: bytes) -> Row | None:
-    """Return the row in a line, or None if it is not a row."""
+    """Return the row that a line contains, or None if the line is not a row."""
     try:
         row = json.loads(line.decode())
         if type(row["step"]) is int and 0 <= row["step"] < 2**53:
@@ -173,17 +174,17 @@ def _parsed(line: bytes) -> Row | None:
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of one metric, where it was written and is finite."""
+    """Return the steps and the values of one metric, leaving out rows that have no value for it."""
     points = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _drop_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
-    """Drop the rows of steps that will be done again, and a last line without a newline.
+    """Delete the rows for `first_step` and later steps, and a last line that has no newline.
 
-    The run has gone back to before these steps, and nothing else shows that the rows are of weights
-    that no longer exist. A killed process may leave half a line, and the next row must not be
-    appended to it.
+    The run has gone back to an earlier step and will repeat these steps, and nothing else would
+    show that the rows belong to weights that no longer exist. A killed process may leave half a
+    line, to which the next row must not be appended.
     """
     try:
         if (found := folder.read(FILE, limit=_LARGEST)) is None:

@@ -1,6 +1,7 @@
-"""The origin of a new run's parameters: another run, or a folder in the hub's form.
+"""Sources of a new run's initial state.
 
-`Copied` takes all of another run's state and goes on from it.
+`Origin` supplies parameters from another run or from a Hugging Face model folder. `Copied` supplies
+the complete state of another run, from which training continues.
 """
 
 from collections.abc import Callable
@@ -25,17 +26,18 @@ _KEY_DIM = "model.store.key_dim"
 
 
 class Origin:
-    """Another model from which a new one takes all parameters of the same path and shape.
+    """A trained model from which a new model takes all parameters that both have.
 
-    With it, a model can go on with a different residual: parameters that only the new model has
-    stay as they were drawn.
+    Parameters are shared if both models have them at the same path. Parameters that only the new
+    model has keep their random initial values, so a model can continue with a different residual.
 
     Args:
-      location: a run folder, or a local folder in the hub's form.
-      model: the model that is to start from it.
+      location: a run folder, or a local folder in Hugging Face format.
+      model: the config of the new model.
 
     Raises:
-      UsageError: the folder has no model, parameters have other shapes, or none are shared.
+      UsageError: the folder has no model, a shared parameter has different shapes, or no parameter
+        is shared.
     """
 
     def __init__(self, location: str, model: cfg.ModelConfig):
@@ -70,9 +72,14 @@ class Origin:
         return read_config(self._folder).model
 
     def taken(self, params: Any, shardings: Any, say: Callable[[str], None]) -> Any:
-        """Replace the shared ones of the randomly drawn `params` by those of the other model.
+        """Return `params` with the shared parameters replaced by those of the other model.
 
-        Each device reads its part.
+        Each device reads only its own shards.
+
+        Args:
+          params: the randomly initialised parameters.
+          shardings: tree of the parameters' shardings.
+          say: a function that prints a line.
 
         Raises:
           RunError: a file or checkpoint is damaged.
@@ -104,14 +111,14 @@ class Origin:
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])
-            if wanted.shape != shapes[path]:  # the parameter is split into chunks of virtual stages
+            if wanted.shape != shapes[path]:  # virtual pipeline stages split it into chunks
                 read = _in_chunks(read, shapes[path], wanted.shape)
             arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
         return arrays
 
 
 def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> str:
-    """Return the end of an error message about growing D_k, or "" if D_k does not differ."""
+    """Return a hint about growing D_k for the end of an error message, or "" if D_k is the same."""
     sizes = [m.store.key_dim if m.store.has_keys else None for m in (other, model)]
     if None in sizes or sizes[0] == sizes[1]:
         return ""
@@ -122,14 +129,15 @@ def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> st
 
 
 class Copied:
-    """A run from whose last checkpoint another run goes on, in a folder of its own.
+    """An existing run whose last checkpoint is continued by a new run in another folder.
 
     Args:
-      config: config of the run that goes on; its fields that may not change on a resume must equal
-        those of the other run.
+      config: config of the new run. Fields that may not change when a run resumes must have the
+        same values as in the existing run.
 
     Raises:
-      UsageError: there is no such run, it differs in such a field, or it is past the last step.
+      UsageError: the existing run cannot be read, differs in such a field, or has already done all
+        steps of the new run.
     """
 
     def __init__(self, config: cfg.RunConfig):

@@ -1,4 +1,4 @@
-"""Plots in the run folder."""
+"""Functions that draw plots and save them in the run folder."""
 
 import io
 from collections.abc import Callable
@@ -11,13 +11,14 @@ from rmt_tpu.storage import Folder, Location, open_folder
 
 
 def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warning) -> str:
-    """Draw training and held-out loss against steps; return the picture's path or url.
+    """Plot the training loss and the held-out loss against the step; return the file's path or URL.
 
-    A model with experts has a second plot below, of the fullest expert's load over the mean load.
+    For a model with experts, a second plot below shows the maximum expert load divided by the mean
+    load.
 
     Args:
       workdir: the run folder.
-      report: see `read_metrics`.
+      report: a function that is called with one line about unreadable metrics.
     """
     from matplotlib.figure import Figure
 
@@ -46,12 +47,12 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
 
 
 def short(name: str) -> str:
-    """Return the beginning and the end of a name, so that it fits above a plot."""
+    """Return a name shortened in the middle, if necessary, so that it fits above a plot."""
     return name if len(name) <= 60 else f"{name[:28]}...{name[-28:]}"
 
 
 def save_picture(figure, folder: Folder, name: str) -> str:
-    """Write a matplotlib figure as PNG; return its path or url."""
+    """Save a matplotlib figure as PNG in a folder; return the file's path or URL."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     folder.write(name, content.getvalue())
@@ -59,7 +60,7 @@ def save_picture(figure, folder: Folder, name: str) -> str:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return the style of a plot's n-th curve, distinguishable from about 40 others."""
+    """Return matplotlib options for the curve with this index; about 40 curves are distinct."""
     markers, lines = "os^Dv", ("-", "--", "-.", ":")
     return {
         "color": f"C{index % 10}",

@@ -1,4 +1,7 @@
-"""Files of a run for people, in addition to its checkpoints; no failure here ends the run."""
+"""Files that a run writes for people, such as metrics and plots.
+
+A failure to write one of them never stops the run.
+"""
 
 import contextlib
 import json
@@ -19,23 +22,23 @@ from rmt_tpu.runs.plots import plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
-DIVERGED = "diverged.txt"  # says why the loss of the run diverged
+DIVERGED = "diverged.txt"  # contains the error of a diverged run
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 
 
 class SideFiles:
-    """Metrics, TensorBoard's files, the loss curve, samples of text, and a list of starts.
+    """A writer of metrics, TensorBoard files, the loss curve, text samples and a list of starts.
 
-    If something cannot be made or written, one line is printed, once, and the run goes on. The
-    first process writes. On the others every method does nothing, except `sample`, in which all
-    take part.
+    If a file cannot be written, one line is printed once, and the run continues. Only the first
+    process writes files. On other processes the methods do nothing, except `sample`, which all
+    processes must call.
 
     Args:
       folder: the run folder.
-      step: the step that the run goes on from.
-      board: "auto", "on" or "off", see `wants_board`.
-      say: prints a line.
+      step: the step from which the run starts or resumes.
+      board: "auto", "on" or "off"; see `wants_board`.
+      say: a function that prints a line.
     """
 
     def __init__(self, folder: Folder, step: int, board: str, say: Callable[[str], None]):
@@ -70,19 +73,19 @@ class SideFiles:
             self._metrics.write(step, values)
 
     def flush(self) -> None:
-        """Append all rows to the files, or at least try to, before returning; from any thread."""
+        """Append all pending rows to the files if they can be written; any thread may call this."""
         if self._metrics:
             self._metrics.flush()
 
     def draw(self) -> None:
-        """Draw the loss so far."""
+        """Plot the loss up to now."""
         if self._metrics:
             with self._harmless("the loss curve is not drawn"):
                 self._metrics.flush()
                 self._say(f"loss curve: {plot_loss(self._folder, report=self._tell)}")
 
     def sample(self, step: int, make: Callable[[], str | None]) -> None:
-        """Append the text that `make` returns, on the first process, to `samples.txt`."""
+        """Append the text that `make` returns on the first process to `samples.txt`."""
         with self._harmless("no sample of text"):
             if (text := make()) is not None:
                 self._say(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
@@ -90,7 +93,10 @@ class SideFiles:
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
-        """Trace into `profile/`, via a local folder, because the profiler writes to no bucket."""
+        """Profile the body and write the trace to `profile/` in the run folder.
+
+        The trace is first written to a local folder, because the profiler cannot write to a bucket.
+        """
         with tempfile.TemporaryDirectory() as scratch:
             jax.profiler.start_trace(scratch)
             try:
@@ -103,7 +109,7 @@ class SideFiles:
                     self._folder.write(f"profile/{name}", path.read_bytes())
 
     def is_complete(self, steps: int) -> bool:
-        """Return whether `complete` was called for `steps` steps, the same on all processes."""
+        """Return whether `complete` was called for step `steps`, consistently on all processes."""
         found = False
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is passed over"):
@@ -111,19 +117,19 @@ class SideFiles:
         return processes.from_first(found, "the last step")
 
     def complete(self, step: int) -> None:
-        """Note that the last evaluation and sample are done."""
+        """Record in a file that the final evaluation and sample after `step` are done."""
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is not written"):
                 done = json.dumps({"step": step, "time": time.time()})
                 self._folder.write(COMPLETE, f"{done}\n".encode())
 
     def _completed(self) -> int | None:
-        """Return the step that `complete` was called for, or None."""
+        """Return the step for which `complete` was called, or None."""
         found = self._folder.read(COMPLETE)
         return found and json.loads(found.data)["step"]
 
     def _forget_samples(self, step: int) -> None:
-        """Drop the samples of later steps, which will be made again."""
+        """Delete the samples from steps after `step`, because these steps will be repeated."""
         found = self._folder.read(SAMPLES)
         if found is None:
             return
@@ -141,7 +147,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """Print one line about any error in the body, of storage, matplotlib or the device."""
+        """Suppress any error in the body, and print one line about it."""
         try:
             yield
         except Exception as error:
@@ -154,7 +160,7 @@ class SideFiles:
 
 
 def wants_board(choice: str) -> bool:
-    """Return whether to write for TensorBoard: "auto" does if tensorboardX is installed.
+    """Return whether to write TensorBoard files; "auto" means if tensorboardX is installed.
 
     Raises:
       UsageError: `choice` is "on", and tensorboardX is not installed.
@@ -168,7 +174,7 @@ def wants_board(choice: str) -> bool:
 
 
 def set_aside(folder: Folder) -> None:
-    """Move the metrics of a start that left no checkpoint to `metrics.old.jsonl`."""
+    """Move the metrics of an earlier start without a checkpoint to `metrics.old.jsonl`."""
     if (found := folder.read(FILE)) is not None:
         folder.write(_OLD_METRICS, found.data)
         folder.delete(FILE)

@@ -1,8 +1,8 @@
-"""TensorBoard event files, made record by record.
+"""Functions that encode the records of TensorBoard event files.
 
-The records come from tensorboardX, but its writer is not used. That writer passes events through a
-short queue to a thread, and waits forever if the thread has died because the disk is full. In a
-bucket it would write the whole file every time.
+They use the record format of tensorboardX, but not its writer. That writer passes events through a
+short queue to a thread, and blocks forever if the thread has died because the disk is full. In a
+bucket it would rewrite the whole file for every update.
 """
 
 import importlib.util
@@ -14,19 +14,19 @@ from typing import Any
 
 
 def is_installed() -> bool:
-    """Return whether tensorboardX is installed, so that records can be made."""
+    """Return whether tensorboardX is installed, which is needed to encode records."""
     return importlib.util.find_spec("tensorboardX") is not None
 
 
 def new_file() -> str:
-    """Return the name, within the run folder, of a new file for this process."""
+    """Return the name of a new event file, relative to the run folder."""
     return f"tensorboard/events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
 
 
 def header(first_step: int) -> bytes:
-    """Return the first records of a file; they make TensorBoard drop earlier files' later steps.
+    """Return the first records of an event file, for a run that starts or resumes at `first_step`.
 
-    Values of `first_step` and later in earlier files are dropped.
+    They make TensorBoard discard values for `first_step` and later steps in older files.
     """
     from tensorboardX.proto.event_pb2 import SessionLog
 
@@ -36,7 +36,7 @@ def header(first_step: int) -> bytes:
 
 
 def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """Return the record of a step's values, each of which is a curve under its name."""
+    """Return the record with a step's values, each of which is a point on the curve of its name."""
     from tensorboardX.proto.summary_pb2 import Summary
 
     curves = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -44,7 +44,7 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    """Return an event with its length and checksums, in the TFRecord format."""
+    """Return an event in the TFRecord format, with its length and checksums."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

@@ -1,4 +1,4 @@
-"""The tokens that end the texts of a run: BOS, and those of the model that it began with."""
+"""End tokens of a run: BOS, and the end tokens of the model from which the run started."""
 
 import json
 
@@ -10,7 +10,7 @@ from rmt_tpu.storage import Folder
 
 
 def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the end tokens of the run in a folder; BOS alone if there is no file of them.
+    """Return the end tokens of the run in a folder; BOS alone if no file lists them.
 
     Args:
       folder: the run folder.
@@ -33,7 +33,10 @@ def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def save(folder: Folder, tokenizer: Tokenizer) -> None:
-    """Write the end tokens for `saved`, in the hub's form, or no file if only BOS ends texts."""
+    """Write the end tokens to a file in Hugging Face format, from which `saved` reads them.
+
+    If BOS is the only end token, there is no file.
+    """
     if tokenizer.ends == (tokenizer.bos,):
         folder.delete(GENERATION)
         return
@@ -42,10 +45,14 @@ def save(folder: Folder, tokenizer: Tokenizer) -> None:
 
 
 def of_origin(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a text of a run that begins with the model in a folder.
+    """Return the end tokens for a run that starts from the model in a folder.
 
-    These are the end tokens of that model, and BOS, which separates the documents that the run is
-    trained on. A model with another vocabulary, or without a tokenizer, adds nothing to BOS.
+    They are the end tokens of that model, and BOS, which separates documents in training. If the
+    model has another vocabulary or no tokenizer, only the end tokens of `tokenizer` are returned.
+
+    Args:
+      folder: the folder of the model from which the run starts.
+      tokenizer: the run's tokenizer.
     """
     path = folder.local_path
     try:

@@ -1,4 +1,4 @@
-"""The run folder: config, tokenizer, metrics, checkpoints, plots and samples of one run."""
+"""Functions that open, check and read a run folder, which holds everything about one run."""
 
 import contextlib
 import json
@@ -26,16 +26,16 @@ CONFIG = "config.json"
 CHANGES = "config_changes.jsonl"
 CHECKPOINTS = "checkpoints"
 
-# A network file system may show a new file late.
+# Maximum number of seconds until a network file system shows a new file to all hosts.
 _SHARED_SECONDS = 10.0
 
 
 class Opened(NamedTuple):
-    """Changes to the folder's config that the first process has to make.
+    """Changes to the config in the run folder that the first process still has to write.
 
     Attributes:
       changes: one line about each change.
-      anew: whether the run in the folder has no checkpoint, and begins again.
+      anew: whether the run restarts from scratch with another config, as it has no checkpoint.
     """
 
     changes: list[str]
@@ -43,7 +43,7 @@ class Opened(NamedTuple):
 
 
 def open_checkpoints(folder: Folder, **options: Any) -> Checkpointer:
-    """Open the checkpoints of a run, with any `options` of `Checkpointer`."""
+    """Return the `Checkpointer` for a run folder, created with the given options."""
     return Checkpointer(folder.child(CHECKPOINTS), **options)
 
 
@@ -54,25 +54,24 @@ def open_workdir(
     change_config: bool = False,
     other: str | None = None,
 ) -> Opened:
-    """Register a run in an unused folder, or check that the folder has the same run.
+    """Register a run in an unused folder, or check that the folder holds the same run.
 
-    A run without a checkpoint may be given any config. The first of several processes does all
-    this, and all check that they see the same folder.
+    The config of a run without a checkpoint may be changed freely. In a run with several processes
+    the first one does this, and all of them check that they see the same folder.
 
     Args:
       workdir: the run folder.
       config: the config that the run is started with.
-      change_config: whether a run may go on with another batch size, optimizer, number of steps,
-        dtype or a wider D_k.
-      other: the other process that seems to train there, see `lease.held`.
+      change_config: whether a run may continue with another batch size, optimizer, number of steps
+        or dtype, or with a larger D_k.
+      other: a description of another process that seems to train in the folder; see `lease.held`.
 
     Returns:
-      The changes for `write_config`.
+      The changes that are to be written by `write_config`.
 
     Raises:
-      UsageError: the folder cannot be written; it holds a run with another config, or one whose
-        config is damaged; another process trains there with another config; or another process sees
-        another folder.
+      UsageError: the folder cannot be written to, it holds a run with another or a damaged config,
+        another process trains there with another config, or processes see different folders.
     """
     folder, opened = open_folder(workdir), Opened([], anew=False)
     if processes.is_first():
@@ -94,7 +93,10 @@ def open_workdir(
 
 
 def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ()) -> None:
-    """Replace the run's config, once its state is known to fit, and append `changes` to a log."""
+    """Write the run's config and append `changes` to a log.
+
+    Call this only after the saved state is known to fit the new config.
+    """
     if changes:
         note = json.dumps({"time": time.time(), "changes": list(changes)})
         folder.append(CHANGES, f"{note}\n".encode())
@@ -102,10 +104,10 @@ def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ())
 
 
 def check_access(folder: Folder, *, write: bool = False) -> None:
-    """Check that the run folder can be read, or with `write` also written to.
+    """Check that the run folder can be read, and with `write` also written to.
 
     Raises:
-      UsageError: it cannot.
+      UsageError: the folder cannot be read or written to.
     """
     with of_flag("workdir"):
         folder.check(write=write)
@@ -113,7 +115,7 @@ def check_access(folder: Folder, *, write: bool = False) -> None:
 
 
 def _check_kinds(folder: Folder) -> None:
-    """Check that files and folders in the run folder are of the right kind.
+    """Check that no name in the run folder is a folder in place of a file, or the reverse.
 
     Raises:
       UsageError: there is a folder in place of a file, or a file in place of a folder.
@@ -150,7 +152,7 @@ def read_config(workdir: Location) -> RunConfig:
     """Return the config of the run in a folder.
 
     Raises:
-      ArgumentError: there is no run, or its config is not one of this version.
+      ArgumentError: there is no run in the folder, or its config cannot be read by this version.
     """
     with of_argument("workdir"):
         folder = open_folder(workdir)
@@ -163,9 +165,9 @@ def read_config(workdir: Location) -> RunConfig:
 
 
 def kept(folder: Folder) -> dict[str, Any]:
-    """Return the values of the folder's run that `training.run.resolved` keeps.
+    """Return the config values that a resumed run keeps, by path, for `training.run.resolved`.
 
-    They are {} if there is no run, or if it has no checkpoint yet.
+    The result is {} if the folder has no run, or if the run has no checkpoint yet.
     """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
@@ -178,9 +180,10 @@ def kept(folder: Folder) -> dict[str, Any]:
 
 
 def begun_from(folder: Folder) -> RunConfig | None:
-    """Return the folder's config, if its run began with another's weights and has checkpoints.
+    """Return the config of a run that started from another model's weights and has checkpoints.
 
-    The folder then has the vocabulary and tokenizer of that origin, which is no longer needed.
+    Such a run folder contains the tokenizer of the other model, whose own folder is no longer
+    needed. For any other folder the result is None.
 
     Raises:
       UsageError: the folder cannot be read.
@@ -195,9 +198,9 @@ def begun_from(folder: Folder) -> RunConfig | None:
 
 
 def begun_within(folder: Folder, depth: int = 5) -> RunConfig | None:
-    """Return `begun_from` for the first run in a folder, or in the folders within it.
+    """Search a folder and its subfolders for a run, and return the first result of `begun_from`.
 
-    At most `depth` levels of folders are searched.
+    At most `depth` levels of subfolders are searched. The result is None if nothing is found.
     """
     names = folder.names()
     if CONFIG in names:
@@ -215,8 +218,10 @@ class Loaded(NamedTuple):
     """A trained decoder with its tokenizer.
 
     Attributes:
-      step: the step that it was trained to; None if not known, for a folder in the hub's form.
-      seq_len: number of tokens in a window that it was trained on or can read.
+      decoder: the decoder.
+      tokenizer: the tokenizer, with its end tokens.
+      step: the step of the checkpoint; None for a folder in Hugging Face format.
+      seq_len: number of tokens in a training window, or the maximum length of a Hugging Face model.
     """
 
     decoder: Any
@@ -226,25 +231,26 @@ class Loaded(NamedTuple):
 
 
 def load(workdir: Location, step: int | None = None, *, mesh: str | None = None):
-    """Return the trained decoder of a run folder and its tokenizer, see `load_step`."""
+    """Load the trained decoder and the tokenizer from a run folder; see `load_step`."""
     return load_step(workdir, step, mesh=mesh)[:2]
 
 
 def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = None) -> Loaded:
-    """Load the decoder of a step from a run folder, or from a folder in the hub's form.
+    """Load a trained decoder from a run folder or from a folder in Hugging Face format.
 
     Args:
-      workdir: a folder that `recipes.train` wrote, local or gs://, or one of `rmt_tpu.hub`.
-      step: step of the checkpoint; None is the last good one.
-      mesh: mesh of devices, like "tensor=2,sequence=4", over which the parameters are divided as
-        they are read, for an `Engine`; None is one device.
+      workdir: a run folder that `recipes.train` wrote, local or gs://, or a local folder in Hugging
+        Face format (see `rmt_tpu.hub`).
+      step: step of the checkpoint; None is the newest undamaged one.
+      mesh: device mesh, like "tensor=2,sequence=4", over which the parameters are sharded for an
+        `Engine`; None loads them on one device.
 
     Returns:
       The decoder, with its tokenizer and step.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
-      MeshError: there are not enough devices, or the model does not divide over them.
+      MeshError: there are not enough devices, or the model cannot be sharded over the mesh.
       RunError: no checkpoint of the run can be read, a weight is not finite, or there is not enough
         memory.
     """
@@ -286,14 +292,15 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
 
 
 def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any]:
-    """Return which weights a folder has, without reading them.
+    """Return an identifier of the weights in a folder, without reading the weights.
 
     Args:
-      workdir: see `load_step`.
-      step: step of the checkpoint; None is the last good one.
+      workdir: the folder, as for `load_step`.
+      step: step of the checkpoint; None is the newest undamaged one.
 
     Returns:
-      A step or "hub", and a value that changes whenever the weights do.
+      The step, or "hub" for a folder in Hugging Face format, and a value that changes whenever the
+      weights change.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
@@ -301,7 +308,7 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     with of_argument("workdir"):
         folder = open_folder(workdir)
     if not is_hub(folder.local_path):
-        read_config(workdir)  # raises an error if it holds no run
+        read_config(workdir)  # raises an error if there is no run
         return open_checkpoints(folder).identity(step)
     if step is not None:
         raise _no_step(step, folder)
@@ -314,10 +321,10 @@ def _no_step(step: int, folder: Folder) -> ArgumentError:
 
 
 def _check_finite(params: Any, where: str) -> None:
-    """Check all parameters in one pass, on the devices that hold them.
+    """Check that all parameters are finite, with one program on the devices that hold them.
 
     Raises:
-      RunError: one has a number that is not finite.
+      RunError: a parameter has a number that is not finite.
     """
     import jax
     import jax.numpy as jnp
@@ -354,13 +361,13 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
 
 
 def is_of(folder: Folder, config: RunConfig) -> bool:
-    """Return whether the run in a folder is this one, up to differences that change no number.
+    """Return whether the run in a folder has this config, ignoring fields that may always change.
 
-    Differences in paths, for example, change no number.
+    Such fields do not affect the loss curve; file paths are an example.
 
     Args:
-      folder: the folder of a run, or one without a run.
-      config: the config as `training.run.resolved` returns it.
+      folder: a folder, with or without a run.
+      config: the config, as returned by `training.run.resolved`.
     """
     if (found := folder.read(CONFIG)) is None:
         return False
@@ -372,19 +379,22 @@ def is_of(folder: Folder, config: RunConfig) -> bool:
 
 
 def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[str, Rule]:
-    """Return one line for each difference that is not free, with its resume rule."""
+    """Return one line per field that differs, with the field's resume rule.
+
+    Fields whose rule is "free" are left out. `has_begun` is whether the run has a checkpoint.
+    """
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
-    if not has_begun:  # these fields matter until the weights are in a checkpoint
+    if not has_begun:  # these fields have an effect until there is a checkpoint
         began = {f"train.{name}" for name in BEGAN}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
 
 
 def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> Opened:
-    """Return the differences that are allowed or were asked for; raise UsageError for any other."""
-    # Parse the old config, so that fields added to the classes later have their defaults.
+    """Return the differences between the configs, or raise UsageError if one is not allowed."""
+    # Parse the old config, so that fields that were added in later versions get their defaults.
     with of_flag("workdir"):
         old = _parsed(folder, found)
     has_begun = bool(open_checkpoints(folder).steps())
@@ -410,26 +420,26 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
 
 
 def saved_with(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the part of a checkpoint's meta that describes its run, for `check_saved_with`."""
+    """Return the part of a checkpoint's metadata that `check_saved_with` compares."""
     return {"config": overrides.to_json(config), "tokenizer": tokenizer.fingerprint()}
 
 
 def check_saved_with(
     folder: Folder, config: RunConfig, step: int, meta: Mapping[str, Any], within: str = ""
 ) -> None:
-    """Check that a checkpoint is from the run of `config.json`, next to which it is stored.
+    """Check that a checkpoint was saved by the run that `config.json` in its folder describes.
 
-    Fields that may differ when a run goes on may differ here.
+    Fields that may change when a run resumes may differ.
 
     Args:
       folder: the run folder.
       config: the config in `config.json`.
       step: step of the checkpoint.
-      meta: the meta that the checkpoint was saved with.
-      within: the beginning of the paths that are compared, like "model.".
+      meta: the metadata that the checkpoint was saved with.
+      within: a prefix like "model."; only config paths that start with it are compared.
 
     Raises:
-      UsageError: it is from another run; the message begins with the folder.
+      UsageError: the checkpoint is from another run; the message begins with the folder.
     """
     try:
         old = overrides.to_json(overrides.from_json(RunConfig, meta["config"]))
@@ -449,19 +459,19 @@ def check_saved_with(
 
 
 def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
-    """Check that a run uses the tokenizer that is saved in its folder.
+    """Check that `tokenizer` is the same tokenizer as the one saved in the run folder.
 
     Args:
       folder: the run folder.
-      tokenizer: the tokenizer of this run.
-      name: name of the tokenizer, for the message.
+      tokenizer: the tokenizer that the run is started with.
+      name: name of the tokenizer for the error message.
 
     Raises:
       UsageError: the run in the folder has another tokenizer.
     """
     try:
         saved = load_saved(folder)
-    except UsageError:  # it is missing or damaged, and will be written again
+    except UsageError:  # a missing or damaged file is written again later
         return
     if saved.fingerprint() != tokenizer.fingerprint():
         raise UsageError(
@@ -471,19 +481,19 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
 
 
 def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) -> int | None:
-    """Return the checkpoint that a run goes back to, or None if it goes on from its last one.
+    """Return the step of the checkpoint to go back to, or None to resume from the last checkpoint.
 
-    The command that made the run go back may be given again after a kill: the last checkpoint
-    records that the run went back to that step, so it goes on. With another config it goes back
-    once more.
+    If a run that went back was killed, the same command can be repeated. The last checkpoint
+    records the step to which the run went back, so the run resumes from the last checkpoint and
+    does not go back again. If the config has changed, it does go back again.
 
     Args:
       folder: the run folder.
-      from_step: the step that the command asks for, if it does.
-      changes: whether the config is to be changed.
+      from_step: the step that the user requested, or None.
+      changes: whether the config differs from the one in the folder.
 
     Raises:
-      UsageError: there is no such checkpoint.
+      UsageError: there is no checkpoint of this step.
     """
     if from_step is None:
         return None
@@ -506,11 +516,11 @@ def check_workdir(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> None:
-    """Raise the errors of `open_workdir` and `step_to_go_back_to`, without writing anything.
+    """Check what `open_workdir` and `step_to_go_back_to` check, without writing anything.
 
     Raises:
-      UsageError: see both; for a folder that does not exist yet, its nearest parent must be
-        writable.
+      UsageError: one of their checks fails, or the folder does not exist and cannot be created in
+        its nearest existing parent folder.
     """
     folder, opened = open_folder(workdir), Opened([], anew=False)
     check_access(folder)
