@@ -1,4 +1,4 @@
-"""Checkpoints on tensorstore, local or on GCS, which know arrays by name but no model."""
+"""Checkpoints of named arrays, independent of any model, stored locally or on GCS."""
 
 from rmt_tpu.checkpoint.arrays import StoredArray
 from rmt_tpu.checkpoint.checkpointer import Checkpointer

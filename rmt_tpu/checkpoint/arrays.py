@@ -1,4 +1,4 @@
-"""Names, chunks and shards of the arrays of a pytree, and how arrays are written and read."""
+"""Description, chunking, reading and writing of the arrays in a pytree."""
 
 import contextlib
 import math
@@ -16,14 +16,15 @@ from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
-# A chunk is smaller than 32 MB, from which on glibc maps fresh pages for each buffer. That would
-# cost more than the copy.
+# Maximum size of a chunk in bytes. For buffers of 32 MB or more glibc maps fresh pages each time,
+# which would take longer than the copy itself.
 CHUNK_BYTES = 16 * 2**20
-# BYTES_IN_FLIGHT is sixteen chunks, so that a distant store has enough to do.
+# BYTES_IN_FLIGHT is sixteen chunks, enough concurrent requests for a remote store.
 _ALIGNMENT = 64  # bytes
 BYTES_IN_FLIGHT = 256 * 2**20
 
-# The codecs of a compression, which are applied between the bytes codec and the checksum.
+# Maps each compression to its zarr codecs, which are applied between the bytes codec and the
+# checksum.
 COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
 
 DTYPES = frozenset(
@@ -32,16 +33,23 @@ DTYPES = frozenset(
     "float64 complex64 complex128".split()
 )
 
-# The names of layers' parameters, and of an optimizer's state of these, contain this.
+# The part of an array's name that marks it as a stacked parameter of layers, or as optimizer state
+# for one.
 _LAYERS = "stacks"
 
-Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have no hash
+Index = tuple[tuple[int, int], ...]  # (start, stop) per axis; unlike slices it is hashable
 
 
 class StoredArray(NamedTuple):
-    """The entry of one stored array in the manifest.
+    """The description of one stored array in the manifest.
 
-    A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation.
+    Attributes:
+      name: name of the array, with slashes between parts.
+      shape: shape of the array.
+      dtype: dtype of the stored numbers.
+      chunk: shape of each chunk.
+      prng: None, or the implementation of a typed PRNG key. The key is stored as its uint32 data.
+      compression: compression of the chunks.
     """
 
     name: str
@@ -52,7 +60,7 @@ class StoredArray(NamedTuple):
     compression: str = "none"
 
     def __str__(self) -> str:
-        """Return all that must agree for a restore; the division into chunks need not."""
+        """Return a text with what must match for a restore: dtype, shape and PRNG."""
         prng = f" ({self.prng} key)" if self.prng else ""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]{prng}"
 
@@ -63,8 +71,8 @@ class StoredArray(NamedTuple):
     def fits(self, other: "StoredArray") -> bool:
         """Return whether this array can be restored as `other`.
 
-        Layers [L, ...] and [V, L / V, ...], for any V, are the same layers: a pipeline has a stack
-        for each of its virtual stages.
+        Stacked layers of shape [L, ...] and [V, L / V, ...] are considered equal for any V, because
+        a pipeline with V virtual stages splits the layer axis in this way.
         """
         if str(self) == str(other):
             return True
@@ -81,16 +89,16 @@ class StoredArray(NamedTuple):
 
 
 def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:
-    """Return how many first axes number the layers in two shapes of the same layers: 1 or 2.
+    """Return the number of leading layer axes, 1 or 2, in two shapes of the same stacked layers.
 
-    Two different shapes with the same number of axes have two each.
+    If the shapes have the same number of axes but differ, both have two layer axes.
     """
     more = len(stored) - len(wanted)
     return {1: (2, 1), -1: (1, 2), 0: (2, 2)}.get(more, (1, 1))
 
 
 def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
-    """Return tensorstore's spec of the array, in the folder whose kvstore is `parent`."""
+    """Return the tensorstore spec of an array in the folder with the kvstore `parent`."""
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
     codecs += [*COMPRESSIONS[array.compression], {"name": "crc32c"}]
     return {
@@ -105,18 +113,18 @@ def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
             "codecs": codecs,
         },
-        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that a
-        # lost file would go unnoticed.
+        # By default tensorstore does not store chunks of zeros and reads missing chunks as zeros,
+        # so a lost file would go unnoticed.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Return the leaves by name, in tree order, and the tree's structure.
+    """Return the leaves of a tree by name, in tree order, and the structure of the tree.
 
     Raises:
-      UsageError: a name cannot be stored, is not unique, or would lie inside another array.
+      UsageError: a name is illegal, is not unique, or would lie inside the folder of another array.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
@@ -137,10 +145,14 @@ def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def describe(name: str, leaf: Any) -> StoredArray:
-    """Return how an array is stored in one chunk; a stand-in with a shape and a dtype will do.
+    """Return the description of an array, as if it were stored in one chunk.
+
+    Args:
+      name: name of the array.
+      leaf: the array, or any object with a shape and a dtype.
 
     Raises:
-      UsageError: the leaf is no array, or its dtype cannot be stored.
+      UsageError: the leaf is not an array, or its dtype cannot be stored.
     """
     if not hasattr(leaf, "dtype"):
         raise UsageError(f"{name}: only arrays can be stored, not {type(leaf).__name__}")
@@ -161,7 +173,10 @@ def describe(name: str, leaf: Any) -> StoredArray:
 
 
 def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredArray]]:
-    """Return the arrays to write, PRNG keys as their data, and how each array is stored."""
+    """Return the arrays to write, by name, and their descriptions.
+
+    PRNG keys are replaced by their key data.
+    """
     sources, arrays = {}, []
     for name, leaf in named_leaves(tree)[0].items():
         array = describe(name, leaf)
@@ -171,10 +186,10 @@ def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredAr
 
 
 def chunk_shape(source: Any) -> tuple[int, ...]:
-    """Return the shape of a chunk: one shard, cut into equal parts until it is small enough.
+    """Return the chunk shape for an array: the shape of a shard, divided until it is small enough.
 
-    Equal parts keep chunks within one shard. Two shards in one chunk may belong to two processes,
-    which would have to wait for each other's writes.
+    Shards are divided into equal parts, so that no chunk overlaps two shards. Otherwise two
+    processes might write to the same chunk and would have to wait for each other.
     """
     sharded = isinstance(source, jax.Array)
     shape = source.sharding.shard_shape(source.shape) if sharded else source.shape
@@ -192,21 +207,25 @@ def _smallest_factor(size: int) -> int:
 
 
 def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Return (start, stop) of each axis for slices of an array of this shape."""
+    """Convert slices of an array with this shape to (start, stop) pairs, one per axis."""
     return tuple(i.indices(n)[:2] for i, n in zip(slices, shape, strict=True))
 
 
 def slices_of(index: Index) -> tuple[slice, ...]:
-    """Return the slices, each with start and stop, of an index made by `index_of`."""
+    """Convert the result of `index_of` back to slices."""
     return tuple(slice(start, stop) for start, stop in index)
 
 
 def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]]:
-    """Return the distinct pieces of a stored array that own devices need, with the devices.
+    """Return the distinct pieces of a stored array that this process needs.
 
     Args:
-      leaf: the array or stand-in that the stored array is restored as.
-      shape: the shape of the stored array; longer than that of `leaf` if that is a PRNG key.
+      leaf: the array, or an object with its shape, dtype and sharding, as which the stored array is
+        restored.
+      shape: the shape of the stored array. For PRNG keys it has one more axis than `leaf`.
+
+    Returns:
+      A map from each piece to the devices that need it; the list is empty for numpy arrays.
     """
     whole = tuple((0, size) for size in shape)
     if isinstance(leaf, np.ndarray | np.generic) or _sharding(leaf) is None:
@@ -220,12 +239,13 @@ def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]
 
 
 def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any:
-    """Return the restored array as the kind of array that `leaf` is, with its placement.
+    """Build the restored array from its pieces, with the type and the sharding of `leaf`.
 
     Args:
-      leaf: the array or stand-in that the stored array is restored as.
-      array: the stored array.
-      pieces: the pieces of `own_indices`, by index.
+      leaf: the array, or an object with its shape, dtype and sharding, as which the stored array is
+        restored.
+      array: the description of the stored array.
+      pieces: the values of the pieces that `own_indices` returns.
 
     Raises:
       UsageError: jax does not support the dtype of `leaf` without jax_enable_x64.
@@ -252,18 +272,25 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    # An uncommitted array must stay so, or jit refuses to combine it with arrays on other devices.
+    # An uncommitted array must stay uncommitted, because jit refuses to combine arrays that are
+    # committed to different devices.
     return leaf.sharding if getattr(leaf, "committed", True) else None
 
 
 def in_flight(
     jobs: Iterable[tuple[StoredArray, int, Callable]],
 ) -> Iterator[tuple[StoredArray, Any]]:
-    """Run reads or writes concurrently, at most BYTES_IN_FLIGHT or one job at a time.
+    """Run reads or writes concurrently, with at most BYTES_IN_FLIGHT bytes in progress.
 
-    A job is its array, its size in bytes, and a function that starts it and returns its future. The
-    generator yields the array and the result of each job, in order. When it ends, even by an error,
-    no job is under way.
+    A single job may be larger; it then runs alone. When the generator ends, even with an error, no
+    job is in progress.
+
+    Args:
+      jobs: for each job its array, its size in bytes, and a function that starts it and returns a
+        future.
+
+    Yields:
+      The array and the result of each job, in order.
     """
     waiting, held = deque(), 0
 
@@ -290,11 +317,12 @@ def in_flight(
 def read(
     stores: Iterable[tuple[StoredArray, Any]], leaves: dict[str, Any]
 ) -> Iterator[tuple[StoredArray, dict[Index, np.ndarray]]]:
-    """Yield each array with the pieces that this process's devices need.
+    """Read arrays, and yield each one with the pieces that the devices of this process need.
 
     Args:
-      stores: the arrays, each with its open TensorStore.
-      leaves: by name, the array or stand-in that each is restored as.
+      stores: the description of each array, with its open TensorStore.
+      leaves: the arrays, or objects with their shapes, dtypes and shardings, as which the stored
+        arrays are restored, by name.
     """
     plans = [(array, store, _Plan.of(leaves[array.name], array)) for array, store in stores]
     parts = (
@@ -315,11 +343,11 @@ def read(
 
 
 class _Reading(NamedTuple):
-    """A read under way into memory that numpy allocated.
+    """A read in progress, into memory that numpy has allocated.
 
-    That takes a tenth of the page faults of tensorstore's own memory, because numpy asks for huge
-    pages. The memory has the alignment that JAX wants, so that an array on a CPU uses it without a
-    copy.
+    This causes a tenth of the page faults that memory allocated by tensorstore would cause, because
+    numpy requests huge pages. The memory has the alignment that JAX requires to use it for an array
+    on a CPU without a copy.
     """
 
     host: np.ndarray
@@ -342,15 +370,16 @@ class _Reading(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A plan for reading the wanted pieces of an array.
+    """A plan for reading the requested pieces of an array.
 
-    Where the stored layers are stacked differently than in `shape`, all layers are read, and the
-    wanted ones are cut out: a chunk may have several layers, and is read as a whole in any case.
+    If the layer axes of the stored array differ from the requested ones, all layers are read, and
+    the requested layers are cut out. Little is lost, because a chunk may have several layers and is
+    always read as a whole.
 
     Attributes:
-      pieces: what to read of the stored array, and for each the pieces that are cut from it.
-      shape: the wanted sizes of the axes that number layers.
-      stored_axes: how many axes number layers in the stored array.
+      pieces: maps each range to read from the stored array to the requested pieces within it.
+      shape: the requested sizes of the layer axes.
+      stored_axes: the number of layer axes in the stored array.
     """
 
     pieces: dict[Index, list[Index]]
@@ -379,9 +408,14 @@ def open_arrays(
     context: ts.Context,
     mode: Literal["create", "write", "read"],
 ) -> list[tuple[StoredArray, ts.TensorStore]]:
-    """Open arrays in the folder `parent`, where their metadata must be as in `arrays`.
+    """Open arrays in a folder, whose stored metadata must match their descriptions.
 
-    Mode "create" accepts arrays that exist already, because a repeated request can cause that.
+    Args:
+      parent: kvstore spec of the folder.
+      arrays: the descriptions of the arrays.
+      context: tensorstore's context.
+      mode: "create" also opens an array that already exists, because a retried request may have
+        created it.
     """
     how = {
         "context": context,

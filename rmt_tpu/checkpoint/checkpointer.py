@@ -1,18 +1,19 @@
-"""Checkpoints that survive a kill at any moment and notice every damaged byte.
+"""Checkpoints that stay valid if a process is killed at any moment, and detect damaged bytes.
 
     <root>/<step>/<attempt>/arrays/<name...>/   one zarr3 array per leaf, each chunk with a crc32c
     <root>/<step>/<attempt>/manifest.json       names, shapes and dtypes of the arrays, and `meta`
-    <root>/<step>/COMMIT                        names the attempt; written last, and only if absent
-    <root>/BACK                                 while later steps are deleted: the last that counts
+    <root>/<step>/COMMIT                        names the valid attempt; written last, if absent
+    <root>/BACK                                 last valid step, while later steps are deleted
 
-A step exists once its COMMIT does. A save that dies earlier leaves an attempt that no COMMIT names:
-nothing reads it, and a later save deletes it. Only `rmt_tpu.storage` knows where checkpoints are
-stored.
+A step exists once it has a COMMIT. A save that is killed earlier leaves an attempt that no COMMIT
+names. Nothing reads such an attempt, and a later save deletes it. All access to storage goes
+through `rmt_tpu.storage`.
 
-In a run of several processes all of them call `save` and `restore`, with one root that all see.
-Each reads the pieces of arrays that its own devices hold, and writes a share of them. Pieces that
-several processes hold are divided so that each writes about as many bytes. Process 0 does the rest:
-it creates the arrays, and commits once every process has written its share.
+In a run with several processes, all of them call `save` and `restore`, with a root that all can
+access. Each process reads the pieces of arrays that its devices need, and writes a share of the
+pieces that its devices hold. Shares are chosen so that all processes write about the same number of
+bytes. Process 0 does everything else: it creates the arrays, and commits the step after every
+process has written its share.
 """
 
 import itertools
@@ -53,20 +54,20 @@ _RETENTION = Retention()  # the default
 
 _channels = itertools.count()
 
-_SLOW_SECONDS = 60.0  # after which a save says that it is still under way
+_SLOW_SECONDS = 60.0  # after which a message says that a save is still in progress
 
 
 class Checkpointer:
-    """Saves and restores pytrees of arrays under one root folder.
+    """A class that saves and restores pytrees of arrays in a root folder.
 
-    One run writes to a root at a time; any number may read. If two writers race for one step all
-    the same, exactly one of them commits it and the other one's save fails.
+    Only one run should write to a root at a time; any number may read. If two processes save the
+    same step anyway, exactly one of them commits it, and the save of the other fails.
 
-    Its methods must be called from one thread. The interpreter waits at its end for the thread that
-    `begin_save` starts, and then reports an error that no method has raised.
+    All methods must be called from the same thread. At exit the interpreter waits for the thread
+    that `begin_save` starts, and reports its error if no method has raised it.
 
-    Durability is tensorstore's default (`file_io_sync`): each file is fsynced before it counts as
-    written, so COMMIT never reaches the disk ahead of the data it names.
+    Durability is tensorstore's default (`file_io_sync`): each file is fsynced before its write
+    completes, so COMMIT never reaches the disk before the data that it refers to.
 
     Attributes:
       root: the folder of all steps.
@@ -80,17 +81,17 @@ class Checkpointer:
         compression: str = "none",
         report: Callable[[str], None] = say,
     ):
-        """Open `root` without touching it: reading needs no right to write.
+        """Create the checkpointer without accessing `root`; reading needs no write permission.
 
         Args:
           root: a local path or a `gs://bucket/path`. The first save creates it.
-          retention: the rules for which committed steps stay after a save.
-          compression: the compression of the arrays that are saved: "none" or "zstd". A restore
-            reads it from the checkpoint.
+          retention: the rules for which committed steps are kept after a save.
+          compression: compression of saved arrays, "none" or "zstd". A restore finds the
+            compression in the checkpoint.
           report: a function that is called with one line about each damaged step that a restore
-            passes over, about a save that takes long, about old steps that could not be deleted,
-            and at the very end about an error of the background. Any thread may call it. By default
-            it prints to standard error.
+            skips, about a slow save, about old steps that could not be deleted, and at exit about
+            an unraised error of a save. Any thread may call it. By default it prints to standard
+            error.
 
         Raises:
           UsageError: `root` or `compression` is not legal.
@@ -101,16 +102,16 @@ class Checkpointer:
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
         self._report = report
-        # The steps that this object found damaged, with the generation of their COMMIT.
+        # Maps each step that was found damaged to the generation of its COMMIT.
         self._damaged: dict[int, Any] = {}
-        self._has_gone_back = False  # whether the rest of a killed `go_back` is done
+        self._has_gone_back = False  # whether any interrupted `go_back` was completed
         self._channel: processes.Channel | None = None
         self._background: Background[Saved] = Background("checkpoint")
-        # This runs at the latest when the interpreter ends, after its wait for threads.
+        # This runs at interpreter exit at the latest, after the interpreter has waited for threads.
         weakref.finalize(self, self._background.tell, report)
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending.
+        """Return the committed steps in ascending order.
 
         Raises:
           RunError: `root` cannot be listed.
@@ -128,7 +129,7 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved:
-        """Run `begin_save` and `wait`: return once everything is stored and committed."""
+        """Save a step as `begin_save` does, and return once it is stored and committed."""
         self._begin(step, tree, meta, loss, before_commit, copy=False)
         return self.wait()
 
@@ -141,44 +142,46 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved | None:
-        """Begin to commit `tree` and `meta` as `step`; a thread does the rest.
+        """Start to save `tree` and `meta` as `step` in a background thread.
 
-        The method returns once the arrays may be donated or overwritten. Until they are stored,
-        this process has a copy of its part of them in host memory; on a CPU those that are donated
-        are copied. A save that is still under way is waited for first.
+        The method returns once the arrays may be donated or overwritten. Until its part of the
+        arrays is stored, this process holds a copy of it in host memory. On a CPU only arrays that
+        are donated are copied. If an earlier save is still in progress, the method first waits for
+        it.
 
-        When the step is committed, the steps that `retention` does not name are deleted.
+        After the step is committed, steps that `retention` does not keep are deleted.
 
         Args:
-          step: the step's number. It must not be committed yet, unless this object found it damaged
-            in a restore: then it is replaced.
-          tree: a pytree of jax or numpy arrays. Typed PRNG keys are arrays too.
-          meta: a JSON dict. Tuples come back as lists and integer keys as strings.
-          loss: the loss on held-out text, for `retention.best`. A loss that is not finite counts as
-            none.
-          before_commit: a function that the thread of process 0 calls when all else is stored. If
-            it raises, the step is not committed.
+          step: number of the step. It must not be committed yet, unless a restore with this object
+            found it damaged; then it is replaced.
+          tree: a pytree of jax or numpy arrays, which may include typed PRNG keys.
+          meta: a dict of JSON values. A restore returns tuples as lists and integer keys as
+            strings.
+          loss: the loss on held-out text, for `retention.best`. A loss that is not finite is
+            ignored.
+          before_commit: a function that is called in the thread of process 0 after everything
+            except COMMIT is stored. If it raises an error, the step is not committed.
 
         Returns:
-          The result of `wait` for the save before.
+          The result of `wait` for the previous save.
 
         Raises:
           UsageError: the tree or `meta` cannot be stored.
-          RunError: the save before has failed; see `check`.
+          RunError: the previous save has failed; see `check`.
         """
         return self._begin(step, tree, meta, loss, before_commit, copy=True)
 
     def check(self) -> Saved | None:
-        """Return the save that ended since the last call of this or `wait`, or None.
+        """Return the result of a save that has completed since the last call, or None.
 
         Raises:
-          RunError: the save has failed: the step was committed already, or writing failed midway,
-            or a process did not come. A failure of one process is raised in all.
+          RunError: the save has failed because the step was already committed, writing failed, or a
+            process did not respond. A failure in one process is raised in all.
         """
         return self._background.take()
 
     def wait(self) -> Saved | None:
-        """Wait until the save under way has ended, then return `check`."""
+        """Wait for the save in progress, if any, and return the result of `check`."""
         self._background.join()
         return self.check()
 
@@ -190,7 +193,7 @@ class Checkpointer:
         sources, arrays = to_store(tree, self._compression)
         manifest = seal(arrays, meta)
         blocks = blocks_of(sources, arrays)
-        # Channels are numbered in the main thread, where all processes begin the same saves.
+        # Channels are numbered in the main thread, in which all processes start the same saves.
         self._channel = self._channel or processes.Channel(f"checkpoint-{next(_channels)}")
         attempt = Attempt(
             self.root,
@@ -218,21 +221,21 @@ class Checkpointer:
             seconds = time.monotonic() - started
             return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
 
-        # The timer starts here, because no thread can start another when the interpreter is about
-        # to end.
+        # The timer is started here because a thread cannot start another thread while the
+        # interpreter exits.
         slow.start()
         self._background.start(run)
         return before
 
     def go_back(self, step: int) -> None:
-        """Make `step` the last one: later ones are deleted, and no reader sees them any more.
+        """Make `step` the last step by deleting all later steps.
 
-        In a run of several processes all must call it. If it is killed at any moment, either all of
-        it counts as done or nothing.
+        In a run with several processes all must call this method. If a process is killed at any
+        moment, readers see either all of the later steps or none.
 
         Raises:
           UsageError: there is no such step.
-          RunError: the store does not answer, or refuses.
+          RunError: the storage does not answer or refuses access.
         """
         self.wait()
         self._check_step(processes.from_first(self.steps(), f"steps in {self.root}"), step)
@@ -247,7 +250,7 @@ class Checkpointer:
             self._has_gone_back = True
 
     def _note_if_slow(self, step: int) -> threading.Timer:
-        """Return a timer that reports a slow save, because stores are retried for minutes."""
+        """Return a timer that reports a slow save, because requests may be retried for minutes."""
         line = (
             f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
             "does not answer, and is tried further"
@@ -271,36 +274,36 @@ class Checkpointer:
         *,
         partial: bool = False,
     ) -> tuple[int, Any, dict]:
-        """Read a step into the structure, shapes, dtypes and placement of `like`.
+        """Restore a step with the tree structure, shapes, dtypes and shardings of `like`.
 
-        The mesh, the number of processes and the number of a pipeline's virtual stages may differ
-        from those of the save.
+        The mesh, the number of processes and the number of virtual pipeline stages may differ from
+        those at the time of the save.
 
         Args:
-          like: a pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the restored
-            array gets it. Where it is a numpy array, so is the restored one. Or a function that
-            returns such a pytree, given the arrays that a step has.
-          step: the step to read; by default the newest undamaged one.
-          partial: whether to ignore arrays of the checkpoint that `like` does not have; otherwise
+          like: a pytree of arrays or `jax.ShapeDtypeStruct`, or a function that returns such a
+            pytree, given the descriptions of the arrays in the checkpoint by name. Each restored
+            array gets the sharding of its leaf, and is a numpy array if the leaf is one.
+          step: the step to restore; by default the newest undamaged step.
+          partial: whether to ignore arrays in the checkpoint that `like` does not have. Otherwise
             they are an error.
 
         Returns:
-          The step, the tree, and the `meta` it was saved with.
+          The step, the restored tree, and the `meta` with which the step was saved.
 
         Raises:
-          UsageError: the checkpoint's arrays are not those of `like`, or there is no such step.
-          RunError: there is no checkpoint, or none that is undamaged; or the store does not answer
-            or gives no access, so that the last good step is not known.
+          UsageError: the arrays in the checkpoint do not match `like`, or there is no such step.
+          RunError: there is no undamaged checkpoint, or the storage does not answer or refuses
+            access, so that the newest undamaged step is unknown.
         """
         self._background.join()
-        # All processes use the answer of process 0, because a file system may show files to one
-        # host before another.
+        # All processes use the list of process 0, because a network file system may show new files
+        # to some hosts earlier than to others.
         steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
         load = lambda candidate: self._load_together(candidate, like, partial)
         return self._newest(steps, step, load)
 
     def _load_together(self, step: int, like: Any, partial: bool) -> tuple[int, Any, dict]:
-        """Load a step on all processes; a step that is damaged for one is damaged for all."""
+        """Load a step on all processes; if one process finds it damaged, it is damaged for all."""
         self._damaged.pop(step, None)
         commit = None
         try:
@@ -324,12 +327,12 @@ class Checkpointer:
         return treedef.unflatten(values)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
-        """Return the arrays of a step by name, from its manifest alone.
+        """Return the descriptions of the arrays in a step, by name, reading only its manifest.
 
-        A process may call this without the others.
+        A single process may call this without the others.
 
         Args:
-          step: the step; by default the newest one with an undamaged manifest.
+          step: the step; by default the newest step with an undamaged manifest.
 
         Raises:
           UsageError: there is no such step.
@@ -338,24 +341,24 @@ class Checkpointer:
         return self._find(step).arrays
 
     def identity(self, step: int | None = None) -> tuple[int, str]:
-        """Return a step, as for `arrays`, and the name of its attempt, unique to the save."""
+        """Return the step that `arrays` would read, and its attempt's name, unique per save."""
         found = self._find(step)
         return found.step, found.attempt
 
     def meta(self, step: int | None = None) -> dict:
-        """Return the `meta` that a step, as for `arrays`, was saved with."""
+        """Return the `meta` with which a step was saved; `step` is as for `arrays`."""
         return self._find(step).meta
 
     def array(self, name: str, step: int | None = None) -> ts.TensorStore:
-        """Open one array of a step, to read in part: `array("w")[5:7].read().result()`.
+        """Open one array in a step to read a part of it, like `array("w")[5:7].read().result()`.
 
         Args:
-          name: one of the names of `arrays`. PRNG keys are stored as their uint32 data.
+          name: a name from `arrays`. PRNG keys are stored as their uint32 data.
           step: the step, as for `arrays`.
 
         Raises:
           UsageError: there is no such step or array.
-          RunError: there is none with an undamaged manifest, or its array cannot be opened.
+          RunError: no step has an undamaged manifest, or the array cannot be opened.
         """
         found = self._find(step)
         if name not in found.arrays:
@@ -371,10 +374,11 @@ class Checkpointer:
         return self._newest(self.steps(), step, look)
 
     def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
-        """Return what `look` returns for `step`, or for the newest step that is not damaged.
+        """Return the result of `look` for `step`, or for the newest step that is not damaged.
 
-        A step that cannot be read may be good. It is therefore an error, because an older step in
-        its place would lose the steps between.
+        `look` reads a step and raises Fault if it is damaged. If a step cannot be accessed
+        (Unavailable), it may be undamaged. This raises an error, because falling back to an older
+        step would lose the training in between.
         """
         if step is not None:
             self._check_step(steps, step)
@@ -435,7 +439,7 @@ class Checkpointer:
 
 
 class _Found(NamedTuple):
-    """The contents of the small files of a step."""
+    """The content of the COMMIT and manifest files of a step."""
 
     step: int
     attempt: str

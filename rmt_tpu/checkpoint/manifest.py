@@ -1,6 +1,6 @@
-"""The two small files that make arrays a checkpoint: its manifest, and COMMIT.
+"""Encoding and decoding of the two small files in a checkpoint: manifest.json and COMMIT.
 
-Anybody may have written them, so their content is checked before it is used.
+The files may come from untrusted sources, so their content is checked before it is used.
 """
 
 import json
@@ -14,22 +14,28 @@ from rmt_tpu.checkpoint.arrays import COMPRESSIONS, DTYPES, StoredArray
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault
 
-# 2: weights number the entries of concatenated data vectors by place, then by vector.
-# 3: arrays may be compressed.
+# Version 2 changed the order of weights for concatenated data vectors: first by entry, then by
+# vector.
+# Version 3 introduced compressed arrays.
 FORMAT_VERSION = 3
 
-# The most bytes that are read of each file.
+# maximum sizes of the files in bytes
 COMMIT_LIMIT = 4096
 MANIFEST_LIMIT = 64 * 2**20
 
 ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
-_LARGEST = 2**62  # bytes of one array, and numbers on one axis
+_LARGEST = 2**62  # maximum bytes in an array and maximum size of an axis
 _MOST_AXES = 32
 
 
 class Commit(NamedTuple):
-    """The attempt at a step that counts, and the loss on held-out text if there is one."""
+    """The content of a COMMIT file, which makes one attempt to save a step the valid one.
+
+    Attributes:
+      attempt: name of the attempt's folder.
+      loss: the loss on held-out text at this step, or None if it is unknown.
+    """
 
     attempt: str
     loss: float | None = None
@@ -41,10 +47,10 @@ class Commit(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Commit":
-        """Return the content of a COMMIT.
+        """Decode a COMMIT file.
 
         Raises:
-          Fault: it names no attempt.
+          Fault: the file names no attempt.
         """
         try:
             said = json.loads(data)
@@ -56,13 +62,14 @@ class Commit(NamedTuple):
 
 
 def seal(arrays: list[StoredArray], meta: dict) -> bytes:
-    """Return the manifest's bytes: its content and a checksum of the content.
+    """Encode a manifest as bytes that include a checksum of its content.
 
     Raises:
       UsageError: `meta` is not JSON.
     """
     try:
-        # meta goes through JSON and back first, so that the checksum is of what a reader will see.
+        # Convert `meta` to JSON and back first, so that the checksum is computed over what a reader
+        # sees.
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
@@ -75,7 +82,7 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
 
 
 def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
-    """Return the arrays by name, and the meta, that a manifest lists.
+    """Decode a manifest; return the descriptions of its arrays by name, and its metadata.
 
     Raises:
       Fault: the manifest is damaged, or its content is impossible.
@@ -101,11 +108,11 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
 
 
 def _array(entry: dict) -> StoredArray:
-    """Return the array of a manifest's entry.
+    """Return the array description in an entry of a manifest, after checking it.
 
     Raises:
-      Fault: this program would never write such an array.
-      TypeError, AttributeError: it is not an entry of an array.
+      Fault: the entry describes an array that this program would never write.
+      TypeError, AttributeError: the entry does not describe an array.
     """
     array = StoredArray(**entry)
     name, shape, chunk = array.name, array.shape, array.chunk
@@ -126,7 +133,7 @@ def _array(entry: dict) -> StoredArray:
         and len(shape) == len(chunk) <= _MOST_AXES
         and all(type(size) is int and 0 <= size < _LARGEST for size in sizes)
         and 16 * math.prod(shape) < _LARGEST
-        # No chunk is larger than the array, whose shape is compared with the wanted one.
+        # Chunks may not exceed the array, whose shape is later compared with the requested shape.
         and all(1 <= part <= max(size, 1) for size, part in zip(shape, chunk, strict=True))
     ):
         raise Fault(f"manifest.json: array {name} has an impossible shape or chunk")

@@ -1,4 +1,4 @@
-"""The rules for which steps stay, and the deletion of other steps and of dead attempts."""
+"""Rules for which checkpoints are kept, and deletion of others and of unfinished attempts."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ from rmt_tpu.storage import Fault, Folder
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """The rules for which committed steps are kept: each step that one of the rules names.
+    """Rules for which committed steps are kept; a step is kept if any rule applies to it.
 
     Attributes:
-      last: how many of the last steps are kept; at least 1.
-      every: each step divisible by this number is kept; 0 turns the rule off.
-      best: how many steps of the lowest loss are kept, among those saved with a loss; 0 turns the
-        rule off.
+      last: number of most recent steps to keep; at least 1.
+      every: steps divisible by this number are kept; 0 disables the rule.
+      best: number of steps with the lowest loss to keep, among steps that were saved with a loss; 0
+        disables the rule.
     """
 
     last: int = 3
@@ -32,22 +32,24 @@ class Retention:
                 raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
 
     def kept(self, losses: Mapping[int, float | None]) -> set[int]:
-        """Return which of the steps stay.
+        """Return the steps to keep.
 
         Args:
-          losses: the loss of each step, or None.
+          losses: maps each committed step to its loss, or to None if it has none.
         """
         steps = sorted(losses)
         kept = set(steps[-self.last :])
         if self.every:
             kept |= {step for step in steps if step % self.every == 0}
-        # Of equal losses the later step is better: it has seen more tokens.
+        # If losses are equal, the later step is preferred, because it was trained on more tokens.
         rated = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
         return kept | {-step for _, step in rated[: self.best]}
 
 
 def committed_and_attempts(folder: Folder) -> dict[int, set[str]]:
-    """Return, for each step, which of its entries belong to a checkpoint: COMMIT and attempts.
+    """Return, for each step, the names in its folder that belong to a checkpoint.
+
+    These are COMMIT and the folders of attempts.
 
     Raises:
       Fault: the folder cannot be listed.
@@ -59,7 +61,7 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for name in names:
         step = name.removesuffix("/")
-        # Only the exact name of a step counts: not 007.
+        # Only the canonical name of a step is accepted, and not 007 for example.
         if not (name.endswith("/") and step.isascii() and step.isdecimal()):
             continue
         if step == str(int(step)):
@@ -70,7 +72,7 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
 
 
 def committed(folder: Folder) -> list[int]:
-    """Return the committed steps, ascending, without those that a run has gone back from.
+    """Return the committed steps in ascending order, without steps that a run has gone back from.
 
     Raises:
       Fault: the folder cannot be listed, or its BACK file cannot be read.
@@ -81,16 +83,16 @@ def committed(folder: Folder) -> list[int]:
     return sorted(filter(is_one, found))
 
 
-# This file names the last step that counts, while the COMMITs of later ones are deleted.
+# Name of a file that states the last valid step while the COMMITs of later steps are being deleted.
 _BACK = "BACK"
 
 
 def go_back(folder: Folder, step: int) -> None:
-    """Make a committed step the last one, and delete later ones.
+    """Make a committed step the last one by deleting all later steps.
 
-    The later steps disappear for every reader at once, by a file that names the last step. The file
-    is deleted when their COMMITs are. If this function is killed in between, `finish_going_back`
-    does the rest.
+    First a file is written that names the last step, so that the later steps disappear for all
+    readers at the same time. The file is deleted after the COMMITs of the later steps. If the
+    process is killed in between, `finish_going_back` completes the deletion.
 
     Raises:
       Fault: something cannot be read, written or deleted.
@@ -100,7 +102,7 @@ def go_back(folder: Folder, step: int) -> None:
 
 
 def finish_going_back(folder: Folder) -> None:
-    """Delete the steps after the one that `go_back` was last called for, if any are left.
+    """Complete a deletion by `go_back` that was interrupted, if there is one.
 
     Raises:
       Fault: something cannot be read or deleted.
@@ -117,7 +119,7 @@ def finish_going_back(folder: Folder) -> None:
 
 
 def _last_step(folder: Folder, names: list[str]) -> int | None:
-    """Return the step that an unfinished `go_back` has made the last one, or None.
+    """Return the last valid step if a `go_back` is unfinished, else None.
 
     Raises:
       Fault: the file is damaged, or cannot be read.
@@ -139,16 +141,17 @@ def _is_ours(entry: str) -> bool:
 
 
 def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int]) -> None:
-    """Delete the steps that are not kept, and the attempts that no COMMIT names.
+    """Delete steps that the rules do not keep, and attempts that no COMMIT names.
 
-    The step just saved stays even if it is below the kept ones, because a run may go back to an
-    earlier step.
+    The step that was just saved is always kept. It may be lower than the others if the run went
+    back to an earlier step.
 
     Args:
       folder: the folder of all steps.
       saved: the step just saved.
       retention: the rules for which steps stay.
-      damaged: steps that do not count as kept ones, and are deleted once a newer step is good.
+      damaged: damaged steps. They are ignored by the rules, and are deleted if a later step is
+        kept.
 
     Raises:
       Fault: something cannot be read or deleted.
@@ -159,7 +162,7 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
     }
     losses = {step: commit and commit.loss for step, commit in commits.items()}
     kept = retention.kept({s: loss for s, loss in losses.items() if s not in damaged}) | {saved}
-    # Another writer's attempt at the step just saved may still be alive.
+    # Another process may still be writing an attempt at the step that was just saved.
     found.pop(saved, None)
     for step, entries in sorted(found.items()):
         dead = entries - {"COMMIT"}
@@ -168,7 +171,8 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
             commit = commits[step]
             dead = dead - {commit.attempt} if commit else set()
         elif step in commits:
-            # COMMIT is deleted first, so that a kill in between leaves no partial step that counts.
+            # COMMIT is deleted first, so that no committed step is incomplete if the process is
+            # killed.
             folder.delete(f"{step}/COMMIT")
         if dead or not keep:
             delete_attempts(folder, step, dead)
@@ -184,7 +188,7 @@ def _commit(folder: Folder, step: int) -> Commit | None:
 
 
 def delete_attempts(folder: Folder, step: int, attempts: Iterable[str]) -> None:
-    """Delete some attempts at a step, and the step's folder if nothing else is in it."""
+    """Delete the given attempts at a step, and the folder of the step if it is then empty."""
     for attempt in attempts:
         folder.delete_folder(f"{step}/{attempt}")
     if not folder.names(str(step)):

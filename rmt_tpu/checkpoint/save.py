@@ -1,8 +1,9 @@
-"""The writing of a checkpoint: a copy that the training loop need not wait for, then a protocol.
+"""The writing of a checkpoint, in the background of the training loop and by several processes.
 
-The protocol has three parts, and every process comes to the end of each part before any goes on.
-First process 0 creates the arrays, empty. Then every process writes its share of what its own
-devices hold. At last process 0 writes the manifest, and then COMMIT if there is none.
+The arrays are first copied, so that training can continue. Writing then has three phases, and all
+processes complete a phase before any process starts the next. First, process 0 creates the arrays
+without content. Second, every process writes its share of the numbers on its devices. Third,
+process 0 writes the manifest, and then COMMIT if there is none.
 """
 
 import contextlib
@@ -32,13 +33,13 @@ _T = TypeVar("_T")
 
 
 class Saved(NamedTuple):
-    """A save that has succeeded.
+    """The result of a successful save.
 
     Attributes:
       step: the step that was saved.
-      num_bytes: the bytes of all arrays, of all processes, before compression.
-      seconds: the time from the call of `begin_save` to the end.
-      blocked_seconds: the time that the caller was blocked in `begin_save`.
+      num_bytes: total size of all arrays, over all processes and before compression.
+      seconds: time from the call of `begin_save` until the step was committed.
+      blocked_seconds: time for which `begin_save` blocked its caller.
     """
 
     step: int
@@ -48,13 +49,13 @@ class Saved(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A piece of an array, and where it belongs.
+    """A piece of an array that this process writes.
 
     Attributes:
-      array: the array that it is a part of.
-      index: the index in the array of what will be written.
-      values: the values of the piece, which may include more than what will be written.
-      within: the part of `values` that will be written; Ellipsis if it is all.
+      array: description of the whole array.
+      index: position in the array to which the piece is written.
+      values: an array that contains the values of the piece, and possibly others.
+      within: the slices of `values` that are written; Ellipsis writes all of it.
     """
 
     array: StoredArray
@@ -70,7 +71,7 @@ class Block(NamedTuple):
         return math.prod(s.stop - s.start for s in self.within) * self.values.dtype.itemsize
 
     def cut(self) -> np.ndarray | np.generic | jax.Array:
-        """Return what will be written: a view of host memory, or a copy on another device."""
+        """Return the values to write, as a view of host memory or as a copy on the device."""
         if self.within is ...:
             return self.values
         (device,) = self.values.devices()
@@ -80,14 +81,14 @@ class Block(NamedTuple):
         return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
 
 
-# Starts are traced, so that there is one program for all parts of a size.
+# The starts are traced arguments, so that one program serves all parts of the same size.
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
 def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[Block]:
     """Return the pieces of arrays that this process writes.
 
-    No piece is assembled from others, and each is written by only one process.
+    Each piece lies within one shard, and is written by only one process.
     """
     arrays = list(arrays)
     shared = {
@@ -123,7 +124,7 @@ def _pieces(source: Any) -> list[tuple[Any, Any]]:
 def _shares(
     sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
 ) -> Iterator[Block]:
-    """Yield what this process writes of arrays that several processes hold."""
+    """Yield the pieces that this process writes of arrays that span several processes."""
     for position, parts in itertools.groupby(
         parts_of(jax.process_index(), layouts), lambda part: part.array
     ):
@@ -142,9 +143,9 @@ def _shares(
 
 
 def snapshot(blocks: Iterable[Block]) -> deque[Block]:
-    """Return the blocks with their current values, so that their sources may be overwritten.
+    """Return copies of the blocks, so that their sources may be donated or overwritten at once.
 
-    The sources may be donated or overwritten at once.
+    On a CPU no copy is made here, because XLA keeps a buffer that numpy refers to.
     """
     return deque(block._replace(values=_held(block), within=...) for block in blocks)
 
@@ -154,14 +155,13 @@ def _held(block: Block) -> np.ndarray | jax.Array:
         return np.array(block.values)
     (device,) = block.values.devices()
     if _is_host(device):
-        # This makes no copy: XLA does not give away a buffer that numpy refers to.
+        # No copy is needed, because XLA does not donate a buffer that numpy refers to.
         return np.asarray(block.cut())
-    # This begins to copy and returns. If the array is donated now, its buffer is overwritten only
-    # after it was read.
+    # This starts an asynchronous copy. If the array is donated meanwhile, its buffer is overwritten
+    # only after the copy.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     held = jax.device_put(block.cut(), pinned, may_alias=False)
-    # A part that was cut out takes device memory until it is copied, so only one is copied at a
-    # time.
+    # A part that was cut out takes up device memory until it is copied, so wait for each copy.
     return held if block.within is ... else jax.block_until_ready(held)
 
 
@@ -176,14 +176,15 @@ class Attempt(NamedTuple):
       folder: the folder of all steps.
       context: tensorstore's context.
       step: the step to save.
-      arrays: all arrays, of all processes.
-      blocks: the blocks of this process; each is released when it is written.
+      arrays: the descriptions of all arrays, over all processes.
+      blocks: the blocks that this process writes; each is released once it is written.
       manifest: the bytes of the step's manifest.
       loss: the loss on held-out text, if it is known.
-      before_commit: a function that process 0 calls when all else is stored.
-      damaged: the generation of a COMMIT at this step that may be replaced.
+      before_commit: a function that process 0 calls after everything except COMMIT is stored, or
+        None.
+      damaged: generation of a damaged COMMIT for this step, which may be replaced, or None.
       before_begin: a function that process 0 calls before anything is written.
-      exchange: `processes.Channel.exchange` of a channel for this thread.
+      exchange: the method `processes.Channel.exchange` of a channel that only this thread uses.
     """
 
     folder: Folder
@@ -222,7 +223,8 @@ class Attempt(NamedTuple):
                         self.before_commit()
                     commit(self.folder, self.step, Commit(name, self.loss))
         except Exception as error:
-            # Without an answer from all processes, another one may still be writing.
+            # The attempt is deleted only after a Fault, on which all processes agree. After other
+            # errors another process may still be writing.
             if first and isinstance(error, Fault):
                 self._abandon(name)
             line = f"cannot save step {self.step} in {self.folder}: {one_line(error)}"
@@ -232,7 +234,7 @@ class Attempt(NamedTuple):
         return together(self.exchange, f"checkpoint {self.step}: {part}", said, faults=Exception)
 
     def _make_way(self) -> None:
-        """Delete the step's COMMIT if it is still the one that was found damaged."""
+        """Delete the COMMIT of the step if it is the one found damaged; raise Fault for any other."""
         path = f"{self.step}/COMMIT"
         found = self.folder.read(path, limit=COMMIT_LIMIT)
         if found and not (
@@ -259,7 +261,7 @@ class Attempt(NamedTuple):
         deque(in_flight(jobs()), maxlen=0)  # runs all jobs and keeps no result
 
     def _abandon(self, attempt: str) -> None:
-        """Delete an attempt that no COMMIT names, as far as the store allows it."""
+        """Delete the attempt if no COMMIT names it, ignoring errors of the storage."""
         with contextlib.suppress(Fault):
             found = self.folder.read(f"{self.step}/COMMIT", limit=COMMIT_LIMIT)
             if not found or attempt.encode() not in found.data:
@@ -267,7 +269,7 @@ class Attempt(NamedTuple):
 
 
 def commit(folder: Folder, step: int, content: Commit) -> None:
-    """Make an attempt the committed one of its step.
+    """Commit a step by creating its COMMIT file, which names an attempt.
 
     Raises:
       Fault: another writer has committed the step, or the write failed.
@@ -284,22 +286,22 @@ def together(
     *,
     faults: type[Exception] = Fault,
 ) -> Iterator[list[str]]:
-    """Run a part of the work that every process does; if it fails on one, it fails on all.
+    """Run the body on every process and wait for all; if it fails on one process, it fails on all.
 
     Args:
-      exchange: the `exchange` of the thread's channel.
-      what: what all processes do here, for messages.
-      said: a short text from this process for all.
-      faults: the exceptions that are reported to the others, and are raised here as a Fault; other
-        exceptions end this process alone.
+      exchange: the method `exchange` of this thread's channel.
+      what: a description of the work, for messages.
+      said: a short text that is sent to all processes.
+      faults: the exceptions that are sent to the other processes and raised as a Fault. Other
+        exceptions stop only this process.
 
     Yields:
-      What every process said, in order; the list is empty until all have done their parts.
+      A list that is filled with the texts of all processes, in order, after all have finished.
 
     Raises:
-      Fault: the work failed on some process, which is named if there are several; Unavailable if on
-        all processes that failed the store gave no answer.
-      RunError: some process did not come.
+      Fault: the body failed on some process. It is Unavailable if the storage gave no answer on any
+        process that failed.
+      RunError: some process did not respond.
     """
     answers, fault, unavailable = [], None, False
     try:
@@ -318,7 +320,10 @@ def together(
 
 
 class Background(Generic[_T]):
-    """One piece of work at a time in a thread, for which the interpreter waits at its end."""
+    """A runner that executes one function at a time in a thread.
+
+    The interpreter waits for the thread before it exits.
+    """
 
     def __init__(self, name: str):
         self._name = name
@@ -327,10 +332,10 @@ class Background(Generic[_T]):
         self._error: Exception | None = None
 
     def start(self, work: Callable[[], _T]) -> None:
-        """Begin the work; no other work may be under way.
+        """Start the work; no other work may be in progress.
 
         Args:
-          work: the function to run; `take` raises what it raises.
+          work: the function to run. If it raises an error, `take` raises this error.
         """
 
         def run() -> None:
@@ -343,14 +348,14 @@ class Background(Generic[_T]):
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until no work is under way."""
+        """Wait until no work is in progress."""
         if self._thread:
             self._thread.join()
 
     def take(self) -> _T | None:
-        """Return the result, or raise the error, of work that has ended; None if nothing is new.
+        """Return the result of completed work, or raise its error; None if nothing is new.
 
-        Each result or error is given only once.
+        Each result or error is delivered only once.
         """
         if self._thread is None or self._thread.is_alive():
             return None
@@ -362,6 +367,6 @@ class Background(Generic[_T]):
         return result
 
     def tell(self, report: Callable[[str], None]) -> None:
-        """Report an error that `take` has not raised."""
+        """Report the error of completed work if `take` has not raised it."""
         if self._error:
             report(one_line(self._error))

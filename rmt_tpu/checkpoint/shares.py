@@ -1,7 +1,8 @@
-"""The division of a checkpoint among processes, so that each writes about as many bytes.
+"""The division of a checkpoint among processes, such that all write about the same number of bytes.
 
-Where processes hold copies of the same numbers, one of them writes them. The choice depends only on
-how the arrays are laid out over devices, so every process finds the same answer by itself.
+If several processes hold copies of the same numbers, only one of them writes the numbers. The
+choice depends only on the shardings of the arrays, so all processes compute the same result without
+communication.
 """
 
 import heapq
@@ -16,21 +17,21 @@ import jax
 
 from rmt_tpu.checkpoint.arrays import Index, index_of
 
-# A copy of more than this part of a mean share is split into chunks, so that no process writes much
-# more than the mean. Most copies stay whole, because a part must be cut out on the device that has
-# it.
+# If a replicated piece is larger than this fraction of the mean bytes per process, it is split into
+# chunks, so that no process writes much more than the mean. Smaller pieces are not split, because a
+# part of a piece must first be copied on its device.
 _COARSE = 1 / 4
 
 
 class Layout(NamedTuple):
-    """The layout of an array in the store and over devices.
+    """The layout of an array in storage and on devices.
 
     Attributes:
-      shape: the array's shape.
-      chunk: the shape of its chunks in the store; each device's piece is made of whole chunks.
-      item_bytes: the bytes of one number.
-      sharding: the sharding over devices; None if each process has an array of its own, and the
-        first process writes it.
+      shape: shape of the array.
+      chunk: shape of the stored chunks. The shard of each device consists of whole chunks.
+      item_bytes: number of bytes per number.
+      sharding: sharding over devices. None if every process has the whole array, which the first
+        process then writes.
     """
 
     shape: tuple[int, ...]
@@ -40,12 +41,12 @@ class Layout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of an array that only one process writes.
+    """A part of an array that is assigned to one process for writing.
 
     Attributes:
-      array: the array's position among the layouts.
-      piece: what a device holds of the array, in the array's coordinates.
-      index: the part of the piece that will be written, in the array's coordinates.
+      array: position of the array in the list of layouts.
+      piece: the shard of a device that contains the part, as an index into the array.
+      index: the part itself, as an index into the array.
     """
 
     array: int
@@ -53,15 +54,14 @@ class Part(NamedTuple):
     index: Index
 
 
-@lru_cache(maxsize=4)  # a run saves the same arrays again and again
+@lru_cache(maxsize=4)  # a run saves the same layouts repeatedly
 def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
     """Return the parts that a process writes, in the order of the arrays.
 
-    Over all processes, the parts contain every number of every array that has a sharding exactly
-    once.
+    The parts of all processes together contain every number of every sharded array exactly once.
 
     Args:
-      process: the process's number, the `process_index` of its devices.
+      process: number of the process, which is the `process_index` of its devices.
       layouts: the layouts of all arrays.
     """
     reached = _reached(process, layouts)
@@ -90,12 +90,12 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
         for size, holders, copy in copies
         for part in (_chunks(copy, layouts[copy.array].chunk) if size > too_much else [copy])
     ]
-    # Parts that many processes could write come last, to level what only a few could write.
+    # Parts that many processes hold are assigned last, to even out the parts that only few hold.
     shared.sort(key=lambda each: (len(each[1]), -each[0]))
     idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for size, holders, part in shared:
         heap = idlest.setdefault(holders, [(0, holder) for holder in holders])
-        # The process's load may have grown since, by parts of another heap.
+        # Update the entries of processes that have since been assigned parts from other heaps.
         while heap[0][0] != (now := written[heap[0][1]]):
             heapq.heapreplace(heap, (now, heap[0][1]))
         owner = heap[0][1]
@@ -110,10 +110,10 @@ def _bytes(part: Part, layouts: tuple[Layout, ...]) -> int:
 
 
 def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
-    """Return the processes whose shares the share of `process` depends on.
+    """Return the processes whose assignments affect the assignment of `process`.
 
-    These are the processes that hold copies of its pieces, those that hold copies of their pieces,
-    and so on. On a large mesh they are few of all.
+    These are the processes that hold copies of its pieces, the processes that hold copies of their
+    pieces, and so on. On a large mesh they are a small subset.
     """
     groups = {
         holders
@@ -133,7 +133,7 @@ def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
 def _holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], list[Index]]:
-    """Return the distinct pieces of an array, by the processes that hold them."""
+    """Return the distinct pieces of an array, grouped by the set of processes that hold them."""
     found: dict[Index, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(index_of(index, shape), set()).add(device.process_index)
@@ -144,7 +144,7 @@ def _holders(
 
 
 def _chunks(copy: Part, chunk: tuple[int, ...]) -> Iterator[Part]:
-    """Yield every chunk of a piece."""
+    """Yield every chunk of a piece as a part of its own."""
     axes = [
         [(at, min(at + step, stop)) for at in range(start, stop, step)]
         for (start, stop), step in zip(copy.index, chunk, strict=True)

@@ -1,10 +1,13 @@
-"""Text as batches: `documents`, `split`, `pack` with a `Tokenizer`, and `Windows` of the stream.
+"""Conversion of text into batches for training.
 
-Text of any amount goes into a token store (`rmt_tpu.data.prepare`), and the streams of `open_store`
-are read from it in place. A `Prefetcher` reads the next batches ahead.
+For text that fits in memory, `documents` reads it, `split` holds out a part for evaluation, `pack`
+tokenises the documents into one stream, and `Windows` cuts the stream into batches. Text of any
+size can be tokenised once into a token store (`rmt_tpu.data.prepare`), whose streams (`open_store`)
+are read from storage as needed. A `Prefetcher` reads batches ahead of time.
 
-This package uses only numpy: nothing is on a device yet. The order of the batches depends only on
-the text, the tokenizer and the seed, and the whole state of reading is one number.
+This package uses only numpy and puts nothing on a device. The order of the batches depends only on
+the text, the tokenizer and the seed. The complete state of reading is one number, the number of
+windows read.
 """
 
 from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split

@@ -1,4 +1,4 @@
-"""The steps from documents to batches: the held-out part, the stream of tokens, and its windows."""
+"""The conversion of documents to batches: splitting, packing into a stream, and windows."""
 
 import hashlib
 import zlib
@@ -17,25 +17,26 @@ from rmt_tpu.errors import UsageError
 def split(
     documents: list[str], *, eval_fraction: float, seed: int, source: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Hold out whole documents for evaluation, as near to `eval_fraction` as they allow.
+    """Split documents into training and held-out documents, close to the given fraction.
 
-    The choice depends on the documents' text and on the seed, not on their order, and equal
-    documents stay together. Documents larger than the wanted share are skipped, unless all are
-    larger: then the smallest is held out. If there is only one document (or copies of one), its
-    tail is held out, from the next start of a line, or else of a word.
+    The choice depends on the texts and the seed, but not on the order of the documents. Equal
+    documents go to the same part. Documents larger than the requested share are not held out,
+    unless all are larger; then the smallest is held out. If there is only one document, or only
+    copies of one, its tail is held out, starting at a line or else at a word.
 
     Args:
       documents: the documents of the corpus.
-      eval_fraction: share of the characters to hold out, from 0 (nothing) to 0.5.
-      seed: another seed holds out other documents.
-      source: value of --data, for the message.
+      eval_fraction: fraction of the characters to hold out, from 0 (nothing) to 0.5.
+      seed: seed of the choice of documents.
+      source: value of --data, for error messages.
 
     Returns:
-      `(train, held_out)`, each in the order of `documents`. Training always has a document and at
-      least half of the characters; evaluation is empty only at 0.
+      The training documents and the held-out documents, both in the order of `documents`. Training
+      documents always have at least half of the characters. There are no held-out documents only if
+      `eval_fraction` is 0.
 
     Raises:
-      UsageError: the fraction is outside its range, or there is too little text to divide.
+      UsageError: the fraction is out of range, or there is too little text to split.
     """
     if not 0 <= eval_fraction <= 0.5:
         raise UsageError(f"data.eval_fraction={eval_fraction} is out of range; legal: 0 to 0.5")
@@ -55,14 +56,14 @@ def split(
 
 
 def pack(documents: list[str], tokenizer: Tokenizer) -> Int32[np.ndarray, " tokens"]:
-    """Return the stream of tokens: BOS and the tokens of each document, one after the other.
+    """Concatenate the tokens of all documents into one stream, with BOS before each document.
 
     Args:
-      documents: documents in order.
-      tokenizer: the tokenizer that the model is trained with.
+      documents: the documents in order.
+      tokenizer: the tokenizer with which the model is trained.
 
     Returns:
-      int32 [tokens].
+      The stream of tokens, int32 [tokens].
     """
     bos = np.array([tokenizer.bos], np.int32)
     encoded = tokenizer.encode_all(documents)
@@ -72,13 +73,15 @@ def pack(documents: list[str], tokenizer: Tokenizer) -> Int32[np.ndarray, " toke
 
 
 class Batch(NamedTuple):
-    """Windows of the stream, one in each row. All entries past the end of the stream are 0.
+    """A batch of windows, with one window per row.
+
+    Entries beyond the end of the token stream are 0 in all arrays.
 
     Attributes:
-      inputs: int32 [batch, seq].
-      targets: int32 [batch, seq], the token after each input.
-      segment_ids: int32 [batch, seq], the number of the input's document in the window, from 1.
-      weights: float32 [batch, seq], 1 where there is a target.
+      inputs: int32 [batch, seq], the input tokens.
+      targets: int32 [batch, seq], the next token after each input.
+      segment_ids: int32 [batch, seq], the number of the document within the window, from 1.
+      weights: float32 [batch, seq], 1 where there is a target and else 0.
     """
 
     inputs: Int32[np.ndarray, "batch seq"]
@@ -89,7 +92,7 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Tokens that are read from where they are stored, such as a token store."""
+    """The interface of a stream of tokens that are read as needed, such as from a token store."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -97,20 +100,20 @@ class Stream(Protocol):
     def read(
         self, starts: Int64[np.ndarray, " rows"], length: int
     ) -> Int32[np.ndarray, "rows length"]:
-        """Return `length` tokens from each of `starts` on, with 0 past the end.
+        """Return `length` tokens from each position in `starts` onwards, with 0 beyond the end.
 
-        Several threads may call it.
+        Several threads may call this method concurrently.
 
         Raises:
           RunError: the tokens cannot be read.
         """
 
     def checksum(self) -> int:
-        """Return a checksum, by which a resumed run knows that it reads the same text."""
+        """Return a checksum, by which a resumed run verifies that it reads the same text."""
 
 
 class StreamInMemory:
-    """A stream that is held as one array."""
+    """A stream of tokens that is held in memory as one array."""
 
     def __init__(self, tokens: Int32[np.ndarray, " tokens"]):
         self.tokens = tokens
@@ -137,10 +140,11 @@ _ALL = slice(None)
 
 
 class Windows:
-    """Windows of a stream of tokens: `seq_len` inputs, each with the next token as its target.
+    """Batches of windows from a stream of tokens.
 
-    Window i starts at token `i * seq_len`, and the last window is padded. Therefore each token but
-    the first is a target exactly once in an epoch.
+    A window has `seq_len` inputs and, for each input, the next token as its target. Window i starts
+    at token `i * seq_len`, and the last window is padded. Therefore every token except the first is
+    a target exactly once per epoch.
     """
 
     def __init__(
@@ -154,21 +158,22 @@ class Windows:
         shuffle: bool,
         source: str = "",
     ):
-        """Keep a stream, without copying it, to read windows from it.
+        """Create windows over a stream, which is not copied.
 
         Args:
-          tokens: int32 [tokens], from `pack`; or a `Stream`, from which only windows are read.
-          seq_len: number of inputs in a window.
-          batch_size: number of windows in a batch.
+          tokens: an int32 array [tokens] from `pack`, or a `Stream`, of which only the needed
+            windows are read.
+          seq_len: number of inputs per window.
+          batch_size: number of windows per batch.
           bos: the token that starts a document.
           seed: seed of the order of the windows.
-          shuffle: whether each epoch has an order of its own; if not, all have the order of the
-            stream (held-out text).
-          source: value of --data, for the message.
+          shuffle: whether the windows are shuffled, differently in each epoch. Otherwise they have
+            the order of the stream, which is used for held-out text.
+          source: value of --data, for error messages.
 
         Raises:
-          UsageError: a size is below 1, or the stream is shorter than one window and its last
-            target. Held-out text may be shorter, down to one target: its window is padded.
+          UsageError: a size is below 1, or the stream has no more than `seq_len` tokens. Without
+            `shuffle`, two tokens suffice.
         """
         for name, value in {"seq_len": seq_len, "batch_size": batch_size}.items():
             if value < 1:
@@ -182,36 +187,36 @@ class Windows:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Number of targets in one epoch."""
+        """Number of targets per epoch."""
         return len(self.stream) - 1
 
     @property
     def num_windows(self) -> int:
-        """Number of windows in one epoch."""
+        """Number of windows per epoch."""
         return -(-self.tokens_per_epoch // self.seq_len)
 
     def checksum(self) -> int:
-        """Return the stream's checksum, by which a resumed run knows that it has the same text."""
+        """Return the checksum of the stream, by which a resumed run verifies its text."""
         return self.stream.checksum()
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in one epoch, including a last one that is not full."""
+        """Number of batches per epoch, including a last batch that is not full."""
         return -(-self.num_windows // self.batch_size)
 
     def batch_at(self, position: int, rows: Rows = _ALL) -> Batch:
-        """Return the next batch after `position` windows have been read since the run began.
+        """Return the batch that follows after `position` windows have been read in a run.
 
-        Epochs follow one another without a gap, so a batch may hold the end of one and the start of
-        the next. The position is the whole state: a run that resumes with another batch size
-        repeats and skips nothing.
+        Epochs follow each other without a gap, so a batch may contain the end of one epoch and the
+        start of the next. The position is the complete state of reading, so a run that resumes with
+        another batch size neither repeats nor skips a window.
 
         Args:
-          position: number of windows read, 0 or more.
-          rows: the rows of the batch to read; each of several processes asks for its own.
+          position: number of windows read since the start of the run, 0 or more.
+          rows: the rows of the batch to read; each process requests only the rows that it needs.
 
         Returns:
-          `batch_size` windows, or those in `rows`.
+          The batch, or only the given rows of it.
         """
         epoch, window = np.divmod(position + np.arange(self.batch_size)[rows], self.num_windows)
         if self.shuffle:
@@ -219,20 +224,22 @@ class Windows:
         return self._gather(window, self.num_windows)
 
     def batches(self) -> Iterator[Batch]:
-        """Return every window once, in the order of the stream.
+        """Iterate over batches that contain every window once, in the order of the stream.
 
         Returns:
-          Batches of one shape: rows past the last window are 0, including their weights.
+          An iterator over batches of the same shape. Rows beyond the last window are 0, including
+          their weights.
         """
         return map(self.in_order, range(self.num_batches))
 
     def in_order(self, number: int, rows: Rows = _ALL, *, end: int | None = None) -> Batch:
-        """Return the batch of `batches` with this number, from 0, or only some of its rows.
+        """Return one batch of `batches`, or only some of its rows.
 
         Args:
-          number: number of the batch.
+          number: number of the batch, from 0.
           rows: the rows of the batch to read.
-          end: windows from this one on are left out: their rows are 0, including their weights.
+          end: number of windows to use, or None for all. Rows for later windows are 0, including
+            their weights.
         """
         window = number * self.batch_size + np.arange(self.batch_size)[rows]
         return self._gather(window, self.num_windows if end is None else end)
@@ -240,20 +247,27 @@ class Windows:
     def _gather(self, window: Int64[np.ndarray, " batch"], end: int) -> Batch:
         starts = window * self.seq_len
         real = starts[:, None] + np.arange(self.seq_len + 1) < len(self.stream)
-        # A row past the last window may start at the last token, which has no target, so it is
-        # masked.
+        # A row beyond the last window may start at the last token of the stream. It is masked,
+        # because that token has no target.
         real &= (window < min(end, self.num_windows))[:, None]
         tokens = np.where(real, self.stream.read(starts, self.seq_len + 1), 0).astype(np.int32)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         begins = (inputs == self.bos) & real[:, :-1]
-        # The first token of a window belongs to its first document, whether it is a BOS or not.
+        # The first token of a window starts segment 1, even if it is not a BOS.
         begins[:, 0] = True
         segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
         return Batch(inputs, targets, segments.astype(np.int32), real[:, 1:].astype(np.float32))
 
 
 def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
-    """Return the documents to hold out, given the size of each; there are at least two."""
+    """Return the documents to hold out.
+
+    Args:
+      sizes: the number of characters in each distinct document, including its copies. There must be
+        at least two documents.
+      eval_fraction: fraction of the characters to hold out.
+      seed: seed of the choice.
+    """
     total = sum(sizes.values())
     wanted, held = eval_fraction * total, 0
     chosen, passed_over = set(), []
@@ -263,7 +277,7 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
             held += sizes[text]
         else:
             passed_over.append(text)
-    # Hold out one more document if that brings the share nearer, or if none was chosen.
+    # Hold out one more document if that is closer to the requested share, or if none was chosen.
     for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
         after = held + sizes[text]
         if not chosen or (after - wanted < wanted - held and after <= total / 2):
@@ -272,21 +286,22 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
 
 
 def rank(text: str, seed: int) -> bytes:
-    """Return 16 pseudo-random bytes for a text and seed.
+    """Return 16 pseudo-random bytes that are determined by a text and a seed.
 
-    Documents with the least rank are held out first.
+    Documents are held out in ascending order of these bytes.
     """
     return hashlib.blake2b(f"{seed} {text}".encode(), digest_size=16).digest()
 
 
 def cut(text: str, eval_fraction: float) -> tuple[str, str]:
-    """Return the head and the tail of a document, the tail of at most about `eval_fraction`.
+    """Split a document of at least 2 characters into a head and a tail.
 
-    The document needs at least 2 characters.
+    The tail has at most about the fraction `eval_fraction` of the characters, and starts at a line
+    or a word if possible.
     """
     tail = max(1, int(eval_fraction * len(text)))
-    # The cut is at a later boundary, so that the tail never exceeds its share, and within the first
-    # half of the tail.
+    # Search for a boundary within the first half of the tail, so that the tail stays at most as
+    # long as requested and at least half as long.
     at, end = len(text) - tail, len(text) - tail // 2 - 1
     for boundary in "\n", " ":
         if (found := text.find(boundary, at - 1, end)) >= 0:

@@ -1,4 +1,4 @@
-"""Vocabularies of the tokenizers library: GPT-2's two files, or any tokenizer.json."""
+"""Tokenizers from the tokenizers library, loaded from GPT-2's two files or a tokenizer.json."""
 
 import json
 import re
@@ -12,41 +12,42 @@ from jaxtyping import Int32
 
 from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, digest, utf8
 
-# Names that vocabularies use for the token that starts a document, likeliest first. They are used
-# if the file does not say what precedes a text.
+# Names that vocabularies commonly use for BOS, the most common first. They are used if the
+# tokenizer's file does not state which token precedes a text.
 BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
 
-# No vocabulary has more tokens. The model has an embedding for each id, and the library takes ids
-# of 2^32 and more modulo 2^32.
+# Maximum number of token ids. The model has an embedding for each id, and the library silently
+# reduces ids modulo 2^32.
 _MOST_TOKENS = 2**24
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# The tokens of this text tell apart normalizers and pre-tokenizers with the same vocabulary.
+# Tokenizers with the same vocabulary but different normalizers or pre-tokenizers encode this text
+# differently.
 _PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
-# Number of texts encoded at a time: enough for all cores, and few enough to hold their tokens
+# Number of texts encoded at a time. It keeps all cores busy, and memory can hold their tokens
 # twice.
 _CHUNK = 256
 
 
 class BpeTokenizer(Tokenizer):
-    """A vocabulary of the tokenizers library."""
+    """A tokenizer from the tokenizers library."""
 
     def __init__(self, name: str, library: Any):
-        """Take over the library's tokenizer, and make its BOS a special token.
+        """Wrap a tokenizer from the library, and make its BOS a special token.
 
         Args:
-          name: the tokenizer's spec.
-          library: a `tokenizers.Tokenizer`.
+          name: the value of --tokenizer.
+          library: a `tokenizers.Tokenizer`, which is modified.
 
         Raises:
-          Unusable: the file does not say what precedes a text and the vocabulary has none of
-            `BOS_NAMES`, or an id is too large or negative.
+          Unusable: the tokenizer does not put a token before texts and its vocabulary has none of
+            `BOS_NAMES`, or a token id is negative or too large.
         """
         from tokenizers import AddedToken
 
         self.name = name
-        # Many a tokenizer.json contains these settings, and truncation would cut documents off
-        # silently.
+        # These settings occur in many tokenizer.json files, and truncation would silently shorten
+        # documents.
         library.no_truncation()
         library.no_padding()
         there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
@@ -59,10 +60,10 @@ class BpeTokenizer(Tokenizer):
                 f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
-        library.encode_special_tokens = True  # special tokens in a text are encoded like other text
+        library.encode_special_tokens = True  # encode names of special tokens as ordinary text
         self.bos = library.token_to_id(self._bos_name)
         self.ends = (self.bos,)
-        # The size is not that of the vocabulary, because ids may have gaps.
+        # This may exceed the number of tokens, because ids may have gaps.
         vocabulary = library.get_vocab(with_added_tokens=True)
         _check_ids(vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
@@ -73,7 +74,7 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_gpt2_files(cls, name: str, encoder: Path, merges: Path) -> "BpeTokenizer":
-        """Make a tokenizer from GPT-2's `encoder.json` and `vocab.bpe`.
+        """Create a tokenizer from GPT-2's `encoder.json` and `vocab.bpe`.
 
         Raises:
           Unusable: a file is damaged, or the library is not installed.
@@ -85,7 +86,7 @@ class BpeTokenizer(Tokenizer):
             )
         except Exception as error:  # the library raises no narrower class
             raise _damaged(error) from None
-        # Check the file, because the library's vocabulary already has large ids modulo 2^32.
+        # Check the ids in the file, because the library has already reduced them modulo 2^32.
         _check_ids(json.loads(encoder.read_text(encoding="utf-8")))
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
@@ -94,10 +95,10 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, name: str, text: str) -> "BpeTokenizer":
-        """Make a tokenizer from the text of a `tokenizer.json`.
+        """Create a tokenizer from the content of a `tokenizer.json`.
 
         Raises:
-          Unusable: it is damaged or has no BOS, or the library is not installed.
+          Unusable: the content is damaged or has no BOS, or the library is not installed.
         """
         tokenizers = _import()
         try:
@@ -116,7 +117,7 @@ class BpeTokenizer(Tokenizer):
         return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
-        """Encode each text, in order, on all cores."""
+        """Encode texts in parallel on all cores, and yield the tokens of each text in order."""
         for start in range(0, len(texts), _CHUNK):
             chunk = texts[start : start + _CHUNK]
             for text in chunk:
@@ -130,7 +131,7 @@ class BpeTokenizer(Tokenizer):
     def decode(self, tokens: Tokens) -> str:
         if self._is_byte_level:
             return super().decode(tokens)
-        # The library's own decoder handles the special cases at the start of a text.
+        # The library's decoder treats the start of a text specially.
         return self._library.decode(self._checked(tokens).tolist(), skip_special_tokens=True)
 
     def fingerprint(self) -> str:
@@ -159,7 +160,7 @@ class BpeTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _encode_apart(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Encode a text that contains the name of BOS, where the model itself spells it as BOS."""
+        """Encode a text that contains the name of BOS without producing the BOS token."""
         first, rest = map(re.escape, (self._bos_name[0], self._bos_name[1:]))
         parts = re.split(f"(?<={first})(?={rest})", text)
         return np.concatenate(self._encode(parts))
@@ -170,7 +171,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether tokens are spelled in GPT-2's alphabet, with one letter for each byte."""
+        """Whether token names use GPT-2's alphabet, in which one letter stands for one byte."""
         parts = [self._json[part] or {} for part in ("decoder", "pre_tokenizer", "normalizer")]
         nested = [
             inner
@@ -182,7 +183,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _pieces(self) -> list[bytes]:
-        """The bytes of each token."""
+        """The bytes that each token stands for, by token id."""
         pieces = [b""] * self.vocab_size
         spell = self._byte_level_piece if self._is_byte_level else self._other_piece
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
@@ -194,13 +195,13 @@ class BpeTokenizer(Tokenizer):
     def _byte_level_piece(self, name: str, token: int) -> bytes:
         try:
             return bytes([_BYTE_OF[letter] for letter in name])
-        except KeyError:  # not in the alphabet, such as an [UNK]
+        except KeyError:  # the name is not in the alphabet, such as [UNK]
             return name.encode()
 
     def _other_piece(self, name: str, token: int) -> bytes:
-        """Return what a token adds to a text after another token.
+        """Return the bytes that a token appends to a text after another token.
 
-        At the start of a text, decoders trim and join.
+        At the start of a text the library's decoder might strip a space, for example.
         """
         if self._json["model"].get("byte_fallback") and (byte := _FALLBACK.fullmatch(name)):
             return bytes([int(byte[1], 16)])
@@ -209,7 +210,10 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _before(self) -> tuple[list[int], int]:
-        """A plain token to put before others, if there is one, and the length of its text."""
+        """A list with an alphanumeric token to decode before others, and the length of its text.
+
+        The list is empty if the vocabulary has no such token.
+        """
         vocabulary = self._library.get_vocab(with_added_tokens=False)
         plain = sorted(name for name in vocabulary if name.isascii() and name.isalnum())
         before = [vocabulary[name] for name in plain[:1]]
@@ -229,7 +233,7 @@ def _damaged(error: Exception) -> Unusable:
 
 
 def _put_before(library: Any) -> str | None:
-    """Return the one token that the library's own template puts before a text, or None."""
+    """Return the name of the single token that the library puts before a text, or None."""
     ids, bare = (library.encode("a", add_special_tokens=added).ids for added in (True, False))
     more = len(ids) - len(bare)
     lead = next((n for n in range(more + 1) if ids[n : n + len(bare)] == bare), 0)
@@ -246,9 +250,10 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Return the bytes of GPT-2's alphabet by letter.
+    """Return GPT-2's alphabet as a map from letters to bytes.
 
-    A printable byte of Latin-1 is itself; the others follow from U+0100 on.
+    The letter of a printable Latin-1 byte is the character itself. The letters of the other bytes
+    are consecutive characters from U+0100 onwards.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))

@@ -1,4 +1,4 @@
-"""Text to train on, as documents: files, or the source of Python's standard library."""
+"""Reading of documents from text files, or from the source of Python's standard library."""
 
 import io
 import json
@@ -19,31 +19,32 @@ from rmt_tpu.data.inputs import (
 )
 from rmt_tpu.errors import UsageError
 
-# Limits in bytes. Memory holds each several times: as bytes, as text, and as tokens.
+# Maximum sizes in bytes. A document is in memory several times: as bytes, as text and as tokens.
 _LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-_PIECE = 2**20  # bytes read at a time of a line that is skipped
-_SIGN_OF_LIFE = 2**22  # unpacked bytes between two calls of `seen`
+_PIECE = 2**20  # bytes to read at a time from a line that is skipped
+_SIGN_OF_LIFE = 2**22  # decompressed bytes between two calls of `seen`
 
 
 def documents(source: str, flag: str = "data") -> list[str]:
-    """Return all documents of a corpus, in order, except those with nothing but white space.
+    """Return all documents of a corpus in order, except documents with only white space.
 
     Args:
-      source: `stdlib` (the modules of the running Python's standard library, one document each), or
-        paths and globs (`**` is any depth) separated by commas. A `.txt` file is one document, or
-        several separated by lines `<|endoftext|>`; a `.jsonl` file has one on each line, in the
-        field "text". Both may end in `.gz` or `.zst`. A file given twice is read once.
-      flag: the flag that gives the source, for messages.
+      source: `stdlib`, which is the source of Python's standard library with one document per
+        module, or comma-separated paths and globs, in which `**` matches any depth. A `.txt` file
+        is one document, or several documents separated by lines `<|endoftext|>`. A `.jsonl` file
+        has one document per line, in the field "text". Both kinds may be compressed, with names
+        ending in `.gz` or `.zst`. A file that is given twice is read once.
+      flag: name of the flag that gives the source, for error messages.
 
     Returns:
-      At least one document.
+      The documents, of which there is at least one.
 
     Raises:
-      UsageError: a path has no file, or a file cannot be read as text, or there is no text.
-      RunError: a file was edited meanwhile.
+      UsageError: a path matches no file, a file cannot be read as text, or there is no text.
+      RunError: a file was edited while it was read.
     """
     with problems(flag, source):
         found = [text for span in files(source) for text in read_span(span)]
@@ -55,10 +56,10 @@ def documents(source: str, flag: str = "data") -> list[str]:
 
 
 def divide(span: Span, num_bytes: int) -> Iterator[Span]:
-    """Divide a whole file into spans of about `num_bytes` or more, cut where a document ends.
+    """Divide a file into spans of at least about `num_bytes`, each of which ends with a document.
 
     Raises:
-      Problem: it cannot be read.
+      Problem: the file cannot be read.
     """
     size, start = span.stop, 0
     if size <= num_bytes or span.path.lower().endswith((*COMPRESSED, ".py")):
@@ -67,7 +68,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     with readable(span.path), opened(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
-            _pass(file, to_separator=False)  # this is most likely in the middle of a line
+            _pass(file, to_separator=False)  # `start + num_bytes` is most likely within a line
             if _kind(span.path) != ".jsonl":
                 _pass(file, to_separator=True)
             stop = min(file.tell(), size)
@@ -76,18 +77,18 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
 
 
 def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
-    """Yield the documents of a span, except those with only white space, one at a time.
+    """Yield the documents in a span one at a time, except documents with only white space.
 
     Args:
       span: a span of a file.
-      seen: called with the bytes of the span as they are stored, in order and each once, and with
-        no bytes now and then while a long document is unpacked; an error that it raises ends the
-        reading.
+      seen: a function that is called with consecutive blocks of the span's stored bytes, each
+        exactly once. It is also called with b"" from time to time while a long document is
+        decompressed. An error that it raises stops the reading.
 
     Raises:
-      Problem: the file cannot be read, or is not what its name says, or has a line of more than
-        256 MiB or a document of more than 1 GiB.
-      RunError: it was edited meanwhile.
+      Problem: the file cannot be read, is not of the kind that its name states, or has a line of
+        more than 256 MiB or a document of more than 1 GiB.
+      RunError: the file was edited while it was read.
     """
     kind = _kind(span.path)
     if kind == ".py":
@@ -100,13 +101,13 @@ def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
 
 
 def _kind(path: str) -> str:
-    """Return the ending of a name, without the ending of its compression."""
+    """Return the suffix of a file name, ignoring a suffix for compression."""
     stem, ending = os.path.splitext(path.lower())
     return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
 
 
 def _pass(file: io.BufferedIOBase, *, to_separator: bool) -> None:
-    """Read to the end of the line, or to the end of the next separator."""
+    """Skip to the end of the current line, or to the end of the next separator line."""
     begins = True
     while piece := file.readline(_PIECE):
         if to_separator and begins and _is_separator(piece):
@@ -117,12 +118,12 @@ def _pass(file: io.BufferedIOBase, *, to_separator: bool) -> None:
 
 
 class _Line(NamedTuple):
-    content: bytes  # includes the end of the line
-    offset: int  # position in the unpacked file
+    content: bytes  # including the newline
+    offset: int  # position in the decompressed file
 
 
 def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
-    """Yield the lines of a span, without a byte order mark."""
+    """Yield the lines in a span, without a byte order mark at the start of the file."""
     packed = span.path.lower().endswith(COMPRESSED)
     with readable(span.path), unpacked(span, seen) as file:
         offset = told = span.start
@@ -146,7 +147,7 @@ def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
 
 
 def _separated(span: Span, seen: Seen) -> Iterator[str]:
-    """Yield the documents of a .txt file."""
+    """Yield the documents in a span of a .txt file."""
     document, begin = bytearray(), 0
     for line in _lines(span, seen):
         if _is_separator(line.content):
@@ -169,8 +170,8 @@ def _is_separator(line: bytes) -> bool:
 
 
 def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
-    # Lines are split as bytes, because JSON strings may hold characters such as U+2028 at which
-    # str.splitlines ends a line.
+    # Lines are split as bytes, because str.splitlines would also split at characters such as
+    # U+2028, which JSON strings may contain.
     for line in _lines(span, seen):
         text = _decode(line.content, span, line.offset)
         if text.strip():
@@ -182,10 +183,10 @@ def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
 
 
 def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON objects of a whole .jsonl file, each with a description of where it is.
+    """Yield each JSON object in a whole .jsonl file, with the file and line as text.
 
     Raises:
-      Problem: the file cannot be read, or a line is no object.
+      Problem: the file cannot be read, or a line is not a JSON object.
     """
     for number, line in enumerate(_lines(span, lambda block: None), 1):
         text, where = _decode(line.content, span, line.offset), f"{span.path!r} line {number}"
@@ -198,10 +199,9 @@ def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _module(span: Span, seen: Seen) -> Iterator[str]:
-    """Yield a module of the standard library.
+    """Yield the source of a module in the standard library.
 
-    One that is not UTF-8 is skipped, because it belongs to the installation and no user can correct
-    it.
+    A module that is not UTF-8 is skipped, because the user cannot be expected to correct it.
     """
     with readable(span.path), opened(span) as file:
         content = file.read()
@@ -224,7 +224,7 @@ def _decode(content: bytes | bytearray, span: Span, offset: int) -> str:
 
 
 def _line_number(span: Span, offset: int) -> int:
-    """Return the number, from 1, of the line with the byte at `offset` of the unpacked file."""
+    """Return the line number, from 1, of the byte at `offset` in the decompressed file."""
     number = 1
     with unpacked(span) as file:
         while offset > 0 and (block := file.read(min(offset, 2**20))):
@@ -234,7 +234,7 @@ def _line_number(span: Span, offset: int) -> int:
 
 
 def _json_text(line: str) -> str:
-    """Return the "text" of one line of a .jsonl file."""
+    """Return the field "text" of the object on one line of a .jsonl file."""
     like = '{"text": "..."}'
     value, legal = _json_object(line, like), f"legal: an object like {like}"
     if not isinstance(value.get("text"), str):
@@ -251,7 +251,7 @@ def _json_text(line: str) -> str:
 
 
 def _json_object(line: str, like: str) -> dict[str, Any]:
-    """Return the object in one line of a .jsonl file."""
+    """Return the JSON object on one line of a .jsonl file; `like` is an example for errors."""
     legal = f"legal: an object like {like}"
     try:
         value = json.loads(line)

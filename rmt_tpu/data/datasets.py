@@ -1,4 +1,4 @@
-"""The text of a run, as windows to train on and windows held out."""
+"""Loading of a run's text as training windows and held-out windows."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,22 @@ from rmt_tpu.errors import UsageError
 
 
 class Datasets(NamedTuple):
-    """Windows to train on, and windows held out."""
+    """The training windows and the held-out windows of a run."""
 
     train: data.Windows
     held_out: data.Windows
 
 
 def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
-    """Read, split, tokenise and pack the run's text, or open the token store that it names.
+    """Load the text that the config names, from files or from a token store.
 
-    A store has its own held-out part, and `data.eval_fraction` is then ignored.
+    Text from files is split, tokenised and packed. A token store already has a held-out part, so
+    `data.eval_fraction` is ignored.
 
     Raises:
       UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
-        has more tokens than the model, or the store is not complete or has another tokenizer.
+        has more tokens than the model, or the store is incomplete or was made with another
+        tokenizer.
       RunError: the store's manifest is damaged.
     """
     if tokenizer.vocab_size > config.model.vocab_size:

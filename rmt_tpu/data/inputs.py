@@ -1,4 +1,4 @@
-"""The files of a source, and their bytes, on a file system or in a bucket."""
+"""Input files of a text source, on a file system or in a bucket, and reading of their bytes."""
 
 import contextlib
 import glob
@@ -21,12 +21,13 @@ SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst")
 COMPRESSED = (".gz", ".zst")
 
 _BUCKETS = "gs://"
-_BLOCK = 2**20  # bytes that are hashed at a time
-# Bytes requested from a bucket at a time: many where an object is read as a whole, so that requests
-# are few, and few where only the end of a line is searched for.
+_BLOCK = 2**20  # bytes to hash at a time
+# Bytes per request to a bucket. _AHEAD is for reading a whole object in few requests, and _LOOK is
+# for searching the end of a line.
 _AHEAD, _LOOK = 8 * 2**20, 2**18
-# Bytes that are unpacked at a time. A block of zstandard may need only 4 bytes for its 128 KiB, so
-# this unpacks to at most 32 MiB, where the library would unpack gigabytes of a hostile file.
+# Compressed bytes to decompress at a time. As few as 4 bytes can encode a zstandard block of 128
+# KiB, so the result has at most 32 MiB. Without this limit a malicious file could decompress to
+# gigabytes at once.
 _PACKED = 2**10
 _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
@@ -36,16 +37,16 @@ Seen = Callable[[bytes], None]
 
 
 class Problem(Exception):
-    """An error in a part of the source; `problems` adds the source itself to the message."""
+    """An error in an input file; `problems` turns it into an error about the flag."""
 
 
 class _NoFile(Problem):
-    """A name or glob matches no file."""
+    """An error about a name or glob that matches no file."""
 
 
 @contextlib.contextmanager
 def problems(flag: str, source: str) -> Iterator[None]:
-    """Turn a Problem in the body into a UsageError that names the flag and its source."""
+    """Turn a Problem in the body into a UsageError that names the flag and its value."""
     try:
         yield
     except Problem as problem:
@@ -53,13 +54,13 @@ def problems(flag: str, source: str) -> Iterator[None]:
 
 
 class Span(NamedTuple):
-    """Bytes `start` to `stop` of a file; a compressed file or a module is always whole.
+    """A range of bytes in a file; compressed files and modules are always covered as a whole.
 
     Attributes:
       path: path of the file, or its `gs://` URL.
-      start, stop: positions in bytes in the stored, possibly compressed, file.
-      version: a value that changes with any edit of the file: size, mtime and ctime in nanoseconds;
-        or for an object in a bucket size, crc32c and generation.
+      start, stop: byte positions in the file as stored.
+      version: a value that changes whenever the file is edited. It consists of size, mtime and
+        ctime (in nanoseconds), or for an object in a bucket of size, crc32c and generation.
     """
 
     path: str
@@ -73,14 +74,14 @@ class Span(NamedTuple):
 
 
 def files(source: str, *, buckets: bool = False) -> list[Span]:
-    """Return the files of a source, in order, each once and whole.
+    """Return a span of each whole file in a source, in order and without duplicates.
 
     Args:
-      source: see `documents`; with `buckets` also `gs://` URLs and globs.
+      source: the source, as for `documents`. With `buckets` it may have `gs://` URLs and globs.
       buckets: whether `gs://` is allowed.
 
     Raises:
-      Problem: a path has no file, or one of an unknown kind.
+      Problem: a path matches no file, or a file has an unknown suffix.
     """
     if source == STDLIB:
         return [whole(path) for path in _stdlib()]
@@ -97,14 +98,14 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
 
 
 def whole(path: str) -> Span:
-    """Return a span of all bytes of a file on a file system.
+    """Return the span that covers a whole file on a file system.
 
     Raises:
-      Problem: it is not there, or is not a regular file.
+      Problem: the file does not exist, or is not a regular file.
     """
     with readable(path):
         status = os.stat(path)
-    # A pipe that nobody writes to would be waited for forever.
+    # Reading a pipe that nobody writes to would block forever.
     if not stat.S_ISREG(status.st_mode):
         raise Problem(f"{path!r} is no regular file; legal: files")
     return Span(path, 0, status.st_size, _version(status))
@@ -112,7 +113,7 @@ def whole(path: str) -> Span:
 
 @contextlib.contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turn errors of reading in the body into a Problem."""
+    """Turn errors in the body that occur while the file is read into a Problem."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -122,14 +123,14 @@ def readable(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
-    """Open a file to read its stored bytes from the first on.
+    """Open a file to read its stored bytes from the start.
 
     Args:
       span: any span of the file.
-      look: whether only a little is read, here and there.
+      look: whether only a few bytes are read, at various positions.
 
     Raises:
-      RunError: the file does not have the span's version, or was edited before the body ended.
+      RunError: the version of the file at the end of the body is not that of the span.
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])
@@ -144,11 +145,12 @@ def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
 
 @contextlib.contextmanager
 def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[io.BufferedIOBase]:
-    """Open a file to read its content, unpacked if it is compressed.
+    """Open a file to read its content, decompressing it if necessary.
 
     Args:
       span: any span of the file.
-      seen: called, for a compressed file, with each piece of its stored bytes, in order.
+      seen: a function that, for a compressed file, is called with consecutive blocks of its stored
+        bytes.
     """
     with opened(span) as file:
         if span.path.lower().endswith(".gz"):
@@ -162,15 +164,19 @@ def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[io.Buffere
 
 
 def new_digest() -> Any:
-    """Return a new hash for the bytes of a span: blake2b with 16 bytes."""
+    """Return a new hash object for the bytes of a span, which is blake2b with 16 bytes."""
     return hashlib.blake2b(digest_size=16)
 
 
 def digest_of(span: Span, seen: Seen = lambda block: None) -> str:
-    """Return the hexadecimal digest of the stored bytes of a span.
+    """Return the hexadecimal digest of a span's stored bytes.
+
+    Args:
+      span: the span.
+      seen: a function that is called with each block of bytes that was read.
 
     Raises:
-      Problem: it cannot be read.
+      Problem: the file cannot be read.
     """
     digest, left = new_digest(), span.stop - span.start
     with readable(span.path), opened(span) as file:
@@ -183,13 +189,13 @@ def digest_of(span: Span, seen: Seen = lambda block: None) -> str:
 
 
 def check_unchanged(span: Span) -> None:
-    """Check that a span's file on a file system was not edited.
+    """Check that the file of a span was not edited, if it is on a file system.
 
     Raises:
-      RunError: it was edited or is not there.
+      RunError: the file was edited or does not exist any more.
     """
     if span.in_bucket:
-        return  # only this generation of an object is ever read
+        return  # reads of an object are always of this generation
     try:
         version = _version(os.stat(span.path))
     except OSError:
@@ -220,10 +226,13 @@ def _stdlib() -> list[str]:
 
 
 def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
-    """Return the files of the first piece, and 1; or of more pieces if a name has commas.
+    """Return the files that match the first of the comma-separated pieces of a source.
+
+    If the first piece matches no file, it is joined with the following pieces, because a file name
+    may contain commas.
 
     Returns:
-      The files, and the number of pieces that make their name.
+      The files, and the number of pieces that form their name.
     """
     none = None
     for count in range(1, len(pieces) + 1):
@@ -235,14 +244,14 @@ def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
 
 
 def _matches(pattern: str, buckets: bool) -> list[Span]:
-    """Return the files of one path or glob, sorted."""
+    """Return the files that match a path or glob, sorted."""
     if pattern.startswith(_BUCKETS):
         return _in_bucket(pattern, buckets)
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
         raise Problem(f"{pattern!r} is a folder; write which files in it, such as {globs}")
-    if os.path.exists(path):  # check this before globbing, because a name may have brackets in it
+    if os.path.exists(path):  # the name may contain brackets, so check before globbing
         return [whole(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not paths:
@@ -280,7 +289,7 @@ def _no_file(pattern: str) -> _NoFile:
 
 
 class _Told:
-    """A file that passes on to `seen` what is read from it."""
+    """A file object that passes everything that is read from it to the function `seen`."""
 
     def __init__(self, file: io.BufferedIOBase, seen: Seen):
         self._file, self._seen = file, seen
@@ -292,9 +301,9 @@ class _Told:
 
 
 class _Zstandard(io.RawIOBase):
-    """The content of a .zst file, which has one frame or more.
+    """A stream of the decompressed content of a .zst file, which has one or more frames.
 
-    The library's own reader does not notice if a file is cut off.
+    The reader of the zstandard library is not used because it does not detect a truncated file.
     """
 
     def __init__(self, raw: _Told, path: str):

@@ -1,14 +1,15 @@
-"""A writer for one part of a token store: the text of some spans, tokenised.
+"""A writer for the parts of a token store; a part is the tokenised text of some spans of files.
 
-The content of a part depends on the text and the tokenizer alone. It is written under the name of
-an attempt, and counts once its manifest, which is created last, names that attempt. So parts that
-count are whole, however and whenever a process ends. The name of an attempt follows from the plan,
-and each of its files is written whole, with bytes that follow from the text. Therefore several
-processes that do the same part do not disturb each other, and files that an ended process left are
-overwritten.
+The content of a part depends only on the text and the arguments of the store. Its files are written
+to
+a folder that is named after an attempt. The part is valid once its manifest, which is created last,
+names that attempt. Valid parts are therefore complete, no matter how and when a process is killed.
+The name of an attempt is derived from the plan, and each file is written as a whole, with bytes
+that are derived from the text. Therefore several processes may write the same part without
+conflict, and files left by a killed process are overwritten.
 
-The manifest has a digest of the bytes of each span, and an existing part counts only if its spans
-still have these bytes. So a store never has parts of two versions of a file.
+The manifest has a digest of the bytes of each span. An existing part is kept only if its spans
+still have the same digests, so that a store never mixes two versions of a file.
 """
 
 import contextlib
@@ -47,14 +48,22 @@ from rmt_tpu.data.tokenizer_files import load_saved
 from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
-# Limits of the text that is tokenised at a time.
+# maximum number of documents and of characters to tokenise at a time
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
-# Progress is reported after this many bytes, or this long.
+# Progress is reported after this many bytes or seconds.
 _TOLD_BYTES, _TOLD_SECONDS = 2**18, 0.5
 
 
 class Work(NamedTuple):
-    """Options that all parts have in common."""
+    """Options that are the same for all parts.
+
+    Attributes:
+      source: the text source, for error messages.
+      url: location of the store.
+      seed: seed of the choice of held-out documents.
+      eval_fraction: fraction of the documents to hold out.
+      plan_id: checksum of the store's plan.
+    """
 
     source: str
     url: str
@@ -64,7 +73,12 @@ class Work(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A cut: documents of this rank are divided, and a tail of this share is held out."""
+    """An instruction to hold out only the tail of a document.
+
+    Attributes:
+      rank: the rank (see `batches.rank`) of the document, in hexadecimal.
+      share: fraction of the document's characters in the tail.
+    """
 
     rank: str
     share: float
@@ -81,16 +95,17 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A part that counts, with all that the whole store needs to know about it.
+    """A valid part, with the facts about it that are needed to complete the store.
 
     Attributes:
-      part: the entry for the manifest.
-      characters: number of characters of its documents.
-      below: number of documents whose hash is below the fraction.
-      lowest: the least rank of its documents of two characters or more; "" if there are none.
-      lowest_characters: number of characters of the documents of that rank.
-      inputs: the digest of each of its spans.
-      kept: whether it existed before.
+      part: the part's entry in the manifest of the store.
+      characters: total number of characters in its documents.
+      below: number of its documents that are held out because their hash is below the fraction.
+      lowest: the lowest rank among its documents with at least two characters; "" if there are
+        none.
+      lowest_characters: total number of characters in the documents of the lowest rank.
+      inputs: the digest of each span.
+      kept: whether the part existed before this call of `prepare`.
     """
 
     part: Part
@@ -103,17 +118,17 @@ class Done(NamedTuple):
 
     @classmethod
     def from_json(cls, content: dict) -> "Done":
-        """Return the part that a manifest describes.
+        """Return the part that the content of a manifest describes.
 
         Raises:
-          Fault, KeyError, TypeError: it is not a part's manifest.
+          Fault, KeyError, TypeError: the content is not from the manifest of a part.
         """
         names = {name: content[name] for name in cls._fields}
         return cls(**names | {"part": Part.from_json(content["part"])})
 
 
 def read_done(folder: Folder, number: int) -> Done | None:
-    """Return the part in a manifest, or None if there is no manifest."""
+    """Return the part with this number from its manifest, or None if it has no manifest yet."""
     content = read_sealed(folder, f"{part_name(number)}/{MANIFEST}")
     return content and Done.from_json(content)
 
@@ -121,19 +136,19 @@ def read_done(folder: Folder, number: int) -> Done | None:
 def check_inputs(
     url: str, spans: tuple[Span, ...], digests: list[str], tick: Callable[[int], None]
 ) -> None:
-    """Check that the files of a part were not edited since it was written.
+    """Check that the input files of a part were not edited since the part was written.
 
-    For an object in a bucket this is not checked: an edit makes another generation, with which the
-    plan differs.
+    Objects in a bucket are not checked, because an edit changes their generation, which is part of
+    the plan.
 
     Args:
       url: URL of the store.
-      spans: the spans from which a part of the store was made.
-      digests: the digests that they had then.
-      tick: see `Worker`.
+      spans: the spans from which the part was made.
+      digests: the digests of the spans when the part was written.
+      tick: a function that is called with the number of bytes that were checked.
 
     Raises:
-      UsageError: a file was edited since.
+      UsageError: a file was edited since then.
     """
     same_number = len(spans) == len(digests)
     for number, span in enumerate(spans):
@@ -148,15 +163,15 @@ def check_inputs(
 
 
 class Worker:
-    """A worker that does one part after the other."""
+    """A worker that writes parts of a token store, one after the other."""
 
     def __init__(self, work: Work, tick: Callable[[int], None]):
-        """Take the options of the work.
+        """Create the worker.
 
         Args:
           work: the options of all parts.
-          tick: called with the number of input bytes that are done; an error that it raises ends
-            the work.
+          tick: a function that is called with the number of input bytes processed since its last
+            call. An error that it raises stops the work.
         """
         self._work, self._told = work, tick
         self._below = int(work.eval_fraction * 2**128)
@@ -175,7 +190,7 @@ class Worker:
         return TokenizerOfStore.of(self._tokenizer).dtype
 
     def do(self, job: Job) -> Done:
-        """Write a part, if it does not exist yet, and delete what ended attempts left."""
+        """Write a part unless a valid one exists, and delete files that other attempts left."""
         name = part_name(job.number)
         if (done := self._finished(job)) is not None:
             with problems("input", self._work.source):
@@ -185,7 +200,7 @@ class Worker:
             content = {"plan": self._work.plan_id, "cut": job.cut, **done._asdict()}
             content |= {"part": done.part.json(), "kept": True}
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
-                # Another process was faster; parts are the same whichever process writes them.
+                # Another process was faster. Its part is identical, so use that.
                 if (done := self._finished(job)) is None:
                     raise RunError(f"{self._folder.url}/{name} is written by another command too")
         for attempt in self._folder.names(name):
@@ -204,21 +219,24 @@ class Worker:
         self._not_told, self._when_told = 0, time.monotonic()
 
     def _finished(self, job: Job) -> Done | None:
-        """Return the part if it is whole and of this plan and cut; else delete its manifest."""
+        """Return the existing part if it is complete and matches the plan and the cut.
+
+        Otherwise delete its manifest and return None.
+        """
         name = f"{part_name(job.number)}/{MANIFEST}"
         try:
             if (content := read_sealed(self._folder, name)) is None:
                 return None
         except Fault:
-            raise  # it could not be read, which does not mean that it is damaged
+            raise  # a manifest that cannot be read may be undamaged
         except RmtError:
             content = {}
         with contextlib.suppress(Fault, KeyError, TypeError):
             same_plan = content.pop("plan") == self._work.plan_id
             its_cut = content.pop("cut")
             done = Done.from_json(content)
-            # If no cut is asked for, an earlier one is not undone: what has to be known of the part
-            # does not depend on it.
+            # If the job has no cut, a part that was written with a cut is accepted, because the
+            # facts about it in `Done` do not depend on the cut.
             if same_plan and (job.cut is None or its_cut == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)
                 return done
@@ -249,7 +267,7 @@ class Worker:
         return Done(Part(attempt, **splits), **vars(census), inputs=inputs)
 
     def _divide(self, text: str, of_cut: Cut | None, census: "_Census") -> list[tuple[str, str]]:
-        """Return the split of a document, with its text; for a document that is cut, both."""
+        """Return pairs of a split's name and a text: one for the document, or two if it is cut."""
         of_text = rank(text, self._work.seed)
         is_below = int.from_bytes(of_text) < self._below
         census.count(text, of_text.hex(), is_below)
@@ -258,9 +276,10 @@ class Worker:
         return [(SPLITS[is_below], text)]
 
     def _batches(self, of_part: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
-        """Yield the documents of some spans in batches that keep a tokenizer busy.
+        """Yield the documents of some spans, in batches that are large enough for the tokenizer.
 
-        When the last batch comes, `inputs` has the digest of each span.
+        By the time the last batch is yielded, the digest of each span has been appended to
+        `inputs`.
         """
         with problems("input", self._work.source):
             texts: list[str] = []
@@ -283,13 +302,13 @@ class Worker:
 
 
 def _attempt(plan_id: int, job: Job) -> str:
-    """Return the name of a job's attempt, which does not depend on the process."""
+    """Return the name of the attempt for a job, which is the same in every process."""
     of = json.dumps([plan_id, job.number, job.cut])
     return hashlib.blake2b(of.encode(), digest_size=6).hexdigest()
 
 
 class _Census:
-    """Counts of documents, with attributes named as in `Done`."""
+    """Statistics of the documents in a part; `Done` describes the attributes of the same names."""
 
     def __init__(self):
         self.characters = self.below = self.lowest_characters = 0
@@ -298,14 +317,14 @@ class _Census:
     def count(self, text: str, rank: str, is_below: bool) -> None:
         self.characters += len(text)
         self.below += is_below
-        # A single character cannot be cut.
+        # A document with a single character cannot be cut.
         if len(text) > 1 and (not self.lowest or rank <= self.lowest):
             before = self.lowest_characters if rank == self.lowest else 0
             self.lowest, self.lowest_characters = rank, before + len(text)
 
 
 class _SplitWriter:
-    """A writer of one split of a part, document by document."""
+    """A writer for one split of a part, to which documents are appended."""
 
     def __init__(self, folder: Folder, dtype: np.dtype, bos: int, check: Callable[[], None]):
         self._bos = np.array([bos], dtype)
@@ -321,7 +340,7 @@ class _SplitWriter:
         self._crc32 = zlib.crc32(stored, self._crc32)
 
     def finish(self) -> SplitPart:
-        """Write what is left. A split without documents has no arrays."""
+        """Write the remaining data. A split without documents gets no arrays."""
         if self._documents:
             self._offsets.append(np.array([self._tokens.size], np.int64))
             self._tokens.finish()
@@ -330,16 +349,17 @@ class _SplitWriter:
 
 
 class _ArrayWriter:
-    """An array that grows by whole shards, each of which is a file that is written once."""
+    """A writer for an array to which numbers are appended; it writes one file per full shard."""
 
     def __init__(self, folder: Folder, name: str, dtype: np.dtype, check: Callable[[], None]):
-        """Begin an empty array.
+        """Create a writer for an empty array.
 
         Args:
           folder: folder of the split.
           name: "tokens" or "offsets".
           dtype: dtype of the tokens.
-          check: called before each file is written; an error that it raises ends the work.
+          check: a function that is called before each file is written. An error that it raises
+            stops the work.
         """
         self._folder, self._name, self._dtype, self._check = folder, name, dtype, check
         self._held = np.empty(SHARD, dtype if name == "tokens" else np.int64)
@@ -366,7 +386,7 @@ class _ArrayWriter:
         self._shards, self._num_held = self._shards + 1, 0
 
     def _encoded(self, size: int, values: Integer[np.ndarray, " size"] | None) -> dict[str, bytes]:
-        """Return the files of an array of this size, as tensorstore writes them."""
+        """Return the content of each file that tensorstore writes for an array of this size."""
         memory, context = {"driver": "memory"}, ts.Context()
         spec = array_spec(self._folder, self._name, self._dtype, size) | {"kvstore": memory}
         array = ts.open(spec, create=True, context=context).result()

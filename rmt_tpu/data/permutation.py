@@ -1,7 +1,7 @@
-"""Random access to a shuffled order: the n-th element of a permutation, without storing it.
+"""A pseudo-random permutation of which any element can be computed without storing the others.
 
-The order of the training data must not change with the version of a library. Therefore it is
-computed with 64-bit arithmetic, without a library's random stream.
+The order of the training data must not change with the version of a library. Therefore the
+permutation uses only 64-bit arithmetic and no random generator from a library.
 """
 
 import numpy as np
@@ -19,19 +19,19 @@ def permute(
     seed: int,
     epoch: Int64[np.ndarray, " B"],
 ) -> Int64[np.ndarray, " B"]:
-    """Return the image of each index in the permutation of `range(size)` for (seed, epoch).
+    """Apply the permutation of `range(size)` that belongs to a seed and an epoch to each index.
 
-    A Feistel network permutes the smallest range of 4^k that holds `size`; an image outside of
-    `size` is permuted again until it falls inside, which keeps the whole a permutation.
+    A Feistel network permutes `range(4^k)` for the smallest sufficient k. An image of `size` or
+    more is permuted again until it is below `size`. The result is a permutation of `range(size)`.
 
     Args:
-      index: int64, from 0 to `size - 1`.
+      index: the indices, int64 from 0 to `size - 1`.
       size: size of the range.
       seed: any integer, taken modulo 2^64.
-      epoch: int64, one for each index, from 0.
+      epoch: the epoch for each index, int64 from 0.
 
     Returns:
-      int64, from 0 to `size - 1`.
+      The image of each index, int64 from 0 to `size - 1`.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _mix(_mix(np.array([seed & _WORD], np.uint64)) ^ epoch.astype(np.uint64))
@@ -44,7 +44,7 @@ def permute(
 def _feistel(
     words: UInt64[np.ndarray, " B"], keys: UInt64[np.ndarray, " B"], half: int
 ) -> UInt64[np.ndarray, " B"]:
-    """Permute words of `2 * half` bits, with a permutation for each key."""
+    """Permute each word of `2 * half` bits by the permutation that belongs to its key."""
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = words >> shift, words & mask
     for number in range(_ROUNDS):
@@ -54,7 +54,7 @@ def _feistel(
 
 
 def _mix(words: UInt64[np.ndarray, " B"]) -> UInt64[np.ndarray, " B"]:
-    """Apply SplitMix64's output function: each bit out depends on each bit in."""
+    """Apply SplitMix64's output function, in which each output bit depends on all input bits."""
     words = words + np.uint64(_GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

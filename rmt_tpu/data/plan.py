@@ -1,4 +1,7 @@
-"""The plan of a token store: its parts, and all that has to be the same to go on with it."""
+"""The plan of a token store: its division into parts, and the arguments that a resume must match.
+
+A part is a piece of the input text that is tokenised and stored independently of the others.
+"""
 
 import itertools
 import math
@@ -14,18 +17,18 @@ from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
 
-# Parts are small enough to be done again and to be divided among processes, but not so small or so
-# many that their files become a burden.
+# Sizes in bytes, and the maximum number of parts. Parts are small enough to be repeated after an
+# interruption and to be distributed over processes, but not so small that there are too many files.
 _LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
 
 
 def usual_part_bytes(total: int) -> int:
-    """Return the size of parts for an input of `total` bytes."""
+    """Return the default size of a part, in bytes, for an input of `total` bytes."""
     return max(min(max(total // 64, _LEAST_PART), _USUAL_PART), math.ceil(total / _MOST_PARTS))
 
 
 def parts(files: list[Span], part_bytes: int) -> Iterator[tuple[Span, ...]]:
-    """Yield the parts, each of which is spans of one large file or of several small ones.
+    """Yield the parts, each of which consists of a span of a large file or of several small files.
 
     Raises:
       Problem: a file cannot be read.
@@ -51,7 +54,7 @@ def plan_of(
 ) -> dict[str, Any]:
     """Return the content of plan.json.
 
-    It has no digests of the files' contents; the parts have those.
+    Digests of the input files are not included, because the manifests of the parts have them.
     """
     return {
         "tokenizer": TokenizerOfStore.of(tokenizer)._asdict(),
@@ -64,24 +67,24 @@ def plan_of(
 
 
 def plan_id(plan: dict[str, Any]) -> int:
-    """Return a checksum of the plan, by which parts know which store they belong to."""
+    """Return a checksum of the plan, which the manifest of each part records."""
     return zlib.crc32(seal(plan))
 
 
 def _source(file: Span) -> list[Any]:
-    """Return a file's name and size, and for an object also crc32c and generation.
+    """Return the name and size of a file, and for an object in a bucket its crc32c and generation.
 
-    The path is not included, because it may differ between processes and may be private.
+    The folder is not included, because it may differ between processes and may be private.
     """
     version = file.version if file.in_bucket else file.version[:1]
     return [os.path.basename(file.path), *version]
 
 
 def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
-    """Check that the store in the folder has the plan `new`.
+    """Check that the plan `old` of the store in a folder equals the plan `new`.
 
     Raises:
-      UsageError: it has another plan.
+      UsageError: the plans differ; the message says in what.
     """
     if old == new:
         return
@@ -97,7 +100,7 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    changed = "the content of its input has changed"  # the content then divides into other parts
+    changed = "the content of its input has changed"  # so that it is divided differently
     raise UsageError(
         f"--output={folder.url} is of another command: {'; '.join(different) or changed}. "
         "Give the same input and flags to go on, or another --output"

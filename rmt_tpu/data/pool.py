@@ -1,4 +1,4 @@
-"""A pool that writes the parts of a token store, in this process or in several."""
+"""A pool of workers that write the parts of a token store, in this or in several processes."""
 
 import contextlib
 import multiprocessing
@@ -17,13 +17,17 @@ _POLL_SECONDS = 0.2
 
 
 def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], None]) -> list[Done]:
-    """Do the jobs; when this returns or raises, no process is left.
+    """Run the jobs, and stop all started processes before returning or raising an error.
 
     Args:
       work: the options of all parts.
-      jobs: the jobs in order.
-      workers: number of processes; 1 is this one.
-      progress: called now and then with the number of input bytes that are done.
+      jobs: the jobs, each of which writes one part.
+      workers: number of processes; 1 runs the jobs in this process.
+      progress: a function that is called from time to time with the number of input bytes processed
+        so far.
+
+    Returns:
+      The written parts, in the order of the jobs.
 
     Raises:
       UsageError, RunError: see `prepare`.
@@ -39,7 +43,7 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
 
         worker = Worker(work, tick)
         return [worker.do(job) for job in jobs]
-    spawn = multiprocessing.get_context("spawn")  # threads of tensorstore do not survive a fork
+    spawn = multiprocessing.get_context("spawn")  # tensorstore's threads would not survive a fork
     finished, stop = spawn.Value("Q"), spawn.Event()
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (work, finished, stop))
     try:
@@ -64,7 +68,7 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Keep Ctrl-C from processes started in the body; this process tells them to stop."""
+    """Block SIGINT in processes started in the body, because this process tells them to stop."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -74,7 +78,7 @@ def _interrupts_later() -> Iterator[None]:
 
 def _start_worker(work: Work, finished: Any, stop: Any) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each CPU
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per CPU
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tick(count: int) -> None:
@@ -95,6 +99,6 @@ def _do_in_worker(job: Job) -> Done:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent is killed, or it would wait forever for the next job."""
+    """Exit when the parent process is killed; otherwise this worker would wait forever for jobs."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""A prefetcher that reads the next batches while a step computes, so that steps need not wait."""
+"""A prefetcher that reads the next batches in the background while training steps run."""
 
 import itertools
 import queue
@@ -11,18 +11,20 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# The longest wait for a read that is under way when a run ends.
+# maximum seconds to wait for reads in progress when a run ends
 _CLOSE_SECONDS = 5.0
 
 
 class Prefetcher(Generic[T]):
-    """`read(start)`, `read(start + advance)`, ... in order, each begun before it is needed.
+    """A reader that computes `read(start)`, `read(start + advance)`, ... ahead of time in threads.
+
+    The results are returned in order.
 
         with Prefetcher(read, start=windows_read, advance=batch_size) as ahead:
             batch, wait_seconds = ahead.next()
 
-    Batches that were read ahead and not used leave no trace: a run that resumes starts another
-    prefetcher from the batches that it has used.
+    Batches that were read but not used have no effect: a resumed run creates a new prefetcher that
+    starts after the last used batch.
     """
 
     def __init__(
@@ -37,18 +39,20 @@ class Prefetcher(Generic[T]):
         """Start reading.
 
         Args:
-          read: returns the batch at a position; several threads call it at once.
+          read: a function that returns the batch at a position; several threads call it
+            concurrently.
           start: the first position.
-          advance: the step from one position to the next.
-          depth: the most batches that are held or being read; 1 or more.
-          threads: number of threads that read; 1 or more.
+          advance: the difference between consecutive positions.
+          depth: maximum number of batches that are waiting or being read; at least 1.
+          threads: number of threads that read; at least 1.
         """
         if depth < 1 or threads < 1:
             raise ValueError(f"depth={depth} and threads={threads} must be 1 or more")
         self._positions = itertools.count(start, advance)
         self._wanted: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
         self._ahead: deque[Future] = deque()
-        # The threads are daemons, so that a read that hangs does not keep the process from ending.
+        # The threads are daemons, so that a read that hangs does not prevent the process from
+        # exiting.
         self._threads = [
             threading.Thread(target=_work, args=(read, self._wanted), daemon=True)
             for _ in range(min(threads, depth))
@@ -65,11 +69,11 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def next(self) -> tuple[T, float]:
-        """Return the next batch, and the seconds that this call waited for it.
+        """Return the next batch, and the number of seconds that this call waited for it.
 
         Raises:
-          RunError, UsageError: the error that `read` raised for this batch, here and at each later
-            call.
+          RunError, UsageError: `read` raised this error for the batch. Every later call raises it
+            again.
         """
         first, wait_seconds = self._ahead[0], 0.0
         if not first.done():
@@ -82,7 +86,7 @@ class Prefetcher(Generic[T]):
         return batch, wait_seconds
 
     def close(self) -> None:
-        """Drop what was read ahead, and wait for reads under way; may be called again."""
+        """Discard unused batches and wait for reads in progress; may be called more than once."""
         for future in self._ahead:
             future.cancel()
         for _ in self._threads:

@@ -1,4 +1,8 @@
-"""Preparation of a token store from text: in parts, by several processes, and resumable."""
+"""Preparation of a token store from text.
+
+The work is divided into parts, can be distributed over processes and hosts, and can be resumed
+after an interruption.
+"""
 
 import json
 import os
@@ -21,20 +25,21 @@ TOKENISING = "tokenising"
 HOLDING_OUT = "holding out the tail of a document"
 COMPARING = "comparing the input"
 
-_READERS = 16  # number of manifests that are read at a time
-_SHARED_SECONDS = 10.0  # a network file system may show a new file late
+_READERS = 16  # number of manifests to read concurrently
+_SHARED_SECONDS = 10.0  # maximum seconds until a network file system shows a new file
 
-# Called with the input bytes that are done, their total, and one of the three constants above.
+# A function of the number of input bytes processed, their total, and one of the three constants
+# above.
 Progress = Callable[[int, int, str], None]
 
 
 class Totals(NamedTuple):
-    """The content of a store.
+    """A summary of the content of a store.
 
     Attributes:
       parts: number of parts.
-      kept: number of parts that existed before.
-      train, held_out: documents, tokens, and 0 in place of a checksum.
+      kept: number of parts that already existed.
+      train, held_out: total documents and tokens of each split; the checksum is always 0.
     """
 
     parts: int
@@ -45,27 +50,27 @@ class Totals(NamedTuple):
 
 @runtime_checkable
 class Team(Protocol):
-    """Processes, such as one on each host, that make a store together.
+    """The interface of a group of processes, such as one per host, that make a store together.
 
     Attributes:
       number: number of this process, from 0.
-      count: number of all processes.
+      count: total number of processes.
     """
 
     number: int
     count: int
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return the `value` of every process, in order, once all have called it for `what`."""
+        """Return the `value` of every process in order, after all have called this for `what`."""
 
 
 class Alone:
-    """A team of this process alone."""
+    """A team that consists of this process only."""
 
     number, count = 0, 1
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return `[value]`, see `Team`."""
+        """Return `[value]`; see `Team`."""
         return [value]
 
 
@@ -86,38 +91,41 @@ def prepare(
 ) -> Totals:
     """Tokenise text into a token store, or resume an interrupted call with the same arguments.
 
-    A document is held out if a hash of its text and the seed is below `eval_fraction`, so equal
-    documents stay together. If that holds out none (because there are few), the tail of one
-    document is held out, with about that share of all the text.
+    A document is held out if a hash of its text and the seed, as a fraction, is below
+    `eval_fraction`. Equal documents therefore go to the same split. If this holds out no document,
+    because there are few, the tail of one document is held out, with about the requested fraction
+    of all text.
 
-    The store is made from the input as it is when this function returns, whatever was edited before
-    or meanwhile. Existing parts count only if all bytes that they were made from still have the
-    same digests. During the call, a file counts as unedited if its size, mtime and ctime are
-    unchanged. Of an object in a bucket one generation is read, and generation and crc32c are taken
-    from the service.
+    The store always corresponds to the input as it is when this function returns. Existing parts
+    are kept only if the bytes from which they were made still have the same digests. During the
+    call, a file is considered unedited if its size, mtime and ctime are unchanged. Objects in a
+    bucket are read at a fixed generation, and their generation and crc32c are those that the
+    service reports.
 
-    Several processes make, byte for byte, the store that one makes.
+    The store is identical, byte for byte, for any number of processes.
 
     Args:
-      source: see `documents`; `gs://` URLs and globs are allowed too.
-      tokenizer_spec: see `load_tokenizer`.
-      output: folder of the store, the same for the whole team.
-      eval_fraction: share of the documents to hold out, above 0, at most 0.5.
-      seed: another seed holds out other documents.
-      workers: number of processes that this one starts; None is one for each CPU. 1 is this
-        process.
-      part_bytes: bytes of the input for each part; None chooses them by the size of the input.
-      progress: called now and then with the progress of this process's share.
+      source: the text source, as for `documents`; `gs://` URLs and globs are also allowed.
+      tokenizer_spec: the tokenizer, as for `load_tokenizer`.
+      output: folder of the store, which must be the same for all processes of the team.
+      eval_fraction: fraction of the documents to hold out, above 0 and at most 0.5.
+      seed: seed of the choice of held-out documents.
+      workers: number of worker processes that this process starts. None is one per CPU; 1 works in
+        this process.
+      part_bytes: number of input bytes per part; None chooses it from the size of the input.
+      progress: a function that is called from time to time with the progress of this process's
+        share.
       team: the processes that call this function with the same arguments.
 
     Returns:
-      What is in the store.
+      A summary of the store's content.
 
     Raises:
-      UsageError: the input cannot be read, has too little text or was edited since, or the output
-        cannot be written or holds something else, or the team does not agree.
-      RunError: the output cannot be written any more, or a process is lost, or the input was edited
-        meanwhile.
+      UsageError: the input cannot be read, has too little text or was edited since an earlier call;
+        the output cannot be written to or holds something else; or the processes of the team have
+        different arguments.
+      RunError: the output cannot be written to any more, a process was lost, or the input was
+        edited during the call.
     """
     if not 0 < eval_fraction <= 0.5:
         raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: above 0, to 0.5")
@@ -177,7 +185,7 @@ def prepare(
 
 
 def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> None:
-    """Check that all processes have the same plan.
+    """Check that all processes of the team have the same plan.
 
     Raises:
       UsageError: another process has another plan.
@@ -196,10 +204,10 @@ def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> N
 
 
 def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
-    """Check that all processes see the same folder.
+    """Check that this process sees the plan that process 0 wrote into the folder.
 
     Raises:
-      UsageError: this process sees another folder than process 0, which wrote the plan into it.
+      UsageError: this process sees another folder than process 0.
     """
     if team.count == 1:
         return
@@ -214,9 +222,10 @@ def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
 
 
 def _share(sizes: list[int], team: Team) -> list[int]:
-    """Return the numbers of the parts that this process does.
+    """Return the numbers of the parts that this process writes.
 
-    Parts are assigned from the largest on, each to the process with the least bytes so far.
+    Parts are assigned in descending order of size, each to the process with the fewest bytes so
+    far.
     """
     loads, own = [0] * team.count, []
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
@@ -228,11 +237,11 @@ def _share(sizes: list[int], team: Team) -> list[int]:
 
 
 def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None:
-    """Return the cut if no document's hash is below the fraction; the same on the whole team.
+    """Return which document to cut if no document is held out, or None; equal on all processes.
 
     Args:
-      done: the parts of this process.
-      eval_fraction: the fraction of the store.
+      done: the parts that this process wrote.
+      eval_fraction: fraction of the text to hold out.
       team: all processes.
     """
     lowest = min((d.lowest for d in done if d.lowest), default="")
@@ -254,7 +263,7 @@ def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None
 def _complete(
     folder: Folder, plan: dict[str, Any], done: dict[int, Done], kept: int, source: str
 ) -> Totals:
-    """Create the manifest, of the parts of this process and those of the others."""
+    """Create the manifest of the store from the parts of this process and of all others."""
 
     def of_part(number: int) -> Done:
         if number in done:
@@ -297,12 +306,12 @@ def _compare(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Compare the input of some parts with what a complete store was made from."""
+    """Check that the input of this process's parts is the input from which a store was made."""
     total, finished = sum(span.stop - span.start for n in own for span in parts[n]), 0
 
     def tick(count: int) -> None:
         nonlocal finished
-        finished += count  # several threads add to it without a lock, because it is only shown
+        finished += count  # no lock is needed, because it is only displayed
         progress(finished, total, COMPARING)
 
     pool = ThreadPoolExecutor(workers)

@@ -1,17 +1,18 @@
-"""A token store: tokens of any amount of text in a folder or bucket, which are read in place.
+"""A token store: the tokens of a text of any size, stored in a local folder or a bucket.
 
 `recipes.prepare_data` writes these files:
 
-    manifest.json              what is in it; created last, so a store without one is not complete
-    plan.json                  what makes it: created first
+    manifest.json              the list of parts; created last, when the store is complete
+    plan.json                  the arguments of the preparation; created first
     tokenizer.json
-    parts/00000/manifest.json  of one part of the text; created when its arrays are whole
+    parts/00000/manifest.json  the description of one part; created when its arrays are complete
     parts/00000/<attempt>/train/tokens, train/offsets, eval/tokens, eval/offsets
 
-Arrays are zarr3 with crc32c checksums. `tokens` (uint16, or uint32 for large vocabularies) has BOS
-and the tokens of each document, one after the other. `offsets` (int64, documents + 1) has the
-position of each document's BOS in it, and the end of the last document. The parts of a split, one
-after the other, are one stream, equal to what `pack` makes of the same documents.
+Arrays have the zarr3 format with crc32c checksums. `tokens` (uint16, or uint32 for a large
+vocabulary) contains BOS and the tokens of each document in turn. `offsets` (int64, number of
+documents + 1) contains the position of each document's BOS in `tokens`, and the end of the last
+document. The concatenation of all parts of a split is the token stream, which equals the result of
+`pack` for the same documents.
 """
 
 import json
@@ -36,25 +37,26 @@ MANIFEST, PLAN = "manifest.json", "plan.json"
 SPLITS = "train", "eval"
 VERSION = 1
 
-# A shard is a file, and a chunk (32 or 64 KiB) is the least that is read of it. So reading a window
-# costs little more than its own tokens, and a store of a terabyte has no billion files.
+# Numbers of tokens in a shard, which is one file, and in a chunk, which is the smallest unit of
+# reading (32 or 64 KiB). Small chunks avoid reading much more than a window's own tokens, and large
+# shards keep the number of files small.
 SHARD, CHUNK = 2**24, 2**14
 
 _KIND = "rmt_tpu token store"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
-_MANIFEST_BYTES = 256 * 2**20  # enough for about a million parts
-# Room for the index of every shard that windows are read from: 16 KiB for 16 million tokens.
+_MANIFEST_BYTES = 256 * 2**20  # maximum size in bytes, enough for about a million parts
+# Cache size in bytes for the index of each shard, which has 16 KiB per 16 million tokens.
 _CACHE_BYTES = 64 * 2**20
 
 
 class SplitPart(NamedTuple):
-    """The tokens of one split in one part.
+    """A summary of one split within one part.
 
     Attributes:
       documents: number of documents.
       tokens: number of tokens, including the BOS of each document.
-      crc32: CRC-32 of the tokens as they are stored, little-endian.
+      crc32: CRC-32 of the stored, little-endian tokens.
     """
 
     documents: int
@@ -63,11 +65,11 @@ class SplitPart(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The entry of one part in a manifest.
+    """The entry for one part in a manifest.
 
     Attributes:
-      attempt: the folder of its arrays.
-      train, eval: its splits.
+      attempt: name of the folder that has the part's arrays.
+      train, eval: summaries of the two splits.
     """
 
     attempt: str
@@ -76,10 +78,10 @@ class Part(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> "Part":
-        """Return the part in a JSON value.
+        """Return the part that a JSON value describes.
 
         Raises:
-          Fault: it is not a value that `json` returns.
+          Fault: the value is not one that `json` could return.
         """
         try:
             splits = [SplitPart(**value[split]) for split in SPLITS]
@@ -91,12 +93,12 @@ class Part(NamedTuple):
         raise Fault("it lists a part that cannot be")
 
     def json(self) -> dict[str, Any]:
-        """Return the part as a JSON value for `from_json`."""
+        """Return a JSON value that describes the part, for `from_json`."""
         return {"attempt": self.attempt} | {s: getattr(self, s)._asdict() for s in SPLITS}
 
 
 class TokenizerOfStore(NamedTuple):
-    """The tokenizer by which a store was made; see `Tokenizer`."""
+    """Facts about the tokenizer with which a store was made; see `Tokenizer` for the fields."""
 
     name: str
     fingerprint: str
@@ -119,13 +121,13 @@ class TokenizerOfStore(NamedTuple):
 
 
 class TokenStore:
-    """A complete store.
+    """A complete token store, open for reading.
 
     Attributes:
-      url: URL of its folder.
-      tokenizer: the tokenizer by which it was made.
-      train: the stream to train on.
-      held_out: the stream of the documents held out.
+      url: location of the store.
+      tokenizer: facts about the tokenizer with which the store was made.
+      train: the stream of training documents.
+      held_out: the stream of held-out documents.
     """
 
     def __init__(self, folder: Folder, content: dict[str, Any]):
@@ -144,10 +146,10 @@ class TokenStore:
         self.held_out = TokenStream(folder, "eval", parts, self.tokenizer)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Check that a tokenizer encodes like that of the store.
+        """Check that a tokenizer encodes text like the tokenizer of the store.
 
         Raises:
-          UsageError: it encodes differently.
+          UsageError: the tokenizers encode text differently.
         """
         if tokenizer.fingerprint() != self.tokenizer.fingerprint:
             raise UsageError(
@@ -158,12 +160,12 @@ class TokenStore:
 
 
 class TokenStream:
-    """One split of a store as one stream; a `Stream` for `Windows`."""
+    """The token stream of one split, over all parts of a store; it implements `Stream`."""
 
     def __init__(
         self, folder: Folder, split: str, parts: Sequence[Part], tokenizer: TokenizerOfStore
     ):
-        """Describe the stream; this opens no array yet.
+        """Create the stream without opening any array.
 
         Args:
           folder: folder of the store.
@@ -174,7 +176,7 @@ class TokenStream:
         self._folder, self._split, self._parts = folder, split, parts
         self._dtype, self._vocab_size = tokenizer.dtype, tokenizer.vocab_size
         of_parts = [getattr(part, split) for part in parts]
-        # The position in the stream at which each part begins, and the end of the last one.
+        # The position in the stream at which each part starts, and the end of the last part.
         self._begins = np.cumsum([0, *(p.tokens for p in of_parts)], dtype=np.int64)
         self._documents = np.cumsum([0, *(p.documents for p in of_parts)], dtype=np.int64)
         self._checksum = zlib.crc32(json.dumps([[p.tokens, p.crc32] for p in of_parts]).encode())
@@ -190,16 +192,18 @@ class TokenStream:
         return int(self._documents[-1])
 
     def checksum(self) -> int:
-        """Return the CRC-32 of the checksums of all parts, from the manifest: nothing is read."""
+        """Return the CRC-32 of the checksums of all parts, which the manifest contains."""
         return self._checksum
 
     def read(
         self, starts: Int64[np.ndarray, " rows"], length: int
     ) -> Int32[np.ndarray, "rows length"]:
-        """Return `length` tokens from each of `starts` on, all read at once, with 0 past the end.
+        """Return `length` tokens from each position in `starts` onwards, with 0 beyond the end.
+
+        All rows are read concurrently.
 
         Raises:
-          Fault: an array is damaged or missing, or is not what the manifest says.
+          Fault: an array is damaged or missing, or does not match the manifest.
         """
         out = np.zeros((len(starts), length), np.int32)
         pieces = [
@@ -207,7 +211,7 @@ class TokenStream:
             for row, start in enumerate(starts.tolist())
             for piece in self._pieces(start, min(start + length, len(self)))
         ]
-        # Begin every open and every read before waiting for the first.
+        # Start all opens and all reads before waiting for the first.
         for number in dict.fromkeys(piece[2] for piece in pieces):
             self._begin_opening(number, "tokens")
         arrays = {number: self._array(number, "tokens") for _, _, number, _, _ in pieces}
@@ -221,7 +225,7 @@ class TokenStream:
         return out
 
     def document(self, number: int) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of one document, with its BOS, for evaluation document by document.
+        """Return the tokens of one document, including its BOS.
 
         Args:
           number: number of the document, from 0 to `num_documents - 1`.
@@ -243,7 +247,12 @@ class TokenStream:
         return self.read(start, stop - int(start[0] - self._begins[part]))[0]
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """Return the pieces of a range: offset in the row, part, and its tokens `a` to `b`."""
+        """Split a range of positions in the stream at the boundaries of parts.
+
+        Returns:
+          A tuple for each piece: its offset from `start`, the number of the part, and the start and
+          stop of the piece within the part.
+        """
         pieces, at = [], start
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
         while at < stop:
@@ -283,7 +292,7 @@ class TokenStream:
 
 
 def is_store(source: str) -> bool:
-    """Return whether `--data` names a store, complete or not, in a local or gs:// folder."""
+    """Return whether the value of `--data` names a token store, which may be incomplete."""
     if source.startswith("gs://"):
         return not any(piece.strip().lower().endswith(SUFFIXES) for piece in source.split(","))
     folder = os.path.expanduser(source)
@@ -291,11 +300,11 @@ def is_store(source: str) -> bool:
 
 
 def open_store(source: str | Folder) -> TokenStore:
-    """Open the store in a folder.
+    """Open the token store in a folder.
 
     Raises:
-      UsageError: there is none, or it is not complete; or see `Folder.check`.
-      RunError: its manifest is damaged.
+      UsageError: the folder has no store or an incomplete one, or cannot be read.
+      RunError: the manifest of the store is damaged.
     """
     with of_flag("data"):
         folder = open_folder(source)
@@ -312,7 +321,7 @@ def open_store(source: str | Folder) -> TokenStore:
 
 
 def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> None:
-    """Check one part by reading all of it.
+    """Check that a part is undamaged by reading all of its arrays.
 
     Args:
       folder: folder of the store.
@@ -321,7 +330,7 @@ def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> No
       tokens: dtype of the tokens.
 
     Raises:
-      Fault: it is damaged.
+      Fault: the part is damaged.
     """
     for split in SPLITS:
         of_split = getattr(part, split)
@@ -340,7 +349,7 @@ def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> No
 
 
 def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[str, Any]:
-    """Return the tensorstore spec of a split's array; opening an array that differs from it fails.
+    """Return the tensorstore spec of an array; opening an array with other metadata fails.
 
     Args:
       folder: folder of the split.
@@ -364,35 +373,35 @@ def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[s
                 }
             ],
         },
-        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that a
-        # lost file would go unnoticed.
+        # By default tensorstore does not store chunks of zeros and reads missing chunks as zeros,
+        # so a lost file would go unnoticed.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 def part_name(number: int) -> str:
-    """Return the name of a part's folder."""
+    """Return the name of the folder for the part with this number."""
     return f"parts/{number:05}"
 
 
 def split_folder(folder: Folder, number: int, attempt: str, split: str) -> Folder:
-    """Return the folder of a split's arrays."""
+    """Return the folder that has the arrays of one split of a part."""
     return folder.child(f"{part_name(number)}/{attempt}/{split}")
 
 
 def seal(content: dict[str, Any]) -> bytes:
-    """Return the bytes of a manifest: its content and a checksum of the content."""
+    """Encode a manifest as bytes that include a checksum of its content."""
     sealed = {"kind": _KIND, "version": VERSION, "crc32": _crc32(content), "content": content}
     return (json.dumps(sealed) + "\n").encode()
 
 
 def read_sealed(folder: Folder, name: str) -> dict[str, Any] | None:
-    """Return the content of a manifest, or None if there is none.
+    """Return the content of a file that was encoded by `seal`, or None if there is no such file.
 
     Raises:
-      UsageError: it is of something else than a store, or of another version.
-      RunError: it is damaged.
+      UsageError: the file does not belong to a token store, or has another version.
+      RunError: the file is damaged.
     """
     found = folder.read(name, limit=_MANIFEST_BYTES)
     if found is None:

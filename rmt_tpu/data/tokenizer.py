@@ -1,4 +1,4 @@
-"""Tokenizers, which map text to token ids and back: their interface, and one of bytes."""
+"""The interface of tokenizers, which map text to token ids and back, and a byte tokenizer."""
 
 import hashlib
 import json
@@ -20,22 +20,22 @@ Tokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
 
 class Unusable(Exception):
-    """An error in a tokenizer's files; the caller adds where they come from."""
+    """An error in a tokenizer's files; the caller adds their location to the message."""
 
 
 class Tokenizer(ABC):
     """A map from text to token ids and back.
 
     Attributes:
-      name: the spec from which `load_tokenizer` makes it.
+      name: the `spec` from which `load_tokenizer` loads the tokenizer.
       vocab_size: one more than the largest token id.
-      bos: the token that starts a document. No text is encoded as it, and it is decoded to nothing.
-      ends: tokens, any of which ends a text: BOS, as in training here, unless a folder of the hub
-        says otherwise.
-      starts: whether BOS precedes each text, as in training here; a folder of the hub may say
-        otherwise.
-      gaps: ids below `vocab_size` that no token has.
-      template: whether the tokenizer's own file puts BOS before a text.
+      bos: the token that starts a document. No text is encoded to this token, and it is decoded to
+        an empty text.
+      ends: the end tokens, any of which ends a text. By default this is BOS, which separates
+        documents in training; a Hugging Face model may have other end tokens.
+      starts: whether BOS is put before each text, as in training; a Hugging Face model may differ.
+      gaps: ids below `vocab_size` that belong to no token.
+      template: whether the tokenizer's file itself states that BOS is put before a text.
     """
 
     name: str
@@ -47,72 +47,73 @@ class Tokenizer(ABC):
     gaps: tuple[int, ...] = ()
 
     def begun(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
-        """Return a text's tokens as a model reads them, after BOS if `starts` or if it is empty."""
+        """Return the tokens of a text, with BOS in front if `starts` is True or it is empty."""
         before = [self.bos] if self.starts or not len(tokens) else []
         return np.array([*before, *tokens], np.int32)
 
     def named(self, name: str) -> int | None:
-        """Return the token with a name in `tokenizer.json`, if tokens have names, else None."""
+        """Return the token that has this name in `tokenizer.json`, or None if there is none."""
         del name
         return None
 
     def spelled(self, token: int) -> str | None:
-        """Return the name of a token in `tokenizer.json`, if tokens have names, else None."""
+        """Return the name of a token in `tokenizer.json`, or None if it has none."""
         del token
         return None
 
     @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text, without a BOS. Names of special tokens are ordinary text.
+        """Return the tokens of a text without BOS; names of special tokens are ordinary text.
 
         Raises:
-          UsageError: the text has half a surrogate pair, which is no character.
+          UsageError: the text has an unpaired surrogate, which is not a character.
         """
 
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
-        """Encode each text, in order."""
+        """Yield the tokens of each text, in order."""
         return map(self.encode, texts)
 
     @abstractmethod
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """Return the UTF-8 of some tokens of a text, which may start or end within a character.
+        """Return the UTF-8 bytes of tokens, which may start or end within a character.
 
-        The bytes of parts of a text add up to those of the whole, so a stream of tokens can be
-        shown as it comes, through an incremental decoder.
+        The bytes of consecutive token sequences concatenate to the bytes of the whole text. A
+        stream of tokens can therefore be displayed with an incremental UTF-8 decoder.
 
         Raises:
-          UsageError: a token is not in this vocabulary.
+          UsageError: a token is not in the vocabulary.
         """
 
     def decode(self, tokens: Tokens) -> str:
-        """Return the text of the tokens; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD.
 
         Raises:
-          UsageError: a token is not in this vocabulary.
+          UsageError: a token is not in the vocabulary.
         """
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a hexadecimal hash, equal for tokenizers that encode alike, from any source."""
+        """Return a hexadecimal hash that is equal for tokenizers that encode text identically."""
 
     @abstractmethod
     def to_json(self, *, template: bool = False) -> str:
-        """Return the whole tokenizer as JSON text.
+        """Return the complete tokenizer as JSON text.
 
         Args:
-          template: whether other programs should put BOS before each text, if `tokenizer.json` can
-            say so.
+          template: whether the JSON tells other programs to put BOS before each text, if the format
+            allows this.
         """
 
     def save(self, folder: Location, *, template: bool = False) -> None:
-        """Write `tokenizer.json`, which has all that `load_saved` needs.
+        """Write `tokenizer.json`, from which `load_saved` loads the tokenizer.
 
         Args:
+          folder: the folder to write to.
           template: see `to_json`.
 
         Raises:
-          Fault: it cannot be written.
+          Fault: the file cannot be written.
         """
         open_folder(folder).write(FILE, self.to_json(template=template).encode())
 
@@ -127,7 +128,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose tokens 0 to 255 are the bytes of UTF-8, and 256 is BOS."""
+    """A tokenizer whose tokens 0 to 255 are the bytes of UTF-8 text; token 256 is BOS."""
 
     name = BYTE
     vocab_size = 257
@@ -152,7 +153,7 @@ def utf8(text: str) -> bytes:
     """Return the UTF-8 bytes of a text.
 
     Raises:
-      UsageError: the text has half a surrogate pair, which is no character.
+      UsageError: the text has an unpaired surrogate, which is not a character.
     """
     try:
         return text.encode("utf-8")

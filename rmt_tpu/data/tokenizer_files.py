@@ -1,4 +1,4 @@
-"""Loading of the tokenizer that a name, a folder or a file stands for."""
+"""Functions that load a tokenizer, given a name, a folder or a file."""
 
 import contextlib
 import json
@@ -14,15 +14,15 @@ GPT2_FILES = ("encoder.json", "vocab.bpe")
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Return the tokenizer that `--tokenizer` names.
+    """Load the tokenizer that the flag `--tokenizer` names.
 
     Args:
-      spec: `byte`; or a folder with GPT-2's encoder.json and vocab.bpe, or with a tokenizer.json
-        (this one also on gs://); or a file like tokenizer.json.
+      spec: `byte`; a local folder with GPT-2's encoder.json and vocab.bpe; a local or gs:// folder
+        with a tokenizer.json; or the path of a file with such content.
 
     Raises:
       UsageError: there is no such tokenizer, its files are damaged or have no BOS, or the
-        tokenizers library is needed and not installed.
+        tokenizers library is needed but not installed.
     """
     if spec == BYTE:
         return ByteTokenizer()
@@ -39,10 +39,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def load_saved(folder: Location) -> Tokenizer:
-    """Return the tokenizer that `save` wrote into a folder.
+    """Load the tokenizer that `Tokenizer.save` wrote into a folder.
 
     Raises:
-      UsageError: there is none, or its file is damaged.
+      UsageError: the folder has no tokenizer, or its file is damaged.
     """
     folder = open_folder(folder)
     found = folder.read(FILE)
@@ -55,7 +55,7 @@ def load_saved(folder: Location) -> Tokenizer:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn an Unusable in the body into a UsageError about `what`."""
+    """Turn an Unusable error in the body into a UsageError whose message starts with `what`."""
     try:
         yield
     except Unusable as error:
