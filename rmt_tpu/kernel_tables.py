@@ -1,6 +1,6 @@
 """Functions that read and extend tables of kernel block sizes in local or gs:// folders.
 
-The tables are those of `pallas_kernels.tuned`.
+The module `pallas_kernels.tuned` defines the tables.
 """
 
 from collections.abc import Sequence

@@ -234,7 +234,7 @@ class Attempt(NamedTuple):
         return together(self.exchange, f"checkpoint {self.step}: {part}", said, faults=Exception)
 
     def _make_way(self) -> None:
-        """Delete the COMMIT of the step if it is the one found damaged; raise Fault for any other."""
+        """Delete the COMMIT of the step if it was found damaged; raise Fault for any other."""
         path = f"{self.step}/COMMIT"
         found = self.folder.read(path, limit=COMMIT_LIMIT)
         if found and not (

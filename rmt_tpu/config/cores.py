@@ -216,7 +216,7 @@ class FeedForward(Computes):
         return ((1 + self.gated) * read_width + width) * self.hidden_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token, which are those of the matrix products."""
+        """Return the FLOPs per token of the matrix products."""
         return 2 * self.parameters(width, read_width)
 
 

@@ -31,7 +31,7 @@ class OutgrewInt16(Exception):
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """The outcome of a call of `Loop.run`.
 
     Attributes:
       step: number of steps done.
