@@ -8,11 +8,12 @@ import importlib
 
 from rmt_tpu.config.presets import preset, presets
 
-__version__ = "0.1.0"  # setup.py reads it too.
+__version__ = "0.1.0"  # setup.py also reads this line.
 
 __all__ = ["Decoder", "load", "preset", "presets"]
 
-# Resolved on first use, so that a command that only refuses a flag need not load jax.
+# These names are imported on first use, so that a command that only reports an illegal flag need
+# not load jax.
 _LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.runs.workdir"}
 
 

@@ -1,4 +1,4 @@
-"""The decoder, from tokens to logits, with one loop over sublayers for every residual system."""
+"""The decoder, which computes logits from tokens, and its decoding cache."""
 
 import dataclasses
 from typing import NamedTuple
@@ -265,7 +265,7 @@ def _check(tokens):
 
 
 def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
-    """Return the dtype in which the residual is carried."""
+    """Return the dtype in which the residual is stored between sublayers."""
     dtype = compute_dtype(config.compute_dtype)
     if config.store.dtype != "auto":
         return jnp.dtype(config.store.dtype)

@@ -10,7 +10,7 @@ from rmt_tpu.distributed.roll_call import Tables
 from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_parent
 
-_TRIES = 20  # an attempt fails only when another writer succeeds
+_TRIES = 20  # maximum attempts; each fails only if another writer succeeds
 
 
 def known() -> Tables:

@@ -38,7 +38,7 @@ class ProgressShown:
         self._line_seconds, self._show = line_seconds, show
         self._last_line = -float("inf") if first_line else time.monotonic()
         self._bar = None
-        # A lost terminal must not end a run.
+        # `Told` ensures that a run survives the loss of its terminal.
         if show and (terminal := Told(sys.stderr)).isatty():
             self._bar = Progress(*columns, console=Console(file=terminal))
             self._task = self._bar.add_task(label, total=total, **fields)

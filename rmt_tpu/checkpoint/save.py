@@ -97,7 +97,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
         if isinstance(source, jax.Array) and not source.is_fully_addressable
     }
     blocks = deque()
-    if processes.is_first():  # every process has an equal copy of these
+    if processes.is_first():  # every process holds a copy of these arrays
         own = (array for array in arrays if array.name not in shared)
         blocks += (Block(array, *piece) for array in own for piece in _pieces(sources[array.name]))
     if shared:

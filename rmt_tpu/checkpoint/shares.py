@@ -67,7 +67,7 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
     reached = _reached(process, layouts)
     own: list[Part] = []
     copies: list[tuple[int, tuple[int, ...], Part]] = []
-    written: Counter[int] = Counter()  # bytes, by process
+    written: Counter[int] = Counter()  # maps each process to its assigned bytes
     for position, layout in enumerate(layouts):
         if layout.sharding is None:
             written[0] += math.prod(layout.shape) * layout.item_bytes

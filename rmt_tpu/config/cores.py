@@ -203,7 +203,7 @@ class FeedForward(Computes):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """Empty: devices need not exchange tokens."""
+        """An empty dict, because the core has no heads to shard."""
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:

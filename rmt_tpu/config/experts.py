@@ -101,7 +101,7 @@ class Experts(Computes):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """Empty: tokens return to the devices that they came from."""
+        """An empty dict, because the core has no heads to shard."""
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:

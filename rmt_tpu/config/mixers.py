@@ -48,7 +48,7 @@ class System(Checked):
     second_input: ClassVar[int] = 1
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raise UsageError if the sizes do not fit a model of this depth and residual."""
+        """Raise UsageError if the mixer's options do not fit the depth or the residual's size."""
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters that the mixer adds to a model."""

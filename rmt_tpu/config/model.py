@@ -293,7 +293,7 @@ class ModelConfig(Checked):
 
     @property
     def sublayers(self) -> Iterator[Core]:
-        """The core of every sublayer, in the order of depth."""
+        """An iterator over the core of every sublayer, in the order of depth."""
         for stack in self.stacks:
             for _ in range(stack.repeat):
                 yield from stack.cores

@@ -124,7 +124,7 @@ class StreamInMemory:
     def read(
         self, starts: Int64[np.ndarray, " rows"], length: int
     ) -> Int32[np.ndarray, "rows length"]:
-        """See `Stream`."""
+        """Return `length` tokens from each position in `starts`; see `Stream.read`."""
         positions = starts[:, None] + np.arange(length)
         real = positions < len(self.tokens)
         tokens = self.tokens[np.where(real, positions, 0)]

@@ -1,1 +1,1 @@
-"""The content of a run folder: config, checkpoints, metrics, plots, notes."""
+"""Reading and writing of run folders: config, metrics, plots, samples and resumption."""

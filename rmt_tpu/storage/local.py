@@ -51,7 +51,7 @@ class LocalFolder(Folder):
         except OSError as error:
             what = "written to" if write else "read"
             why = error.strerror
-            if write and isinstance(error, FileNotFoundError):  # as in /proc
+            if write and isinstance(error, FileNotFoundError):  # for example in /proc
                 there = next(path for path in self.local_path.parents if path.exists())
                 why = f"{there} takes no new folders or files"
             for path in (self.local_path, *self.local_path.parents):
@@ -114,7 +114,7 @@ class LocalFolder(Folder):
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
         with self._told(name):
-            # tensorstore would create the folder of a file that does not exist.
+            # If the file does not exist, tensorstore would create its folder.
             if not os.path.lexists(self.local_path / join(name)):
                 return True
             if generation is None:
@@ -159,7 +159,7 @@ class LocalFolder(Folder):
 def _check_path(url: str, path: str) -> None:
     try:
         os.fsencode(path)
-        path.encode("utf-8")  # as tensorstore does
+        path.encode("utf-8")  # tensorstore encodes paths as UTF-8
     except UnicodeEncodeError:
         raise UsageError(
             f"{url!r} cannot be opened: Python does not read file names as UTF-8 here; set "
