@@ -58,9 +58,10 @@ class Experts(Computes):
         with `shared * hidden_dim` hidden neurons.
       scale: factor by which the sum over the chosen experts is multiplied.
       balance: rule that balances the load among experts.
-      capacity: room per device on a mesh that shards experts, as a multiple of the number of tokens
-        that the device receives if the load is even. Tokens beyond it are dropped and counted. None
-        makes room for all tokens, so that none is dropped.
+      capacity: room per device on a mesh that shards experts, as a multiple of the number of
+        choices (pairs of a token and its expert) that the device receives if the load is even.
+        Choices beyond it are dropped and counted. None makes room for all choices, so that none is
+        dropped.
     """
 
     kind: ClassVar[str] = "experts"
@@ -83,7 +84,7 @@ class Experts(Computes):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the returned scalars: the balance loss and the dropped expert choices.
+        """Names of the returned scalars: the balance loss and the number of dropped choices.
 
         The "loss" also carries the loads of the experts in its gradient.
         """

@@ -435,9 +435,9 @@ class Highway(System):
       input: input of the unit, which is either the normed input of the sublayer ("normed") or the
         residual ("raw").
       activation: activation function of the gate.
-      form: how the unit's output is used. "add" adds it to the residual. "carry" and "gated"
-        interpolate by the gate between it and the residual, or between it and the sublayer's
-        output.
+      form: how the unit's output `T * v`, with gate T and value v, is used. It is always added to
+        the residual. "carry" also multiplies the old residual by `1 - T`, and "gated" multiplies
+        the sublayer's output by `1 - T`.
     """
 
     kind: ClassVar[str] = "highway"
