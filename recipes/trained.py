@@ -92,9 +92,10 @@ def check_rows(flag: str, rows: int) -> None:
 
 
 def names(workdirs: list[Folder]) -> list[str]:
-    """Return short unique names for run folders: the last part of each path, or more parts.
+    """Return short, unique names for run folders.
 
-    More parts are needed if two folders have the same last part, for example seed-0 of two presets.
+    A name is the last component of the path, with as many parent components as tell it apart from
+    the others, for example where two presets each have a folder seed-0.
     """
     names = [w.name for w in workdirs]
     if len(set(names)) == len(names):

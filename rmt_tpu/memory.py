@@ -1,4 +1,4 @@
-"""Functions that report the machine's memory and turn out-of-memory errors into one line."""
+"""Functions that report the machine's memory and reduce out-of-memory errors to one line."""
 
 import contextlib
 import os

@@ -244,7 +244,7 @@ def unrolled(
 
 
 class _TappedStore:
-    """A wrapper of a residual store that records every write and adds a tap to it.
+    """A wrapper around a residual store that records every write and adds a tap to it.
 
     It has the methods of a stepwise store only if the wrapped store has them.
     """

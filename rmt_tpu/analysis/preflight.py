@@ -216,7 +216,7 @@ class Preflight:
         return sum(self.memory.values())
 
     def json(self) -> dict[str, Any]:
-        """Return all results as JSON values, in bytes and (estimated) seconds."""
+        """Return all results as JSON values: sizes in bytes, and estimated times in seconds."""
         time = self.time and dataclasses.asdict(self.time) | {
             "total": self.time.total,
             "least": self.time.least,

@@ -258,10 +258,11 @@ def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
 
 
 def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """Lower (for compilation) the train step of a run, sharded over the devices.
+    """Lower a run's train step, sharded over the devices, so that it can be compiled.
 
     Raises:
-      MeshError: the run's mesh does not fit the devices, or a size does not divide over it.
+      MeshError: the run's mesh does not fit the devices, or a dimension is not divisible by the
+        size of its mesh axis.
     """
     return trace_config(config, devices).lower()
 

@@ -54,8 +54,8 @@ class Computes(Checked):
     Attributes:
       aux: names of the scalars that the core returns in addition to its output; see
         `rmt_tpu.cores.core`.
-      by_ring: whether a sequence can be sharded over more devices than the core has heads, by ring
-        attention.
+      by_ring: whether the core supports ring attention, so that a sequence can be sharded over
+        more devices than the core has heads.
     """
 
     aux: ClassVar[tuple[str, ...]] = ()

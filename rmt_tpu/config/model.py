@@ -289,7 +289,7 @@ class ModelConfig(Checked):
             return replace(self, **changes)
         return self.from_short(**(self.short_form() | changes))
 
-    # What follows from it -----------------------------------------------------------------------
+    # Derived properties -------------------------------------------------------------------------
 
     @property
     def sublayers(self) -> Iterator[Core]:

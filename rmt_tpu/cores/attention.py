@@ -33,7 +33,7 @@ from rmt_tpu.layers.parameters import gain
 
 
 class Cache(NamedTuple):
-    """The keys and values of the tokens so far, with all heads of a token in one axis."""
+    """The keys and values of the tokens so far; a token's heads are concatenated along one axis."""
 
     keys: Float[Array, "repeat batch keys heads_size"]
     values: Float[Array, "repeat batch keys heads_size"]

@@ -1,4 +1,4 @@
-"""Evaluation of models on tasks of lm-evaluation-harness, and by their perplexity on texts.
+"""Evaluation of models: lm-evaluation-harness tasks, and perplexity on texts.
 
 A request asks for the log-probability of a continuation after a context, both in tokens.
 `documents` turns tasks (defined in `tasks`) and texts into requests, and a `Scorer` answers them.

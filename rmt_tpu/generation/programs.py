@@ -174,7 +174,7 @@ class Model(NamedTuple):
         return int(np.prod([self.mesh.shape[name] for name in sharding.CACHE_RULES[axis]]))
 
     def placed(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Return `function` as a function that every device runs on its shards of the arguments."""
+        """Wrap `function` in `shard_map`: each device runs it on its shards of the arguments."""
         if self.mesh is None:
             return function
         return sharding.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)

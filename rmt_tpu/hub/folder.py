@@ -1,4 +1,4 @@
-"""Reading of folders in the hub's format as a decoder and a tokenizer, and their export."""
+"""Load a decoder and a tokenizer from a folder in the hub's format, and export them to one."""
 
 import json
 from pathlib import Path
