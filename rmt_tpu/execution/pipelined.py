@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
-from rmt_tpu.execution import banked, kernels, scanned
+from rmt_tpu.execution import banked_stack, kernels, scanned
 from rmt_tpu.execution.layer import Model, no_aux, start
 from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
@@ -267,13 +267,13 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
     writers = merged[0].site.writer
-    of_chunks = banked.Stacked(
+    of_chunks = banked_stack.Stacked(
         layers,
         _scores(decoder, graphdef, layers, schedule),
         _after(writers, decoder.final_site.writer),
     )
     repeat, cores = config.stacks[0].repeat // schedule.chunks, config.stacks[0].cores
-    run = banked.Run(config, decoder.store, mixer, graphdef, 0, repeat, cores)
+    run = banked_stack.StackRunner(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
     # A chunk consists of whole blocks, so its only input is the rows before it.
     num_rows = mixer.first_row(size) - 1
@@ -294,7 +294,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
         """Return the gradient of the stacked parameters, and `d_bank` with the rows' part added."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
-        kept = banked.Kept()
+        kept = banked_stack.Kept()
         if run.grouping.open:
             again = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype))
             kept = run.forward(of_chunk, again, given.context, None, keep=True, first=at)[2]

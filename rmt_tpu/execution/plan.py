@@ -1,11 +1,13 @@
 """The plan of a run's train step: the target device and the resulting choices, with reasons."""
 
+import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.target import Target
-from rmt_tpu.config import RunConfig
+from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.choices import Choice
 from rmt_tpu.residual.whole_tiles import width
@@ -28,6 +30,7 @@ class ExecutionPlan(NamedTuple):
       residual_dtype: the dtype in which layers pass on the residual.
       outputs_in_place: whether cores write their outputs directly into a slot of a stack; None if
         outputs are not kept in stacks.
+      products_in_turn: whether a feed-forward layer's two products run as separate instructions.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
@@ -39,6 +42,7 @@ class ExecutionPlan(NamedTuple):
     schedule: Choice
     residual_dtype: Choice
     outputs_in_place: Choice | None
+    products_in_turn: Choice
     rereads_rebuilt: Choice | None
     padded_width: Choice | None
     decode_kernels: Choice
@@ -63,19 +67,26 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     model, train = config.model, config.train
     target = Target(mesh.devices.flat[0].device_kind)
     schedule = _schedule(config, mesh)
-    rebuilt = schedule == "reversible"
-    size = jax.numpy.dtype(model.store.dtype).itemsize * model.residual_size
     tokens = train.batch_size // train.accumulate * config.data.seq_len
+    own_tokens = config.data.seq_len // math.prod(
+        mesh.shape.get(axis, 1) for axis in ("expert", "key", "sequence", "tensor")
+    )
+    in_place = rereads = padded = None
+    if schedule == "reversible":
+        size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
+        in_place = choices.outputs_in_place(target)
+        rereads = choices.rereads_rebuilt(target, tokens * size // mesh.size)
+    if model.mixer.banked and not model.store.has_keys:
+        padded = width(model)
     return ExecutionPlan(
         target=target,
         schedule=Choice(schedule, _SCHEDULES[schedule]),
-        residual_dtype=Choice(model.store.dtype, _of_dtype(config, rebuilt)),
-        outputs_in_place=choices.outputs_in_place(target) if rebuilt else None,
-        rereads_rebuilt=choices.rereads_rebuilt(target, tokens * size // mesh.size)
-        if rebuilt
-        else None,
-        padded_width=width(model) if model.mixer.banked and not model.store.has_keys else None,
-        decode_kernels=_for_decoding(target, divided=mesh.shape.get("key", 1) > 1),
+        residual_dtype=Choice(model.store.dtype, _of_dtype(config, schedule)),
+        outputs_in_place=in_place,
+        products_in_turn=choices.products_in_turn(target, model.data_shape[0], own_tokens),
+        rereads_rebuilt=rereads,
+        padded_width=padded,
+        decode_kernels=_for_decoding(model, target, divided=mesh.shape.get("key", 1) > 1),
     )
 
 
@@ -87,20 +98,25 @@ def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:
     return "banked" if config.model.mixer.banked else "scanned"
 
 
-def _of_dtype(config: RunConfig, rebuilt: bool) -> str:
+def _of_dtype(config: RunConfig, schedule: str) -> str:
     if config.model.store.dtype == "int16":
         return "as small as bfloat16, and writes are taken back to the bit"
     if config.model.store.dtype == config.model.compute_dtype:
         return "the compute dtype"
-    return "writes are taken back nearly exactly" if rebuilt else "the config says so"
+    if schedule == "reversible":
+        return "writes are taken back nearly exactly"
+    return "the config says so"
 
 
-def _for_decoding(target: Target, *, divided: bool) -> Choice:
+def _for_decoding(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
+    fused = model.mixer.banked and getattr(model.mixer, "fused", False)
+    if not (model.mixer.kind == "sum" if model.store.has_keys else fused):
+        return Choice(False, "there are none for this store and mixer")
     if divided:
-        return Choice(False, "they do not serve a mesh that divides D_k")
+        return Choice(False, "they do not support a mesh that divides D_k")
     if not target.on_tpu:
         return Choice(False, "they are for TPUs")
-    return Choice(True, "a few tokens are taken where a layer's parameters lie")
+    return Choice(True, "they take a layer's parameters from where its stack lies")
 
 
 def _word(value: object) -> str:

@@ -1,7 +1,7 @@
 """Implementation choices that depend on the chip and on array sizes, each with its reason.
 
 There is one function per choice. Models call these functions instead of naming a chip or a tile
-size themselves. `execution.plan` lists the choices made for a run.
+size themselves. `execution.plan` lists the choices made for a run's train step.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ def outputs_in_place(target: Target) -> Choice:
     """Choose whether a core's last matrix product is written directly into a stack of outputs."""
     if target.slug in _MADE_IN_PLACE:
         return Choice(True, "XLA makes a product in the layout that the residual's kernels take")
-    return Choice(False, f"XLA would lay the stack out anew for each product on {target.kind}")
+    return Choice(False, f"it is not known to save a copy of the stack on {target.kind}")
 
 
 def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
@@ -66,8 +66,9 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     a separate kernel reads the residual next.
     """
     share = residual_bytes / target.chip.vmem
-    told = f"a residual of {residual_bytes:,} bytes fills {share:.2g} of VMEM, where XLA keeps one"
-    return Choice(share > _KEPT, f"{told} of at most {_KEPT}")
+    vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
+    limit = f"the limit for reading it in a kernel of its own is {_KEPT}"
+    return Choice(share > _KEPT, f"a residual takes {share:.2g} of {vmem}, and {limit}")
 
 
 def few_tokens(tokens: int) -> bool:

@@ -146,7 +146,7 @@ def test_models_of_cost(costs):
 @pytest.mark.compile
 @pytest.mark.parametrize("target", ["v5e", "v5p"])
 def test_a_step_of_the_rmt_is_cheaper_than_the_transformers(target):
-    """By the best guess; docs/benchmarks/train_step.md has 0.84 and 0.86."""
+    """The best guess is below 0.88; docs/benchmarks/train_step.md has 0.84 and 0.86."""
     steps = [Step("rmt-305m"), Step("gpt2-405m")]
     rmt, gpt2 = step_costs(steps, TARGETS[target])
     assert rmt.unscheduled == gpt2.unscheduled == ()

@@ -1,4 +1,4 @@
-"""What a run is compiled for, and what that chooses."""
+"""Tests of the plan of a train step: the target, and the choices that follow from it."""
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ def test_an_rmt(topology, in_place):
         "schedule": "reversible",
         "residual_dtype": "int16",
         "outputs_in_place": in_place,
+        "products_in_turn": True,
         "rereads_rebuilt": topology == "tpu7x:2x2x1",
         "padded_width": None,
         "decode_kernels": True,
@@ -58,6 +59,14 @@ def test_attention_over_depth():
     plain = plan("gpt2-tiny")
     assert values(plain)["schedule"] == "scanned" and plain.padded_width is None
     assert "rereads rebuilt" not in plain.lines()
+
+
+def test_decoding_has_kernels_for_some_models_on_tpus():
+    of = lambda name, *where: plan(name, *where).decode_kernels
+    assert of("rmt-tiny", "v5e:2x2").value and of("attnres-tiny", "v5e:2x2").value
+    assert not of("rmt-tiny").value and "TPUs" in of("rmt-tiny").reason
+    for name in ("gpt2-tiny", "rmt-attnres-tiny"):
+        assert "store and mixer" in of(name, "v5e:2x2").reason
 
 
 @pytest.mark.parametrize("kind, most", [("TPU v6 lite", 16), ("TPU v5", 8), ("TPU7x", 8)])
