@@ -373,32 +373,36 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
         read_added(tile.at(1), 1 - tile.slot, "start")
 
     read_added(tile.at(0), tile.slot, "wait")
-    for c, (first, sources) in enumerate(call.chunks):
-
-        def differentiate(group, c=c, first=first, sources=sources):
-            left = scratch["left"][c][group]
-            shrink = _dot(call, left, inputs["shrink_rows"][...])
-            for lanes in call.lane_blocks:
-                v = _values(values, first, sources, group, lanes)
-                d_products = scratch["d_products"][c][group]
-                outputs["d_queries"][0, :, lanes] += _dot(call, d_products, v)
-                g = d_mixed[:, group_rows(group), lanes].reshape(call.S * GROUP, -1)
-                right = [g] * call.weight_pieces
-                right = jnp.concatenate([*right, inputs["queries_again"][:, lanes]], axis=0)
-                width = lanes.stop - lanes.start
-                d = _dot(call, left, right) + widen(shrink, width) * v.astype(jnp.float32)
-                d = d.reshape(sources, GROUP, width)
-                place = d_values.at[first : first + sources, group_rows(group), lanes]
-                if adds:
-                    d = d + place[...].astype(jnp.float32)
-                place[...] = d.astype(d_values.dtype)
-
+    for c in range(len(call.chunks)):
+        given = (call, inputs, outputs, scratch, values, d_values, c)
+        differentiate = functools.partial(_differentiate, *given)
         _when_any(call, c, count, functools.partial(each_group, call, differentiate))
     write(tile.at(0), tile.slot, "start")
 
     @pl.when(tile.last)
     def _():
         write(tile.at(0), tile.slot, "wait")
+
+
+def _differentiate(call, inputs, outputs, scratch, values, d_values, c, group):
+    """Compute the gradients of one chunk's sources for a group of tokens; add to `d_queries`."""
+    first, sources = call.chunks[c]
+    left = scratch["left"][c][group]
+    shrink = _dot(call, left, inputs["shrink_rows"][...])
+    for lanes in call.lane_blocks:
+        v = _values(values, first, sources, group, lanes)
+        d_products = scratch["d_products"][c][group]
+        outputs["d_queries"][0, :, lanes] += _dot(call, d_products, v)
+        g = inputs["d_mixed"][:, group_rows(group), lanes].reshape(call.S * GROUP, -1)
+        right = [g] * call.weight_pieces
+        right = jnp.concatenate([*right, inputs["queries_again"][:, lanes]], axis=0)
+        width = lanes.stop - lanes.start
+        d = _dot(call, left, right) + widen(shrink, width) * v.astype(jnp.float32)
+        d = d.reshape(sources, GROUP, width)
+        place = d_values.at[first : first + sources, group_rows(group), lanes]
+        if "accumulate" in inputs:
+            d = d + place[...].astype(jnp.float32)
+        place[...] = d.astype(d_values.dtype)
 
 
 def _weigh_backward(call, count, tile, inputs, scratch, group):

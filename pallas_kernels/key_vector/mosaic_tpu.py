@@ -311,10 +311,8 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
     if rebuild:
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
     if again is not None:
-        of_read, of_keys = read_operands(call, again.gain, again.read_keys)
-        of_read["statistics"] = (again.statistics.both, token)
-        inputs |= {f"{name}_again": x for name, x in of_read.items()}
-        scratch |= {f"{name}_again": x for name, x in of_keys.items()}
+        of_read, of_keys = _again_operands(call, again, token)
+        inputs, scratch = inputs | of_read, scratch | of_keys
         shape = jax.ShapeDtypeStruct((B, s.V, s.A, N), s.data_dtype)
         outputs["retrieved"] = (shape, by_slab(s.A))
     aliased = {"residual": "rebuilt"} if rebuild else {}
@@ -333,19 +331,34 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
         aliased=aliased,
         interpret=call.interpret,
     )
+    gradients = _gradients_of(call, out)
+    return gradients if reads else gradients._replace(residual=d_residual)
+
+
+def _again_operands(call: Call, again: Again, token: pl.BlockSpec) -> tuple[dict, dict]:
+    """Return the inputs and the scratch memory for the preceding site's read."""
+    of_read, of_keys = read_operands(call, again.gain, again.read_keys)
+    of_read["statistics"] = (again.statistics.both, token)
+    named = lambda operands: {f"{name}_again": x for name, x in operands.items()}
+    return named(of_read), named(of_keys)
+
+
+def _gradients_of(call: Call, out: dict[str, Array]) -> Gradients:
+    """Return the kernel's outputs as the gradients of arrays with tokens first."""
     d_store_keys = d_gain = d_read_keys = None
-    if stores:
-        d_store_keys = jnp.sum(out["d_store_keys"], axis=0)[: s.R]
-    if reads:
+    if "d_store_keys" in out:
+        d_store_keys = jnp.sum(out["d_store_keys"], axis=0)[: call.sizes.R]
+    if "d_residual" in out:
         d_gain, d_read_keys = read_gradients(call, out)
+    first = lambda name: _tokens_first(out[name]) if name in out else None
     return Gradients(
-        residual=_tokens_first(out["d_residual"]) if reads else d_residual,
-        data=_tokens_first(out["d_data"]) if stores else None,
+        residual=first("d_residual"),
+        data=first("d_data"),
         store_keys=d_store_keys,
         gain=d_gain,
         read_keys=d_read_keys,
-        rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
-        retrieved=None if again is None else _tokens_first(out["retrieved"]),
+        rebuilt=first("rebuilt"),
+        retrieved=first("retrieved"),
     )
 
 

@@ -43,35 +43,7 @@ def forward(inputs, outputs, scratch, *, call: Call):
     if stores:
         keys = store_columns(call, inputs["store_keys"])
         write = keys, _aligned(inputs["data"], scratch.get("data"))
-
-    def store_value(v, sums, shift):
-        x = _values(residual, v, jnp.int32 if steps else jnp.float32)
-        if "empty" in inputs:
-            x = jnp.where(inputs["empty"][0] != 0, 0, x)
-        if stores:
-            x = x + _written(call, *write, v)
-        if steps:
-            # The integers have an offset of `_ROUND_BITS` here. Reinterpreted as float32, they are
-            # the residual's values with an offset of `_ROUND`.
-            value = jax.lax.bitcast_convert_type(x, jnp.float32)
-            if not reads:
-                x = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
-                _put(stored, v, jax.lax.bitcast_convert_type(x, jnp.int32))
-                return sums
-            # Values that overflow are not clipped, because the retrieved vectors become NaN anyway.
-            _put(stored, v, x)
-            least = functools.reduce(jnp.minimum, _by_eight(value), sums[2])
-            most = functools.reduce(jnp.maximum, _by_eight(value), sums[3])
-            value = value - (shift + _ROUND)
-            if "operand" in scratch:
-                _put(scratch["operand"], v, value)
-            return *_add_to_sums(sums, value), least, most
-        if stores:
-            x = x.astype(stored.dtype)
-            _put(stored, v, x)
-            x = x.astype(jnp.float32)
-        return _add_to_sums(sums, x - shift if call.centred else x) if reads else sums
-
+    store_value = functools.partial(_store_value, call, inputs, stored, scratch, write, reads)
     if not reads:
         _loop(blocks.slab, lambda v, _: store_value(v, (), None), (), blocks.store_unroll)
         return
@@ -136,6 +108,41 @@ def forward(inputs, outputs, scratch, *, call: Call):
         of_all = Keys(call, inputs, scratch, 0)
         finished = lambda v, _: finish(v, scratch["products"][v], of_all.sums(v))
         _loop(s.V, finished, None, blocks.read_unroll)
+
+
+def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
+    """Store row v of the residual if there is a write, and add the row to the sums if it is read.
+
+    Of an int16 residual, the sums also hold the least and the greatest value.
+    """
+    stores = write is not None
+    steps = stores and call.integer
+    x = _values(inputs["residual"], v, jnp.int32 if steps else jnp.float32)
+    if "empty" in inputs:
+        x = jnp.where(inputs["empty"][0] != 0, 0, x)
+    if stores:
+        x = x + _written(call, *write, v)
+    if steps:
+        # The integers have an offset of `_ROUND_BITS` here. Reinterpreted as float32, they are
+        # the residual's values with an offset of `_ROUND`.
+        value = jax.lax.bitcast_convert_type(x, jnp.float32)
+        if not reads:
+            x = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
+            _put(stored, v, jax.lax.bitcast_convert_type(x, jnp.int32))
+            return sums
+        # Values that overflow are not clipped, because the retrieved vectors become NaN anyway.
+        _put(stored, v, x)
+        least = functools.reduce(jnp.minimum, _by_eight(value), sums[2])
+        most = functools.reduce(jnp.maximum, _by_eight(value), sums[3])
+        value = value - (shift + _ROUND)
+        if "operand" in scratch:
+            _put(scratch["operand"], v, value)
+        return *_add_to_sums(sums, value), least, most
+    if stores:
+        x = x.astype(stored.dtype)
+        _put(stored, v, x)
+        x = x.astype(jnp.float32)
+    return _add_to_sums(sums, x - shift if call.centred else x) if reads else sums
 
 
 def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):

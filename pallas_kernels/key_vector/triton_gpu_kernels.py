@@ -198,8 +198,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
                 moments = _add_moments(site, moments, values, c, rows(c))
             return moments, jnp.maximum(largest, chunk_largest)
 
-        zero = jnp.float32(0)
-        carry = (zero, zero, zero), jnp.int32(0)
+        carry = (jnp.float32(0),) * 3, jnp.int32(0)
         moments, largest = _each_chunk(chunks, chunk, carry)
         if not site.P:
             return

@@ -16,7 +16,7 @@ from rmt_tpu.data.inputs import Span, files, problems
 from rmt_tpu.data.part_writer import Cut, Done, Job, Work, check_inputs, read_done
 from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
-from rmt_tpu.data.tokenizer import digest
+from rmt_tpu.data.tokenizer import Tokenizer, digest
 from rmt_tpu.data.tokenizer_files import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.storage import Folder, Location, open_folder
@@ -141,14 +141,7 @@ def prepare(
         folder = open_folder(output)
     _agree(team, plan, parts)
     if team.number == 0:
-        with of_flag("output"):
-            folder.check(write=True)
-        if (complete := read_sealed(folder, MANIFEST)) is not None:
-            plans.check_same(folder, complete.get("plan"), plan)
-        else:
-            if not folder.create(PLAN, seal(plan)):
-                plans.check_same(folder, read_sealed(folder, PLAN), plan)
-            tokenizer.save(folder)
+        _begin(folder, plan, tokenizer)
     team.gather("", "the plan")
     _check_shared(folder, plan, team)
     workers = workers or os.cpu_count() or 1
@@ -179,6 +172,22 @@ def prepare(
         told = json.dumps(totals)
     parts_, kept, *splits = json.loads(team.gather(told, "the manifest")[0])
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
+
+
+def _begin(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Write the plan and the tokenizer to the store, or check that the store has this plan.
+
+    Raises:
+      UsageError: the store cannot be written to, or has another plan.
+    """
+    with of_flag("output"):
+        folder.check(write=True)
+    if (complete := read_sealed(folder, MANIFEST)) is not None:
+        plans.check_same(folder, complete.get("plan"), plan)
+        return
+    if not folder.create(PLAN, seal(plan)):
+        plans.check_same(folder, read_sealed(folder, PLAN), plan)
+    tokenizer.save(folder)
 
 
 # Together -------------------------------------------------------------------------------------

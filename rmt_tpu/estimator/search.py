@@ -222,16 +222,19 @@ def search(
     timings = dict(time([trial.blocks for trial in chosen]))
     plain = timings.pop(None, Timing()).seconds
     for blocks, timing in timings.items():
-        fate = "wrong" if timing.wrong else "timed"
-        trials[blocks] = dataclasses.replace(
-            trials[blocks], fate=fate, why=timing.wrong, seconds=tuple(timing.seconds)
-        )
+        trials[blocks] = _timed(trials[blocks], timing)
         log(trials[blocks])
     default = trials[candidates[0]]
     timed = [trial for trial in trials.values() if trial.fate == "timed"]
     threshold = max(MEASURED_GAIN, SPREADS * spread(default.seconds))
     best = _accepted(default, timed, threshold)
     return Result(default, best, tuple(trials.values()), left, True, tuple(plain), late)
+
+
+def _timed(trial: Trial, timing: Timing) -> Trial:
+    """Return the trial with its times on a device, or with what is wrong with its results."""
+    fate = "wrong" if timing.wrong else "timed"
+    return dataclasses.replace(trial, fate=fate, why=timing.wrong, seconds=tuple(timing.seconds))
 
 
 def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:

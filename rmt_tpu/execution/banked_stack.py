@@ -65,6 +65,60 @@ class Kept(NamedTuple):
     of_cores: tuple[Any, Any] = (None, None)
 
 
+class Running(NamedTuple):
+    """What the forward pass carries from group to group.
+
+    Attributes:
+      bank: the bank, with the rows that are complete so far.
+      current: the running sum; None if every group starts and ends without one.
+      caches: the caches of the stack's cores; None unless decoding.
+      kept: what the backward pass needs.
+      aux: the sums of the cores' scalars.
+    """
+
+    bank: Bank
+    current: Row | None
+    caches: tuple | None
+    kept: Kept
+    aux: Aux
+
+
+class Cotangents(NamedTuple):
+    """What the backward pass carries from group to group.
+
+    Attributes:
+      bank: the cotangent of the bank.
+      current: the cotangent of the running sum; None if no group starts or ends with one.
+      stack: the cotangents of the stack's arrays, complete for the layers after the group.
+      summed: memory in which `_sum_again` rebuilds running sums; None if it is not used.
+    """
+
+    bank: Bank
+    current: Row | None
+    stack: Stacked
+    summed: Row | None
+
+
+class Group(NamedTuple):
+    """A group of layers, and what its sites have in common.
+
+    Attributes:
+      start: the index of the group's first layer in the stack.
+      layers: the number of layers.
+      at: the number of sublayers before the group.
+      first_row: the first row of the bank that belongs to the group.
+      prior: the result of phase one for the group's sites.
+      rows: the rows that the group itself completes; None for a closed group.
+    """
+
+    start: Index
+    layers: int
+    at: Index
+    first_row: Index
+    prior: Any
+    rows: Bank | None
+
+
 def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
     merging = tuple(stacks.Slice(x, index) for x in of_stack.merging)
     return stacks.at(of_stack._replace(merging=()), index)._replace(merging=merging)
@@ -148,15 +202,15 @@ class StackRunner:
                 kept = Kept(groups=empty(-(-self.repeat // self.group)))
 
         def run(carry, start, layers, _):
-            return self._group_forward(of_stack, context, carry, start, layers, first)
+            group = self._begin(of_stack, carry.bank, start, layers, first)
+            return self._group_forward(of_stack, context, group, carry)
 
         goes_on = self.grouping.open or kept.written is not None
-        carry = (bank, current if goes_on else None, caches, kept, aux)
-        carry, of_cores = self._over_groups(run, carry, decoding=caches is not None)
-        bank, ended, caches, kept, aux = carry
-        kept = kept._replace(of_cores=of_cores)
-        ended = ended if self.grouping.open else jnp.zeros_like(current)
-        return (bank, ended, aux), caches, kept
+        running = Running(bank, current if goes_on else None, caches, kept, aux)
+        running, of_cores = self._over_groups(run, running, decoding=caches is not None)
+        kept = running.kept._replace(of_cores=of_cores)
+        ended = running.current if self.grouping.open else jnp.zeros_like(current)
+        return (running.bank, ended, running.aux), running.caches, kept
 
     def _empty_written(self, residual: Row) -> tuple[Array, ...]:
         """Return uninitialised stacks for the outputs of a period's sublayers.
@@ -196,16 +250,18 @@ class StackRunner:
         """
 
         def run(carry, start, layers, of_cores):
-            given = (of_stack, kept, of_cores, bank, context, d_aux)
-            return self._group_backward(*given, carry, start, layers, first), None
+            group = self._begin(of_stack, bank, start, layers, first)
+            of_group = kept._replace(of_cores=of_cores)
+            return self._group_backward(
+                of_stack, context, group, bank, of_group, d_aux, carry
+            ), None
 
         d_bank, d_current = carry
         ended = d_current if self.grouping.open else None
         summed = None if kept.written is None else jnp.zeros(bank.shape[1:], bank.dtype)
-        carry = (d_bank, ended, stacks.empty_like(of_stack), summed)
-        carry, _ = self._over_groups(run, carry, kept.of_cores, reverse=True)
-        d_bank, started, gradients, _ = carry
-        return (d_bank, jnp.zeros_like(d_current) if started is None else started), gradients
+        d = Cotangents(d_bank, ended, stacks.empty_like(of_stack), summed)
+        d, _ = self._over_groups(run, d, kept.of_cores, reverse=True)
+        return (d.bank, jnp.zeros_like(d_current) if d.current is None else d.current), d.stack
 
     def _over_groups(
         self,
@@ -250,45 +306,37 @@ class StackRunner:
 
     def _begin(
         self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
-    ) -> tuple[Index, Index, Any, Bank | None]:
-        """Return what a group starts with: its first sublayer, first row, prior and rows.
-
-        The prior is the result of phase one, and the rows are those that the group itself completes
-        (None for a closed group).
-        """
+    ) -> Group:
+        """Run phase one for a group; `first` is the number of sublayers before the stack's part."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
         scores = _sites(stacks.run_of(of_stack.scores, start, layers))
         prior = self.mixer.prior(scores, bank, first_row)
         count = self.grouping.rows(layers * self.period)
         rows = None if self.grouping.closed else stacks.run_of(bank, first_row, count)
-        return at, first_row, prior, rows
+        return Group(start, layers, at, first_row, prior, rows)
 
     def _group_forward(
-        self,
-        of_stack: Stacked,
-        context: Context,
-        carry: tuple[Bank, Row | None, tuple | None, Kept, Aux],
-        start: Index,
-        layers: int,
-        first: Index | None,
-    ) -> tuple[tuple[Bank, Row | None, tuple | None, Kept, Aux], Any]:
+        self, of_stack: Stacked, context: Context, group: Group, carry: Running
+    ) -> tuple[Running, Any]:
+        """Run a group's layers; also return what the cores' `pull_back` needs, stacked."""
         bank, current, caches, kept, aux = carry
-        at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         if kept.groups is not None:
-            kept = kept._replace(groups=stacks.put(kept.groups, current, start // self.group))
+            index = group.start // self.group
+            kept = kept._replace(groups=stacks.put(kept.groups, current, index))
         if current is None:
             current = jnp.zeros(bank.shape[1:], bank.dtype)
 
         def run_layer(carry, offset):
             rows, current, caches, kept, aux = carry
-            index = start + offset
+            index = group.start + offset
             if kept.layers is not None:
                 kept = kept._replace(layers=stacks.put(kept.layers, current, index))
             write = Anew(self.store, context, caches, index)
             if kept.written is not None:
                 write = AndKeep(self.store, context, kept.written, index)
-            given = (_of_layer(of_stack, index), at, offset, prior, rows, current, aux)
+            of_layer = _of_layer(of_stack, index)
+            given = (of_layer, group.at, offset, group.prior, rows, current, aux)
             _, rows, current, aux = self._layer(write, *given)
             if kept.written is not None:
                 kept = kept._replace(written=tuple(write.written))
@@ -296,12 +344,13 @@ class StackRunner:
             caches = None if caches is None else tuple(write.new)
             return (rows, current, caches, kept, aux), None
 
-        goes_on = carry[1] is not None
-        carry = vary_alike((of_stack, (rows, current, caches, kept, aux)))[1]
-        carry, of_cores = jax.lax.scan(run_layer, carry, jnp.arange(layers))
-        rows, current, caches, kept, aux = carry
-        bank = stacks.put_run(bank, current[None] if rows is None else rows, first_row)
-        return (bank, current if goes_on else None, caches, kept, aux), of_cores
+        over_layers = (group.rows, current, caches, kept, aux)
+        over_layers = vary_alike((of_stack, over_layers))[1]
+        over_layers, of_cores = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
+        rows, current, caches, kept, aux = over_layers
+        bank = stacks.put_run(bank, current[None] if rows is None else rows, group.first_row)
+        goes_on = carry.current is not None
+        return Running(bank, current if goes_on else None, caches, kept, aux), of_cores
 
     def _layer(
         self,
@@ -335,66 +384,79 @@ class StackRunner:
     def _group_backward(
         self,
         of_stack: Stacked,
-        kept: Kept,
-        of_cores: Any,
-        bank: Bank,
         context: Context,
+        group: Group,
+        bank: Bank,
+        kept: Kept,
         d_aux: Aux,
-        carry: tuple[Bank, Row | None, Stacked, Row | None],
-        start: Index,
-        layers: int,
-        first: Index | None,
-    ) -> tuple[Bank, Row | None, Stacked, Row | None]:
+        carry: Cotangents,
+    ) -> Cotangents:
+        """Run a group's layers backwards, and then phase one; `kept.of_cores` is the group's."""
         d_bank, d_current, gradients, summed = carry
-        at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
-        nothing, zeros = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
-        sums, first_sum = kept.layers, start
+        nothing, no_aux = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
+        sums, first_sum = kept.layers, group.start
         if sums is None and kept.written is None and self.mixer.keeps_sum:
             current = nothing
             if kept.groups is not None:
-                current = stacks.at(kept.groups, start // self.group)
-            given = (prior, rows, current, at, start, layers, zeros)
-            sums = self._sums_again(of_stack, context, *given)
-            first_sum = 0
+                current = stacks.at(kept.groups, group.start // self.group)
+            sums, first_sum = self._sums_again(of_stack, context, group, current, no_aux), 0
 
         def undo_layer(carry, scanned):
             d_prior, d_rows, d_current, gradients, summed = carry
             offset, saved = scanned
-            index = start + offset
+            index = group.start + offset
             write = Anew(self.store, context)
             if kept.written is not None:
                 write = FromKept(self.store, context, kept.written, saved, index)
-                current = summed = self._sum_again(of_stack, kept.written, start, offset, summed)
+                current = summed = self._sum_again(
+                    of_stack, kept.written, group.start, offset, summed
+                )
             else:
                 current = nothing if sums is None else stacks.at(sums, first_sum + offset)
                 # Without the barrier, XLA would slice the stack again for each use.
                 current = jax.lax.optimization_barrier(current)
 
             def forward(of_layer, prior, rows, current):
-                return self._layer(write, of_layer, at, offset, prior, rows, current, zeros)
+                return self._layer(write, of_layer, group.at, offset, prior, rows, current, no_aux)
 
-            _, pullback = jax.vjp(forward, stacks.at(of_stack, index), prior, rows, current)
+            given = (stacks.at(of_stack, index), group.prior, group.rows, current)
+            _, pullback = jax.vjp(forward, *given)
             gradient, *cotangents = pullback((d_prior, d_rows, d_current, d_aux))
             return (*cotangents, stacks.put(gradients, gradient, index), summed), None
 
-        d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
+        count = self.grouping.rows(group.layers * self.period)
+        d_rows = stacks.run_of(d_bank, group.first_row, count)
         # The only row of a closed group is the running sum at the group's end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
-        carry = (stacks.empty_like(prior), *ends, gradients, summed)
-        carry = vary_alike((of_stack, carry))[1]
-        carry, _ = jax.lax.scan(undo_layer, carry, (jnp.arange(layers), of_cores), reverse=True)
-        d_prior, d_rows, d_current, gradients, summed = carry
-        if isinstance(first_row, int) and first_row == 0:
+        over_layers = (stacks.empty_like(group.prior), *ends, gradients, summed)
+        over_layers = vary_alike((of_stack, over_layers))[1]
+        scanned = (jnp.arange(group.layers), kept.of_cores)
+        over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
+        d_prior, d_rows, d_current, gradients, summed = over_layers
+        if isinstance(group.first_row, int) and group.first_row == 0:
             d_bank = d_rows  # all rows belong to the group, which does not complete row 0
+        d_bank, gradients = self._prior_backward(of_stack, group, bank, d_prior, d_bank, gradients)
+        return Cotangents(d_bank, d_current if self.grouping.open else None, gradients, summed)
+
+    def _prior_backward(
+        self,
+        of_stack: Stacked,
+        group: Group,
+        bank: Bank,
+        d_prior: Any,
+        d_bank: Bank,
+        gradients: Stacked,
+    ) -> tuple[Bank, Stacked]:
+        """Run phase one backwards; add to the cotangents of the bank and of the group's scores."""
+        start, layers = group.start, group.layers
         scores = stacks.run_of(of_stack.scores, start, layers)
         d_scores, d_bank = self.mixer.prior_backward(
-            _sites(scores), bank, first_row, prior, d_prior, d_bank
+            _sites(scores), bank, group.first_row, group.prior, d_prior, d_bank
         )
         d_scores = d_scores.reshape(scores.shape) + stacks.run_of(gradients.scores, start, layers)
-        gradients = gradients._replace(scores=stacks.put_run(gradients.scores, d_scores, start))
-        return d_bank, d_current if self.grouping.open else None, gradients, summed
+        return d_bank, gradients._replace(scores=stacks.put_run(gradients.scores, d_scores, start))
 
     def _sum_again(
         self, of_stack: Stacked, written: tuple, start: Index, offset: Index, summed: Row
@@ -418,27 +480,19 @@ class StackRunner:
         return jax.lax.fori_loop(0, offset, add, summed)
 
     def _sums_again(
-        self,
-        of_stack: Stacked,
-        context: Context,
-        prior: Any,
-        rows: Bank | None,
-        current: Row,
-        at: Index,
-        start: Index,
-        layers: int,
-        aux: Aux,
+        self, of_stack: Stacked, context: Context, group: Group, current: Row, aux: Aux
     ) -> Float[Array, "layers batch seq *shape"]:
         """Recompute the running sum before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
-            given = (stacks.at(of_stack, start + offset), at, offset, prior, rows, current, aux)
+            of_layer = stacks.at(of_stack, group.start + offset)
+            given = (of_layer, group.at, offset, group.prior, rows, current, aux)
             _, rows, after, _ = self._layer(Anew(self.store, context), *given)
             return (rows, after), current
 
-        carry = vary_alike((of_stack, (rows, current)))[1]
-        return jax.lax.scan(run_layer, carry, jnp.arange(layers))[1]
+        carry = vary_alike((of_stack, (group.rows, current)))[1]
+        return jax.lax.scan(run_layer, carry, jnp.arange(group.layers))[1]
 
 
 def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:

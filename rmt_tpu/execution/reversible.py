@@ -119,7 +119,7 @@ class _Layers:
         at_once = choices.rereads_rebuilt(target(), nbytes(held)).value
         z = self.store.read_again(held, site, statistics, self.dtype)
         held, d_residual, d_y, d_final_site, _ = self.store.undo(
-            held, y, site, z, statistics, d_residual, d_z
+            held, y, site, z, statistics, (d_residual, d_z)
         )
         d_stacks, first = {}, self.config.num_sublayers
         for number, stack in reversed(list(enumerate(self.config.stacks))):
@@ -155,7 +155,7 @@ class _Layers:
                     elif at_once:
                         read_before = self._last_read(number, *below)
                     residual, d_residual, d_y, d_site, z = self.store.undo(
-                        residual, y, site, z, statistics, d_residual, d_z, read_before
+                        residual, y, site, z, statistics, (d_residual, d_z), read_before
                     )
                     # A core without parameters is absent from the tree.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})

@@ -299,8 +299,7 @@ class Store(nnx.Module):
         site: Site,
         z: Read,
         statistics: pallas_kernels.Statistics,
-        d_residual: Float[Array, "group seq own_D_k D_v"],
-        d_z: Read,
+        cotangents: tuple[Float[Array, "group seq own_D_k D_v"], Read],
         before: tuple[Site, pallas_kernels.Statistics] | None = None,
     ) -> tuple[
         Shaped[Array, "group seq own_D_k D_v"],
@@ -317,6 +316,7 @@ class Store(nnx.Module):
           preceding site with its norm's statistics (otherwise None).
         """
         store_keys, gain, read_keys = _in_place(site)
+        d_residual, d_z = cotangents
         again = None
         if before is not None:
             again = pallas_kernels.Again(*_in_place(before[0])[1:], before[1])

@@ -96,8 +96,7 @@ class Invertible(Store, Protocol):
         site: nnx.Module,
         z: Read,
         statistics: Statistics,
-        d_residual: Float[Array, "group seq *shape"],
-        d_z: Read,
+        cotangents: tuple[Float[Array, "group seq *shape"], Read],
         before: tuple[nnx.Module, Statistics] | None = None,
     ) -> tuple[
         Shaped[Array, "group seq *shape"],
@@ -114,8 +113,7 @@ class Invertible(Store, Protocol):
           site: the site of the write and the read.
           z: the result of the read.
           statistics: the norm's statistics.
-          d_residual: the cotangent of the returned residual.
-          d_z: the cotangent of z.
+          cotangents: the cotangents of the results of `add_and_read`: of the residual and of z.
           before: the preceding site and its norm's statistics, if the rebuilt residual should also
             be read for that site.
 

@@ -254,14 +254,14 @@ def test_on_a_gpu_the_kernel_is_taken_where_a_table_says_that_it_wins(caplog):
 SOURCES = {
     ("tpu", "key_vector"): (
         6,
-        "89b9548944b8332f",
+        "8a5f298df10db886",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_keys.py",
         "../products.py",
     ),
     ("tpu", "depth_attention"): (
         1,
-        "873c109dfbf65cb2",
+        "eaf8d260d0571cf1",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_merge_kernels.py",
         "../products.py",
@@ -280,7 +280,7 @@ SOURCES = {
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
-    ("cuda", "key_vector"): (1, "511a358592a91615", "triton_gpu_kernels.py", "../triton.py"),
+    ("cuda", "key_vector"): (1, "6dba7ad8ed9d0675", "triton_gpu_kernels.py", "../triton.py"),
     ("cuda", "depth_attention"): (1, "c1e893e926219ffd", "triton_gpu_kernels.py"),
 }
 
