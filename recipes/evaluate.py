@@ -56,10 +56,13 @@ def main() -> int:
     from rmt_tpu.evaluation import documents, subjects
     from rmt_tpu.evaluation.evaluate import evaluate
     from rmt_tpu.evaluation.report import write_report
+    from rmt_tpu.hub.models import is_hub
 
     source = trained.source()
     with of_flag("workdir"):
         workdir = open_folder(source)
+    if hub := is_hub(workdir.local_path):
+        _check_hub_flags()
     with of_flag("output"):
         folder = workdir if _OUTPUT.value is None else open_folder(_OUTPUT.value)
     tasks = documents.find_tasks(_TASKS.value)
@@ -67,7 +70,7 @@ def main() -> int:
     with arguments_as_flags():
         asked = [_subject(source, flags.FLAGS.step)]
     trained.tell_start(asked[0].tokenizer)
-    if flags.FLAGS.init_from is not None:  # do not write into the hub folder
+    if hub:  # do not write into the hub folder
         asked = [asked[0]._replace(folder=folder)]
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, asked[0].tokenizer))
@@ -111,18 +114,26 @@ def _other(workdir: str):
 
 def _check_flags() -> None:
     trained.check_mesh()
-    if flags.FLAGS.init_from is not None and _OUTPUT.value is None:
-        raise UsageError("--init_from needs an --output: a folder for answers and results")
-    if flags.FLAGS.init_from is not None and _AGAINST.value:
-        runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
-        if runs:
-            raise UsageError(f"--against={runs[0]} needs a --workdir: it is of a run's beginning")
+    if flags.FLAGS.init_from is not None:
+        _check_hub_flags()
     if not _TASKS.value and _TEXT.value is None:
         raise UsageError("--tasks or --text is needed: what to ask")
     if bool(_TASKS.value) != (_DATA_DIR.value is not None):
         raise UsageError("--tasks and --data_dir go together: what to ask, and where it is")
     if _STRIDE.value is not None and _TEXT.value is None:
         raise UsageError(f"--stride={_STRIDE.value} is for --text")
+
+
+def _check_hub_flags() -> None:
+    """Check the flags that a model from a hub folder needs, or cannot be used with."""
+    flag = "--init_from" if flags.FLAGS.init_from is not None else "--workdir with a hub folder"
+    if _OUTPUT.value is None:
+        raise UsageError(f"{flag} needs an --output: a folder for answers and results")
+    runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
+    if runs:
+        raise UsageError(
+            f"--against={runs[0]} needs a --workdir with a run, which says how training began"
+        )
 
 
 def _named(asked: list) -> dict:

@@ -59,6 +59,10 @@ _SERVER = "RMT_TPU_TESTS_SERVER"
 # Read when python starts or jax is imported: with others of these, a process begins from nothing.
 _READ_EARLY = ("JAX_", "PYTHON")
 
+# The environment of a process that `keep_whole` does not reach, such as one that a recipe starts.
+# Another process could otherwise read a compiled program that is only half written.
+KEEP_NONE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+
 # CPU seconds of the commands that have ended, which are no children of the tests' own process.
 cpu_seconds = 0.0
 
@@ -287,13 +291,11 @@ def run_line(
     line: str, env: dict[str, str] | None = None, devices: int = 1
 ) -> subprocess.CompletedProcess[str]:
     """The outcome of a line that a person gives to a shell."""
-    # It would keep programs in halves if it were killed, or another one read meanwhile.
-    keep_none = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
     return subprocess.run(
         line,
         shell=True,
         cwd=ROOT,
-        env=environment(devices=devices) | keep_none | (env or {}),
+        env=environment(devices=devices) | KEEP_NONE | (env or {}),
         capture_output=True,
         encoding="utf-8",
         timeout=TIMEOUT,

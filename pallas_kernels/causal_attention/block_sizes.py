@@ -18,6 +18,10 @@ from pallas_kernels.target import target
 # VMEM budget in MiB (of 60 MiB) for the data that the kernels keep for all blocks of a sequence, or
 # of a span of queries.
 _KEPT = 32
+# Bytes of SMEM for the tables of pairs of blocks. Every chip has 1 MiB of SMEM.
+TABLES = 15 * 2**16
+# The tables for size-major rows, which hold one int32 per pair.
+_TABLES_OF_ROWS = 4
 # Number of rows in a tile. A block of size-major rows has whole tiles, or all rows.
 _TILE = 8
 # Maps the number of tokens per block to the cost of computing one logit, relative to the best block
@@ -118,6 +122,8 @@ class Cut(NamedTuple):
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
         fit = tokens <= self.span and self.vmem_bytes(tokens) <= target().vmem_limit
+        count = -(-tokens // queries)
+        fit = fit and 4 * _TABLES_OF_ROWS * count * (count + 1) // 2 <= TABLES
         return self.rows == "size_major" and paired and queries == keys and fit
 
     def vmem_bytes(self, tokens: int) -> int:

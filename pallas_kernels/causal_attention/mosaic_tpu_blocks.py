@@ -2,8 +2,9 @@
 
 Tokens are in the lanes, and a head is [D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
 grid runs over batch rows, key heads, and pairs of a block of queries with a block of keys that it
-sees. The list of pairs is static, so nothing above the diagonal is copied or computed. A key head
-is processed together with all its query heads (Ainslie et al. 2023).
+sees. The list of pairs is static, so nothing above the diagonal is copied or computed. If SMEM has
+no room for the list, the queries are processed in several spans. A key head is processed together
+with all its query heads (Ainslie et al. 2023).
 
 The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
 key-vector kernels write it. The latter requires queries, keys and values of equal length in one
@@ -14,9 +15,9 @@ In the forward pass, the weights of a pair are relative to the largest logit so 
 sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
 the backward pass, pairs are ordered by key block. The gradients of the block's keys and values are
 summed over the queries that see them. The gradients of all queries stay in VMEM until their last
-key block. If they do not fit, the queries are processed in several spans. Weights are recomputed
-from the log-sum-exps. This takes five matrix products per pair; separate kernels for the gradients
-of queries and of keys and values would take seven.
+key block; if they do not fit, there are several spans, too. Weights are recomputed from the
+log-sum-exps. This takes five matrix products per pair; separate kernels for the gradients of
+queries and of keys and values would take seven.
 
 Masks are applied only to the pairs that need them: those on the diagonal, and those with several
 segments. Pairs whose ranges of segment ids do not overlap are skipped.
@@ -27,6 +28,7 @@ N / b)` bytes. The backward kernel takes `10 T N H D` FLOPs and moves about twic
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +41,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import operand
 from pallas_kernels.call import LANES, round_up, tpu_call, widen
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
-from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
+from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, Cut
 from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
@@ -142,6 +144,14 @@ def attention_forward(
     sees no key gets a log-sum-exp below all others. So its output has weight 0 when results over
     several parts of the keys are merged.
     """
+    spans = _spans(given, blocks, by_keys=False)
+    outs = [_span_forward(own, blocks, interpret) for _, own in spans]
+    join = lambda *parts: jnp.concatenate(parts, axis=3)
+    return outs[0] if len(outs) == 1 else jax.tree.map(join, *outs)
+
+
+def _span_forward(given: Given, blocks, interpret):
+    """Compute `attention_forward` for a span of queries whose tables of pairs fit SMEM."""
     call = _call_of(given, blocks, by_keys=False)
     B, heads = given.q.array.shape[0], call.step * call.each
     inputs = _inputs(call, given)
@@ -181,20 +191,9 @@ def attention_backward(
       d_out: the cotangent of the output.
       blocks, interpret: as in `attention_forward`.
     """
-    q, (heads, _), segments = given.q, given.heads, given.segments
-    length, keys = q.array.shape[3], given.k.array.shape[3]
-    size = _call_of(given, blocks, by_keys=True).cut.span
-    later = lambda position, start: None if position is None else position + start
-    d_q, sums = [], []
-    for start in range(0, length, size):
-        part = slice(start, min(start + size, length))
+    keys, d_q, sums = given.k.array.shape[3], [], []
+    for part, own in _spans(given, blocks, by_keys=True):
         of_queries = [x[..., part] for x in (log_sums, delta, d_out)]
-        own = given._replace(
-            q=q if size >= length else Heads(q.array[:, q.first :][:, :heads, :, part]),
-            segments=segments and (segments[0][:, part], segments[1]),
-            offset=later(given.offset, start),
-            shift=later(given.shift, start),
-        )
         of_span = _span_backward(own, *of_queries, blocks, interpret)
         d_q.append(of_span[0])
         missing = keys - of_span[1].shape[3]
@@ -491,6 +490,37 @@ def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
         offset=offset,
         by_keys=by_keys,
     )
+
+
+def _spans(given: Given, blocks: Blocks, *, by_keys: bool) -> Iterator[tuple[slice, Given]]:
+    """Yield the spans of queries that a kernel can process at a time, with their operands.
+
+    The tables of pairs of a span fit SMEM. In the backward pass (`by_keys`), the gradients of its
+    queries fit VMEM. Size-major rows are always a single span: see `Cut.has`.
+    """
+    q, (heads, _), segments = given.q, given.heads, given.segments
+    call = _call_of(given, blocks, by_keys=by_keys)
+    size, length = call.queries, call.queries
+    if not call.size_major:
+        most = TABLES // (4 * len(call.tables))  # pairs
+        if _pairs(call) > most:
+            size = blocks.queries * max(1, most // (call.keys // blocks.keys))
+        size = min(size, call.cut.span) if by_keys else size
+    later = lambda position, start: None if position is None else position + start
+    for start in range(0, length, size):
+        part = slice(start, min(start + size, length))
+        own = given._replace(
+            q=q if size >= length else Heads(q.array[:, q.first :][:, :heads, :, part]),
+            segments=segments and (segments[0][:, part], segments[1]),
+            offset=later(given.offset, start),
+            shift=later(given.shift, start),
+        )
+        yield part, own
+
+
+def _pairs(call: _Call) -> int:
+    """Return the number of pairs of a block of queries and a block of keys that it sees."""
+    return sum(_seen(call, i) for i in range(call.queries // call.blocks.queries))
 
 
 def _seen(call: _Call, block: int) -> int:

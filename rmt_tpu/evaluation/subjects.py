@@ -61,7 +61,11 @@ def of_run(
 
 
 def untrained(workdir: Location, subject: Subject) -> Subject:
-    """Return a run's model as it was before the first step, with the settings of `subject`."""
+    """Return a run's model as it was before the first step, with the settings of `subject`.
+
+    Raises:
+      ArgumentError: the folder has no run, as a folder in the hub's format has none.
+    """
     config = read_config(workdir)
     decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     identity = subject.identity | {"weights": fingerprint(decoder), "step": 0}
@@ -71,7 +75,11 @@ def untrained(workdir: Location, subject: Subject) -> Subject:
 
 
 def unigram(workdir: Location, subject: Subject) -> Subject:
-    """Return a model that predicts each token by its frequency in a run's training text."""
+    """Return a model that predicts each token by its frequency in a run's training text.
+
+    Raises:
+      ArgumentError: the folder has no run, as a folder in the hub's format has none.
+    """
     config, tokenizer = read_config(workdir), subject.tokenizer
     batch = dataclasses.replace(config.train, batch_size=1, accumulate=1)
     stream = load_datasets(dataclasses.replace(config, train=batch), tokenizer).train.stream

@@ -167,6 +167,17 @@ class TestBlocks(Battery):
         super().test_equals_numpy(case)
 
 
+class TestTablesInSpans(Battery):
+    """If SMEM has no room for all pairs of blocks, queries are processed in spans."""
+
+    module = mosaic_tpu
+    cases = (over_blocks((1, 500, 4, 8), 2, "float32", Blocks(128, 128, 1), True, True),)
+
+    def test_equals_numpy(self, case, monkeypatch):
+        monkeypatch.setattr(mosaic_tpu_blocks, "TABLES", 4 * 4 * 9)  # 9 or 12 pairs of 10
+        super().test_equals_numpy(case)
+
+
 SIZE_MAJOR = [  # batch, length, heads, size; heads of keys; dtype; blocks; alibi, segments
     ((1, 200, 2, 8), 2, "bfloat16", Blocks(128, 128, 1), True, True),
     ((1, 384, 8, 8), 8, "bfloat16", Blocks(128, 128, 4), True, True),
@@ -335,6 +346,17 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
     assert kernels == (3 if (length, size) == (16384, 128) else 2)  # in spans of queries
     # Nothing grows with the square of the length.
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * np.prod(shape) * 2
+
+
+@pytest.mark.compile
+def test_many_pairs_of_small_blocks_compile_for_tpu():
+    """With 16 query heads to a key head, blocks are small, and 4 bytes a pair exceed SMEM."""
+    (device, *_) = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    place = jax.sharding.SingleDeviceSharding(device)
+    qkv = jax.ShapeDtypeStruct((1, 131072, 18, 64), jnp.bfloat16, sharding=place)
+    attend = lambda qkv: causal_attention(qkv, scale=0.1, kv_heads=1, rows="head_major")
+    compiled = jax.jit(attend).lower(qkv).compile()
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 4
 
 
 @pytest.mark.parametrize(

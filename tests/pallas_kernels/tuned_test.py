@@ -275,7 +275,7 @@ SOURCES = {
     ),
     ("tpu", "attention_blocks"): (
         2,
-        "c89df796ad8cd9eb",
+        "badc67ea88adaf2b",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_rows.py",
         "../products.py",

@@ -210,7 +210,7 @@ def test_documents_name_what_there_is():
 def test_jobs_and_growth(tmp_path):
     """Really trained, two at a time, and then another time, with nothing left to do."""
     flags = ["growth", "--jobs=2", "--seeds=0", "--steps=4", "--data=" + str(cli.TEXT)]
-    done = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
+    done = cli.succeed("experiment", *flags, f"--workdir={tmp_path}", env=cli.KEEP_NONE)
     assert f"run 4 of 4: {LARGE}/seed-0" in done.stderr
     assert "going on with another config: model.store.key_dim is 4 there, 16 here" in done.stderr
     again = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
