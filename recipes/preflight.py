@@ -62,6 +62,10 @@ common.define_run_flags()
 def main() -> int:
     name, base = common.model_of_flags()
     config = common.run_config(base)
+    if config.train.init_from:
+        from rmt_tpu.runs.origin import Origin
+
+        Origin(config.train.init_from, config.model)  # raises an error if shapes differ
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import dispatch
+from jax._src import callback, dispatch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
 from jax._src.pallas.mosaic.interpret.utils import to_range
 from jax._src.state.types import BitcastTransform, ReshapeTransform
@@ -64,12 +64,14 @@ def emulate(config, patch: pytest.MonkeyPatch):
 
 
 def mend(patch: pytest.MonkeyPatch):
-    """Around three faults of jax 0.10.2's emulator.
+    """Around four faults of jax 0.10.2's emulator.
 
+    A kernel over several devices may wait forever: see `call_with_numpy`.
     It does not know `ref.bitcast` and `ref.reshape`: see `seen_get`.
     An output that is written over an input comes back with the padding of its last block.
     It does not know how to order the dimension of the grid that `jax.vmap` puts before the others.
     """
+    patch.setattr(callback, "io_callback_impl", call_with_numpy)
     patch.setattr(emulator, "get", seen_get(emulator.get))
     patch.setattr(emulator, "swap", seen_swap(emulator.get, emulator.swap))
     original = emulator.interpret_pallas_call
@@ -88,6 +90,15 @@ def mend(patch: pytest.MonkeyPatch):
         ]
 
     patch.setattr(emulator, "interpret_pallas_call", call)
+
+
+def call_with_numpy(*args, callback: Callable, **options) -> Any:
+    """Call back with NumPy arrays, where JAX first copies the arguments to the first CPU device.
+
+    That device may be waiting for the other devices in a kernel. The copy would then wait for the
+    device, and the device for the kernel whose arguments are copied.
+    """
+    return jax.tree.map(np.asarray, callback(*args))
 
 
 # Through `ref.bitcast` and `ref.reshape` all that lies before these is read, and for a write is put

@@ -38,9 +38,11 @@ class Result:
 def result(name: str, workdir: Location) -> Result:
     """Read the cost and the losses of a complete run from its folder.
 
-    `train_loss` is averaged over the last tenth of the steps, because single steps are noisy.
+    `train_loss` is averaged over the last tenth of the steps, because single steps are noisy. Rows
+    after the run's last step are ignored: they belong to an earlier config with more steps.
     """
-    config, rows = read_config(workdir), read_metrics(workdir)
+    config = read_config(workdir)
+    rows = [row for row in read_metrics(workdir) if row["step"] <= config.train.steps]
     _, losses = series(rows, "train/loss")
     _, held_out = series(rows, "eval/loss")
     tail = losses[-max(1, len(losses) // 10) :]

@@ -15,8 +15,9 @@ from rmt_tpu import cost
 from rmt_tpu.config import ModelConfig, overrides, presets
 from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
-from rmt_tpu.errors import UsageError, about_flag
+from rmt_tpu.errors import ArgumentError, UsageError, about_flag
 from rmt_tpu.estimator.ops import OPS
+from rmt_tpu.runs.workdir import read_config
 from tests import cli
 from tests.tiers import later
 
@@ -310,6 +311,20 @@ def test_a_dry_run_looks_at_the_origin(tmp_path):
     )  # fmt: skip
     assert "has parameters of other shapes" in error
     assert sorted(workdir.rglob("*")) == before and not (tmp_path / "other").exists()
+    shapes = ("--set=model.vocab_size=300", f"--init_from={workdir}", "--topology=v5e:2x2")
+    error = cli.fail("preflight", *flags, *shapes)
+    assert "has parameters of other shapes" in error
+
+
+def test_a_hub_folder_as_a_run_folder(tmp_path):
+    """Nothing is written into it, and it does not say how training began."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    flags = [f"--workdir={tmp_path}", f"--text={cli.TEXT}"]
+    assert "hub folder needs an --output" in cli.fail("evaluate", *flags)
+    flags += [f"--output={tmp_path}/out", "--against=untrained"]
+    assert "--against=untrained needs a --workdir with a run" in cli.fail("evaluate", *flags)
+    with pytest.raises(ArgumentError, match="holds a model in the hub's format"):
+        read_config(tmp_path)
 
 
 def test_the_folder_of_another_run_is_refused_before_anything_is_said(tmp_path):
