@@ -43,3 +43,12 @@ def test_args_name_every_parameter():
         if sorted(names) != sorted(expected):
             wrong.append(f"{place}: {', '.join(names)}; legal: {', '.join(expected)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_few_docstrings_begin_within_a_sentence():
+    """At most 2.5% of all docstrings begin with a preposition, a relative or "And" or "But"."""
+    words = "Of By As In To For From On At With That Those What Whose Which Who How Where And But"
+    opening = re.compile(rf"(?:{'|'.join(words.split())}|The same)\b")
+    texts = [(place, text.splitlines()[0]) for place, _, text in documented()]
+    found = [f"{place}: {line}" for place, line in texts if opening.match(line)]
+    assert len(found) <= 0.025 * len(texts), "\n".join(found)
