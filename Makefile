@@ -4,7 +4,7 @@ VENV ?= .venv
 PRESET ?= rmt-tiny
 BIN := $(VENV)/bin
 
-.PHONY: train test test-compile test-all night mutations lint docs clean
+.PHONY: train test test-compile test-all night mutations lint spelling docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
@@ -22,7 +22,7 @@ test-compile: $(VENV)/installed-test
 
 # Every night: also the slow ones, such as every store, mixer and pair of mesh axes, and full-size
 # steps on the largest pods.
-test-all: lint docs $(VENV)/installed-test $(VENV)/installed-lm-eval
+test-all: lint spelling docs $(VENV)/installed-test $(VENV)/installed-lm-eval
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The same in parts, and kernels by an emulator of a TPU. A part that has passed leaves a stamp in
@@ -32,7 +32,7 @@ NIGHT := fast slow compile emulate-on-wait emulate-eager
 NIGHT_CODE := $(shell find pallas_kernels recipes rmt_tpu sharding tests -name '*.py' -o -name '*.toml')
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 EMULATED := tests/pallas_kernels -m "not slow and not compile"
-night: lint docs $(NIGHT:%=build/night/%)
+night: lint spelling docs $(NIGHT:%=build/night/%)
 	@cat $(NIGHT:%=build/night/%)
 
 build/night/fast: RUN = $(PYTEST) -m "not slow and not compile"
@@ -56,6 +56,10 @@ mutations: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Common misspellings in code and documents.
+spelling: $(VENV)/installed-docs
+	$(BIN)/codespell
 
 # The site, in build/site; a warning is an error.
 docs: $(VENV)/installed-docs

@@ -84,7 +84,8 @@ setup(
         "lm-eval": LM_EVAL,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
-        "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],  # `make docs`
+        # `make docs` and `make spelling`
+        "docs": ["codespell>=2.4", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         # libtpu is here for its compiler: the tests compile for TPU on a machine without one.
         "test": TPU
         + DATA

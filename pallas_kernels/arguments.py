@@ -32,10 +32,12 @@ class Slot(NamedTuple):
 
     @property
     def ndim(self) -> int:
+        """Number of axes of the selected slice."""
         return self.stack.ndim - 1
 
     @property
     def dtype(self) -> jnp.dtype:
+        """Dtype of the stack and of the selected slice."""
         return self.stack.dtype
 
 
@@ -107,11 +109,13 @@ def check_epsilon(name: str, value: Any) -> None:
 
 
 def check_norm(norm: Any) -> None:
+    """Raise ValueError unless `norm` is the name of a norm: "layernorm" or "rmsnorm"."""
     if norm not in get_args(Norm):
         raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")
 
 
 def check_fraction_bits(value: Any) -> None:
+    """Raise ValueError unless an int16 residual's number of fraction bits is legal."""
     if not isinstance(value, int) or value not in FRACTION_BITS_RANGE:
         low, high = FRACTION_BITS_RANGE[0], FRACTION_BITS_RANGE[-1]
         raise ValueError(f"fraction_bits={value!r} must be an integer from {low} to {high}")

@@ -224,6 +224,7 @@ def _moved(array: Shaped, spec: pl.BlockSpec, chosen: bool) -> int:
 
 
 def nbytes(x: Shaped) -> int:
+    """Return the number of bytes of an array or of an array that has this shape and dtype."""
     return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
@@ -233,18 +234,22 @@ def widen(column: Array, width: int) -> Array:
 
 
 def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
 def is_power_of_2(n: int) -> bool:
+    """Return whether n is a power of two; 1 is one."""
     return n > 0 and n & (n - 1) == 0
 
 
 def divisors(n: int) -> list[int]:
+    """Return all divisors of n >= 1 in ascending order, from 1 to n."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def largest_divisor(n: int, at_most: int) -> int:
+    """Return the largest divisor of n that is at most `at_most`; 1 if that is below 1."""
     return max(d for d in divisors(n) if d <= max(at_most, 1))
 
 

@@ -20,6 +20,7 @@ TOKENS = (16, 512)
 
 
 def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array, without its values."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -36,9 +37,15 @@ class KeyVector(NamedTuple):
 
     @property
     def before_feed_forward(self) -> "KeyVector":
+        """The sizes of the site before a feed-forward layer, which reads R vectors."""
         return self._replace(P=self.R)
 
     def site(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Site:
+        """Return the operands of the forward pass for `tokens`, a batch size and a length.
+
+        The residual has the data's dtype if `residual` is None. The store's operands are None if R
+        is 0, and the read's operands are None if P is 0.
+        """
         K, V, R, P = self
         stored = (array("float32", R, K), array(data, *tokens, R, V)) if R else (None, None)
         read = (array("float32", K, V), array("float32", P, K)) if P else (None, None)
@@ -87,6 +94,7 @@ class Depth(NamedTuple):
     D: int
 
     def partial(self, tokens, dtype="bfloat16", *, prior=False, array: Array = array) -> Partial:
+        """Return the operands of phase one; with `prior`, also the result over earlier sources."""
         S, N, D = self
         sources = array("float32", S, D), array(dtype, N, *tokens, D), array("int32")
         mixed = array(dtype, S, *tokens, D), array("float32", S, *tokens)
@@ -108,6 +116,7 @@ class Depth(NamedTuple):
         return Merge(parameter, mixed, sums, site, token, active, parameter)
 
     def merge_backward(self, tokens, dtype="bfloat16", *, array: Array = array):
+        """Return the operands of the backward pass of `merge`: a `Merge` and the cotangents."""
         given = self.merge(tokens, dtype, array=array)
         return given, MergeCotangents(given.current, given.mixed, given.current)
 

@@ -9,6 +9,7 @@ _NO_PROGRAMS = ("__init__", "__main__", "common", "members", "program", "several
 
 
 def main() -> int:
+    """Print each recipe's command and the first line of its docstring; return 0."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     programs = {file.stem: _first_line(file) for file in files if file.stem not in _NO_PROGRAMS}
     width = max(map(len, programs))
@@ -27,6 +28,7 @@ def _first_line(file: Path) -> str:
 
 
 def run() -> None:
+    """Run `main` as a program."""
     program.start(main, only_printed=True)
 
 

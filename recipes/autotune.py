@@ -58,6 +58,7 @@ common.define_list_presets()
 
 
 def main() -> int:
+    """Search for block sizes for the kernels of the flags, write a table, and return 0."""
     targets, device = _targets()
     asked = _asked()
     if not _DRY_RUN.value:  # fail now, before the slow work starts
@@ -214,6 +215,7 @@ def _tell(line: str) -> None:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-autotune` calls this function."""
     program.start(main, only_printed=True)
 
 

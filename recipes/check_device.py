@@ -31,6 +31,7 @@ _TIME = flags.DEFINE_bool("time", True, "time a product, a copy and every call")
 
 
 def main() -> int:
+    """Check the ops of the flags; return 0 if all results are right, otherwise 1."""
     import jax
 
     from rmt_tpu.analysis import device_check
@@ -86,6 +87,7 @@ def _output() -> Path | None:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-check-device` calls this function."""
     program.start(main)
 
 

@@ -34,6 +34,7 @@ common.define_run_flags()
 
 
 def main() -> int:
+    """Train the presets of the flags with every seed, compare them, and return the exit code."""
     names = _names(_PRESETS.value)
     seeds = several.seeds()
     # All models train with the batch size, steps and data of the first preset.
@@ -90,6 +91,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-compare` calls this function."""
     program.start(main)
 
 

@@ -46,6 +46,7 @@ _MOST = 2**20  # maximum number of rows, and of tokens per row
 
 
 def main() -> int:
+    """Estimate or measure the decode steps of the flags, write the report, and return 0."""
     names = _names()
     batches, contexts = _numbers(_BATCH), _numbers(_CONTEXT)
     changes = {name: common.changes_of(name, names, _SET.value) for name in names}
@@ -176,6 +177,7 @@ def _write(rows: list[Any], output: Any, picture: Any) -> None:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-decode-report` calls this function."""
     program.start(main, only_printed=True)
 
 

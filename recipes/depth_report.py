@@ -35,6 +35,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "the picture; default plots/depth.
 
 
 def main() -> int:
+    """Write the picture and the numbers of the run folders in the flags, and return 0."""
     from rmt_tpu.analysis.depth import write_report
 
     for flag in (_BATCHES, _BATCH_SIZE):
@@ -80,6 +81,7 @@ def _profile(workdir: Folder):
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-depth-report` calls this function."""
     program.start(main)
 
 

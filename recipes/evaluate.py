@@ -51,6 +51,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default t
 
 
 def main() -> int:
+    """Evaluate the model of the flags on tasks and texts, write the report, and return 0."""
     _check_flags()
     started = time.monotonic()
     from rmt_tpu.evaluation import documents, subjects
@@ -151,6 +152,7 @@ def _named(asked: list) -> dict:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-evaluate` calls this function."""
     program.start(main)
 
 

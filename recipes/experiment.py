@@ -63,6 +63,7 @@ flags.DEFINE_flag(program.Answer("list", "say which experiments there are, and e
 
 
 def main() -> int:
+    """Run the experiment of the flags, write its page, and return the exit code."""
     if _NAME.value is None:
         raise UsageError(f"an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}")
     experiment = catalog.experiment(_NAME.value)
@@ -278,6 +279,7 @@ def _report(command: list[str], experiment: Experiment) -> str:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-experiment` calls this function."""
     program.start(main, operand="name")
 
 

@@ -22,6 +22,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"
 
 
 def main() -> int:
+    """Write a run folder's model in the hub's format, and return 0."""
     from rmt_tpu.hub.folder import export
     from rmt_tpu.runs.workdir import load_step
 
@@ -34,6 +35,7 @@ def main() -> int:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-export` calls this function."""
     program.start(main)
 
 

@@ -42,6 +42,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "of the draws; samples of a file have th
 
 
 def main() -> int:
+    """Generate text for the prompt or the file of prompts in the flags, and return 0."""
     _check_flags()
     from rmt_tpu.generation import Sampling
 
@@ -178,6 +179,7 @@ class _Progress:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-generate` calls this function."""
     program.start(main, only_printed=True)
 
 

@@ -44,6 +44,7 @@ common.define_list_presets()
 
 
 def main() -> int:
+    """Estimate the ops or the train steps of the flags, write the reports, and return 0."""
     from rmt_tpu.estimator import CompilerError
 
     folder = Path(_OUTPUT.value)
@@ -193,6 +194,7 @@ def _write(path: Path, text: str, values: dict[str, Any]) -> None:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-kernel-report` calls this function."""
     program.start(main)
 
 

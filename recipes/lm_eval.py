@@ -72,6 +72,7 @@ def _without_defaults() -> None:
 
 
 def run() -> None:
+    """Run `main` as a program, which parses its own arguments; `rmt-lm-eval` calls this."""
     own = sys.argv[1:] in (["-h"], ["--help"], ["--version"])
     (program.start if own else program.start_unparsed)(main)
 

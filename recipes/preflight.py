@@ -60,6 +60,7 @@ common.define_run_flags()
 
 
 def main() -> int:
+    """Compile the run of the flags for a pod, report, and return 0 if it fits, otherwise 1."""
     name, base = common.model_of_flags()
     config = common.run_config(base)
     if config.train.init_from:
@@ -129,6 +130,7 @@ def _writing(flag: str, value: str) -> Iterator[None]:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-preflight` calls this function."""
     program.start(main, only_printed=True)
 
 

@@ -65,6 +65,7 @@ class _Progress(ProgressShown):
 
 
 def main() -> int:
+    """Tokenise the input of the flags into a token store, and return 0."""
     from rmt_tpu.data.prepare import Alone, prepare
 
     # Treat other stop signals like Ctrl-C, so that they leave no processes or semaphores behind.
@@ -103,6 +104,7 @@ def _count(number: int, of: str) -> str:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-prepare-data` calls this function."""
     program.start(main)
 
 

@@ -63,6 +63,7 @@ class Answer(flags.BooleanFlag):
         self._say = say
 
     def parse(self, argument: Any) -> None:
+        """Set the flag; if it is true, print the text and exit."""
         super().parse(argument)
         if self.value:
             streams.need_stdout()

@@ -51,6 +51,7 @@ _STEPS = 4  # tokens per row between checks for new requests and closed connecti
 
 
 def main() -> int:
+    """Serve the model of the flags until a signal, and return 0."""
     trained.check_mesh()
     from rmt_tpu.serving import address
 
@@ -112,6 +113,7 @@ def _front():
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-serve` calls this function."""
     program.start(main)
 
 

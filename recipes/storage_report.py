@@ -72,6 +72,7 @@ Kind = Callable[[Any, str], tuple[float, float, float, Any]]
 
 
 def main() -> int:
+    """Time checkpoints in a folder, or reads of a token store, and return 0."""
     if bool(_STORE.value) == bool(_FOLDER.value):
         raise UsageError("--folder, to save checkpoints in, or --store, to read, is needed")
     if _STORE.value:
@@ -297,6 +298,7 @@ def _versions() -> str:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-storage-report` calls this function."""
     program.start(main)
 
 

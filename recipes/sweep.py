@@ -49,6 +49,7 @@ common.define_run_flags()
 
 
 def main() -> int:
+    """Train or compare the variants of the flags, and return the exit code."""
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value)
     config = common.run_config(_base_run(folder))
@@ -275,6 +276,7 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-sweep` calls this function."""
     program.start(main)
 
 

@@ -56,6 +56,7 @@ _joined = threading.Event()  # set if this process is one of several
 
 
 def main() -> int:
+    """Train the run of the flags, and return the exit code."""
     with signals.between_steps(_end) as at_once:
         return _train(at_once)
 
@@ -129,6 +130,7 @@ def _end(line: str, code: int) -> None:
 
 
 def run() -> None:
+    """Run `main` as a program; `rmt-train` calls this function."""
     program.start(main)
 
 

@@ -34,13 +34,16 @@ class Told:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write text if possible, and return its number of characters in any case."""
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream if possible."""
         self._try("flush")
 
     def isatty(self) -> bool:
+        """Return whether the stream is open and a terminal."""
         try:
             return self._stream is not None and self._stream.isatty()
         except (OSError, ValueError):
@@ -58,6 +61,7 @@ class Told:
 
     @property
     def encoding(self) -> str:
+        """The encoding of the stream; UTF-8 if it has none."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def _try(self, method: str, *arguments: str) -> None:

@@ -52,6 +52,11 @@ class Layout(NamedTuple):
 
     @property
     def scratch(self) -> Any:
+        """The VMEM scratch buffer for the words of a block.
+
+        Its shape is [tiles of 128 tokens, entries * stride, 128]. Its dtype is int32 if two heads
+        share one word.
+        """
         dtype = jnp.int32 if self.packed == 2 else self.dtype
         return pltpu.VMEM((self.tokens // LANES, self.size * self.stride, LANES), dtype)
 

@@ -85,6 +85,18 @@ def split(
 
 
 def forward(q, k, v, scale, slopes, shift, mask):
+    """Compute attention a block of queries at a time.
+
+    Args:
+      q, k, v: queries [B, N, H, D], keys [B, M, G, D] and values [B, M, G, Dv].
+      scale: the factor of the logits.
+      slopes: the slope of each query head's bias by distance, or None.
+      shift: the position of the first query, relative to the first key.
+      mask: a function from the positions of a block's queries to the mask of the visible keys.
+
+    Returns:
+      The outputs [B, N, H, Dv], and the log-sum-exp [B, N, H] of each softmax.
+    """
     k, v = _for_each_query(q, k), _for_each_query(q, v)
 
     def block(_, queries):

@@ -6,6 +6,12 @@ from pallas_kernels.arguments import check_array, check_epsilon, check_norm
 
 
 def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
+    """Check the arguments of `depth_attention_partial` and of its backward pass.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, there are no sources, `count` is not an integer from
+        0 to the number of sources, or epsilon is negative or not finite.
+    """
     check_epsilon("epsilon", epsilon)
     size = _size(queries, 1)
     check_array("queries", queries, f"S {size}")
@@ -42,6 +48,12 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
 
 
 def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> None:
+    """Check the parameters of one site and the running sum `current` of a merge.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, the norm is unknown, only one of `norm` and
+        `norm_gain` is None, or an epsilon is negative or not finite.
+    """
     check_epsilon("epsilon", epsilon)
     check_epsilon("norm_epsilon", norm_epsilon)
     if (norm is None) != (norm_gain is None):

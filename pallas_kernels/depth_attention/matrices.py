@@ -30,26 +30,32 @@ class OfVectors:
         self._module = module
 
     def partial(self, given: Partial, **options):
+        """Compute `partial` over matrices that are flattened to vectors of K V entries."""
         out = self._module.partial(_flat(given), **options)
         mixed = (given.queries.shape[0], *given.sources.shape[1:])
         return out[0].reshape(mixed), out[1].reshape(mixed[:-2])
 
     def partial_backward(self, given: Partial, scored: Scored, **options):
+        """Compute `partial_backward` over flattened matrices."""
         out = self._module.partial_backward(_flat(given), _flat(scored), **options)
         return out[0].reshape(given.queries.shape), out[1].reshape(given.sources.shape)
 
     def merge(self, given: Merge, **options):
+        """Compute `merge` over flattened matrices."""
         return self._module.merge(_flat(given), **options).reshape(given.current.shape)
 
     def merge_backward(self, given: Merge, cotangents: MergeCotangents, **options):
+        """Compute `merge_backward` over flattened matrices."""
         g = self._module.merge_backward(_flat(given), _flat(cotangents), **options)
         like = MergeGradients(given.query, given.mixed, given.log_sums, given.current, None)
         return jax.tree.map(lambda x, y: x.reshape(y.shape), g, like)
 
     def unsupported(self, op: str, *operands: Any) -> str | None:
+        """Return why the implementation for vectors does not support the call, or None."""
         return self._module.unsupported(op, *_flat(operands))
 
     def wins(self, op: str, *operands: Any) -> bool:
+        """Return whether the implementation for vectors is preferred for the call."""
         return self._module.wins(op, *_flat(operands))
 
 

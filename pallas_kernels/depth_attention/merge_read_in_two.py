@@ -34,6 +34,7 @@ class InTwo:
         dtype: DTypeLike,
         **options: Any,
     ) -> tuple[Float[Array, "B T P V"], Statistics]:
+        """Compute `merge_read`: merge without a norm, then read the result with the keys."""
         h = self._merges.merge(given.merge, epsilon=epsilon, **_NO_NORM, **options)
         options |= {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype}
         out = self._key_vector.forward(Site(h, None, None, *given[1:]), **options)

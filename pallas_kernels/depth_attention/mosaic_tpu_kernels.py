@@ -80,6 +80,7 @@ class Call:
 
     @property
     def tiles(self) -> int:
+        """The number of tiles of tokens; the last tile may be only partly filled."""
         return -(-self.tokens // self.blocks.tokens)
 
     @property
@@ -92,10 +93,12 @@ class Call:
 
     @property
     def tiles_each(self) -> int:
+        """The number of tiles per grid slice; see `cores`."""
         return self.tiles // self.cores
 
     @property
     def groups(self) -> int:
+        """The number of groups of tokens in a tile."""
         return self.blocks.tokens // GROUP
 
     @property
@@ -113,10 +116,12 @@ class Call:
 
     @property
     def narrow(self) -> bool:
+        """Whether the sources are bfloat16; then operands of products are split into pieces."""
         return self.dtype == "bfloat16"
 
     @property
     def weight_pieces(self) -> int:
+        """The number of bfloat16 pieces per weight; 1 if the sources are not bfloat16."""
         return self.blocks.weight_pieces if self.narrow else 1
 
     @property
@@ -135,6 +140,7 @@ class Call:
 
     @property
     def lane_blocks(self) -> list[slice]:
+        """The blocks of lanes that are processed at a time, as slices of a source's entries."""
         step = self.blocks.lanes
         return [slice(d, min(d + step, self.width)) for d in range(0, self.width, step)]
 
@@ -484,6 +490,7 @@ class Tile:
         self.last = self._step == call.tiles_each - 1
 
     def at(self, steps: int):
+        """Return the index of the tile that this core processes `steps` steps later."""
         return self._start + self._step + steps
 
 
@@ -548,6 +555,11 @@ def _when_any(call, c, count, body):
 
 
 def each_group(call, body):
+    """Run `body(group)` for each group of tokens in a tile, in a partly unrolled loop.
+
+    The unrolled count is the largest one that divides the number of groups and is at most the block
+    size `unroll`.
+    """
     unroll = min(call.blocks.unroll, call.groups)
     while call.groups % unroll:
         unroll -= 1
@@ -593,6 +605,7 @@ def _values(bank, first, sources, group, lanes):
 
 
 def group_rows(group):
+    """Return the slice of the rows of one group of tokens in a tile."""
     return pl.ds(pl.multiple_of(group * GROUP, GROUP), GROUP)
 
 
@@ -670,6 +683,7 @@ def fold_rows(x):
 
 
 def total(x):
+    """Return the sums over lanes, keeping the axis: [rows, lanes] to [rows, 1]."""
     return jnp.sum(x, axis=1, keepdims=True)
 
 
@@ -682,6 +696,7 @@ def _dot_transposed(call, a, b):
 
 
 def contract(call, a, b, axis):
+    """Multiply a by b: contract axis 1 of a with `axis` of b, accumulating in float32."""
     if call.interpret:  # Some matrix products do not support bfloat16 on a CPU.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return dot(a, b, (1, axis))

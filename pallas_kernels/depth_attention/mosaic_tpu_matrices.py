@@ -350,6 +350,7 @@ def merge_backward(
 
 
 def merge_call(current: Float[Array, "B T K V"], epsilon: int | float, interpret: bool) -> Call:
+    """Return the static parameters of a merge with the running sum `current`."""
     B, T, K, V = current.shape
     return Call(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
 

@@ -51,6 +51,7 @@ class Call:
 
     @property
     def narrow(self) -> bool:
+        """Whether the sources are bfloat16; then operands of products are split into pieces."""
         return self.dtype == "bfloat16"
 
     @property
@@ -68,6 +69,7 @@ class Call:
 
     @property
     def tiles_each(self) -> int:
+        """The number of tiles per grid slice, over all sequences; see `cores`."""
         return self.batch * self.tiles // self.cores
 
     @property
@@ -77,6 +79,7 @@ class Call:
 
     @property
     def chunks(self) -> int:
+        """The number of chunks of a source; each chunk has `rows` rows."""
         return self.size // self.rows
 
     @property

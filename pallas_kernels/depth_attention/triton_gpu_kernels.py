@@ -37,6 +37,7 @@ class Columns(NamedTuple):
 
     @property
     def index(self):
+        """The indices of the entries [width]."""
         return self.first + jnp.arange(self.width)
 
     @property
@@ -150,10 +151,12 @@ class Mix(NamedTuple):
 
     @property
     def mean(self):
+        """The weighted mean of the values; 0 if no source has been added."""
         return self.values / jnp.where(self.total == 0, 1.0, self.total)
 
     @property
     def log_sum(self):
+        """The log-sum-exp of the logits."""
         return self.largest + jnp.log(self.total)
 
 
@@ -192,6 +195,7 @@ def _token_and_sites(call, blocks):
 
 
 def partial_kernel(call, blocks, ref):
+    """Compute `partial` of `interface` for one token and a group of sites."""
     t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     mixes = []
@@ -390,6 +394,7 @@ def _merged(call, ref, t, columns, query):
 
 
 def merge_kernel(call, blocks, ref):
+    """Compute `merge` of `interface` for a group of tokens."""
     columns = Columns(0, blocks.columns, call.D)
     query, gain = _load(ref.query, (), columns), _load(ref.norm_gain, (), columns)
 
@@ -402,6 +407,10 @@ def merge_kernel(call, blocks, ref):
 
 
 def merge_backward_kernel(call, blocks, ref):
+    """Compute `merge_backward` of `interface` for a group of tokens.
+
+    The gradients of the query and of the norm's gain are partial sums, one per program.
+    """
     group, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
 
     def token(t, sums):

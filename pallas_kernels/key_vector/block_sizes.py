@@ -52,10 +52,12 @@ class Sizes:
 
     @property
     def R_padded(self) -> int:
+        """R, rounded up to whole register tiles."""
         return self.padded(self.R)
 
     @property
     def P_padded(self) -> int:
+        """P, rounded up to whole register tiles."""
         return self.padded(self.P)
 
     @property

@@ -66,10 +66,12 @@ class Site(NamedTuple):
 
     @property
     def stores(self) -> bool:
+        """Whether the site has a store."""
         return self.store_keys is not None
 
     @property
     def reads(self) -> bool:
+        """Whether the site has a read."""
         return self.read_keys is not None
 
 
@@ -87,14 +89,17 @@ class Statistics(NamedTuple):
 
     @classmethod
     def of(cls, mean: Float[Array, "B N"], rstd: Float[Array, "B N"]) -> "Statistics":
+        """Return the statistics with the given means and reciprocal standard deviations."""
         return cls(jnp.stack([mean, rstd], axis=1))
 
     @property
     def mean(self) -> Float[Array, "B N"]:
+        """The mean of each token's residual; 0 for rmsnorm."""
         return self.both[:, 0]
 
     @property
     def rstd(self) -> Float[Array, "B N"]:
+        """The reciprocal standard deviation of each token's residual."""
         return self.both[:, 1]
 
 

@@ -31,6 +31,7 @@ class Call:
 
     @property
     def integer(self) -> bool:
+        """Whether the residual is stored in int16 fixed point."""
         return self.sizes.residual_dtype == "int16"
 
     @property
@@ -40,6 +41,7 @@ class Call:
 
     @property
     def centred(self) -> bool:
+        """Whether the norm subtracts the mean, as layernorm does and rmsnorm does not."""
         return self.norm == "layernorm"
 
     @property
@@ -53,6 +55,7 @@ class Call:
 
     @property
     def slabs(self) -> int:
+        """The number of slabs into which the axis V is divided."""
         return self.sizes.V // self.blocks.slab
 
 
@@ -91,6 +94,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def over(cls, B: int, tiles: int) -> "Walk":
+        """Return the order for B sequences of `tiles` tiles on the target's cores."""
         if target().chip.cores == 1:
             return cls(1, B, tiles, True)
         if B % 2 == 0:

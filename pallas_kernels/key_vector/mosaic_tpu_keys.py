@@ -21,6 +21,7 @@ from pallas_kernels.key_vector.mosaic_tpu_call import Call
 
 
 def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, pl.BlockSpec]:
+    """Return the store keys as a kernel input [R, K], with R padded to register tiles."""
     return operand.constant(_whole(store_keys, call.sizes.R_padded))
 
 
@@ -54,6 +55,7 @@ class Keys:
         self.gain[...] = inputs["gain"][...].T
 
     def of_gain(self, v):
+        """Return the gain [1, K] at index v of the slab."""
         return self.gain[pl.ds(self.first + v, 1)]
 
     def folded(self, v):

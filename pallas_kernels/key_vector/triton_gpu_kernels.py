@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, site, dtype, norm, fraction_bits):
+        """Return the static parameters of a call with the operands of `site`."""
         B, N, K, V = site.residual.shape
         R, P = (0 if keys is None else keys.shape[0] for keys in (site.store_keys, site.read_keys))
         return cls(B * N, K, V, R, P, jnp.dtype(dtype), norm, fraction_bits)
@@ -148,6 +149,11 @@ def _steps(site, written):
 
 
 def forward_kernel(site, blocks, epsilon, scale, ref):
+    """Store, norm and retrieve for a group of tokens.
+
+    A store writes `ref.stored`; a read writes `ref.mean`, `ref.rstd` and `ref.retrieved`. With
+    `scale`, the retrieved vectors are multiplied by rstd.
+    """
     columns = (0, padded(site.V))
     chunks = pl.cdiv(site.K, blocks.keys)
     rows = lambda c: (c * blocks.keys, blocks.keys)

@@ -22,6 +22,7 @@ _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
 
 def items(values: Mapping[str, Value]) -> Items:
+    """Return the (name, value) pairs of a mapping, sorted by name, which can be a dict key."""
     return tuple(sorted(values.items()))
 
 
@@ -69,6 +70,7 @@ class Entry:
         return self.device, self.kernel, self.key, self.tokens
 
     def json(self) -> dict[str, Any]:
+        """Return the entry as a JSON object, without the optional fields that are empty."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values |= {name: dict(values[name]) for name in _MAPPINGS}
         return {k: v for k, v in values.items() if k in _REQUIRED or v not in (None, "", (), {})}

@@ -74,6 +74,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
+        """Whether the case ran and no difference is greater than its bound."""
         return not self.error and not self.wrong
 
     @property

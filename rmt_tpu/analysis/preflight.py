@@ -122,6 +122,7 @@ class Time:
 
     @property
     def compute(self) -> float:
+        """The time of all parts, without collectives."""
         return sum(self.parts.values())
 
     @property
@@ -208,6 +209,7 @@ class Preflight:
 
     @property
     def devices(self) -> int:
+        """The number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -291,8 +293,8 @@ def lower_run(
       devices: the devices, which need not be present.
       config: a RunConfig as JSON values.
 
-      Returns:
-        The lowered step, and `sizes_of` its mesh.
+    Returns:
+      The lowered step, and `sizes_of` its mesh.
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)

@@ -146,6 +146,7 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
+        """The estimated time of the step in seconds."""
         return self.cycles / self.clock
 
     @property

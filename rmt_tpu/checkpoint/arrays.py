@@ -66,6 +66,7 @@ class StoredArray(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Number of bytes of the array before compression."""
         return math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
 
     def fits(self, other: "StoredArray") -> bool:

@@ -195,6 +195,7 @@ class FullAttention(_DepthAttention):
 
     @property
     def fused(self) -> bool:
+        """Whether kernels can compute this mixer: it has no ablation and no window."""
         return super().fused and self.window is None
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
@@ -397,6 +398,7 @@ class MhcLite(System):
 
     @property
     def note(self) -> str:
+        """The differences from the plain model, in one line for reports."""
         starts = {
             "paper": "starts as its paper's code does, not as the plain model",
             "prenorm": "starts as the plain model",

@@ -108,12 +108,15 @@ class BpeTokenizer(Tokenizer):
         return cls(name, library)
 
     def named(self, name: str) -> int | None:
+        """Return the token that has this name, or None if there is none."""
         return self._library.token_to_id(name)
 
     def spelled(self, token: int) -> str | None:
+        """Return the name of a token, or None if it is not in the vocabulary."""
         return self._library.id_to_token(token)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Return the tokens of a text without BOS."""
         return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
@@ -126,15 +129,18 @@ class BpeTokenizer(Tokenizer):
                 yield self._encode_apart(text) if self.bos in tokens else tokens
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
+        """Return the tokens' bytes, one after the other."""
         return b"".join([self._pieces[token] for token in self._checked(tokens).tolist()])
 
     def decode(self, tokens: Tokens) -> str:
+        """Return the text of tokens, from the library's decoder unless tokens are bytes."""
         if self._is_byte_level:
             return super().decode(tokens)
         # The library's decoder treats the start of a text specially.
         return self._library.decode(self._checked(tokens).tolist(), skip_special_tokens=True)
 
     def fingerprint(self) -> str:
+        """Return a hash of vocabulary, merges, added tokens, BOS and a sample encoding."""
         model = self._json["model"]
         # Some versions of the library write a merge as "a b", others as ["a", "b"].
         merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
@@ -143,6 +149,10 @@ class BpeTokenizer(Tokenizer):
         return digest([model["vocab"], merges, added, self.bos, self.encode(_PROBE).tolist()])
 
     def to_json(self, *, template: bool = False) -> str:
+        """Return the tokenizer as the library's JSON.
+
+        With `template`, a post-processor that puts BOS before each text is added after any other.
+        """
         if not template or self.template:
             return self._library.to_str()
         processors = _import().processors

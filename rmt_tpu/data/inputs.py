@@ -70,6 +70,7 @@ class Span(NamedTuple):
 
     @property
     def in_bucket(self) -> bool:
+        """Whether the path is the URL of an object in a bucket."""
         return self.path.startswith(_BUCKETS)
 
 

@@ -85,12 +85,21 @@ class Cut(NamedTuple):
 
 
 class Job(NamedTuple):
+    """The task of writing one part of a store.
+
+    Attributes:
+      number: index of the part.
+      spans: byte ranges of the input that the part covers.
+      cut: the document to divide between training and held-out text, or None.
+    """
+
     number: int
     spans: tuple[Span, ...]
     cut: Cut | None
 
     @property
     def num_bytes(self) -> int:
+        """Number of input bytes of the part, as stored."""
         return sum(span.stop - span.start for span in self.spans)
 
 

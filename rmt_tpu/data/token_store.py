@@ -107,6 +107,7 @@ class TokenizerOfStore(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerOfStore":
+        """Return the facts about a tokenizer; its name is the last part of its path."""
         return cls(
             tokenizer.name.rstrip("/").rpartition("/")[2],
             tokenizer.fingerprint(),

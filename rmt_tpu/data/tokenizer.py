@@ -136,16 +136,20 @@ class ByteTokenizer(Tokenizer):
     ends = (256,)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Return the UTF-8 bytes of a text as tokens."""
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
+        """Return the bytes of tokens; BOS has none."""
         array = self._checked(tokens)
         return array[array != self.bos].astype(np.uint8).tobytes()
 
     def fingerprint(self) -> str:
+        """Return the hash of the constant that identifies this tokenizer."""
         return digest(BYTE_FILE)
 
     def to_json(self, *, template: bool = False) -> str:
+        """Return the constant JSON that identifies this tokenizer; `template` has no effect."""
         return json.dumps(BYTE_FILE) + "\n"
 
 

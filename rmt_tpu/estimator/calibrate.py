@@ -21,6 +21,11 @@ from rmt_tpu.estimator.topology import DEVICES
 
 
 def main() -> int:
+    """Compile the rows of the targets in `sys.argv`, or of all, and save their new estimates.
+
+    Returns:
+      The exit code: 0; 1 if tokamax is not installed; 2 if a target has no rows.
+    """
     if importlib.util.find_spec("tokamax") is None:
         print("tokamax is missing; pip install tokamax==0.0.12 brings the kernels", file=sys.stderr)
         return 1

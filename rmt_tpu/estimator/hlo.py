@@ -81,6 +81,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
+        """Bytes in all memories."""
         return self.hbm + self.vmem
 
 
@@ -101,6 +102,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
+        """Name of the JAX operation that the instruction is from, or an empty string."""
         return re.sub(r"\\(.)", r"\1", self._told(_OP_NAME) or "")
 
     @functools.cached_property
@@ -111,10 +113,12 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, str]:
+        """Called computations by the attribute that names them, such as `body`."""
         return dict(_CALLED.findall(self.attributes))
 
     @property
     def branches(self) -> list[str]:
+        """Names of the computations that a conditional chooses from."""
         return _NAME.findall(self._told(_BRANCHES) or "")
 
     @property

@@ -51,6 +51,7 @@ class Problem:
 
     @property
     def of(self) -> tuned.Kernel:
+        """The kernel's entry in the registry of tuned kernels."""
         return tuned.KERNELS[self.platform, self.kernel]
 
     @property
@@ -79,6 +80,7 @@ class Problem:
         return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
+        """Return the entry of a table that records `blocks` for this problem."""
         return tuned.Entry(
             self.device,
             self.kernel,
@@ -137,6 +139,7 @@ class Space:
 
 
 def problem_of(look: tuned.Look) -> Problem:
+    """Return the problem of a look-up in the tuned tables."""
     return Problem(look.device, look.kernel.platform, look.kernel.name, look.key, look.tokens)
 
 

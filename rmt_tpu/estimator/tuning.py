@@ -49,6 +49,7 @@ class Compiler:
         self._worker = Worker(target)
 
     def close(self) -> None:
+        """Stop the process that compiles."""
         self._worker.close()
 
     def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:

@@ -266,6 +266,7 @@ class Total(NamedTuple):
 
     @classmethod
     def of(cls, answer: Answer) -> "Total":
+        """Return the total of an answer, summed in float64."""
         return cls(
             float(np.sum(answer.log_probabilities, dtype=np.float64)), bool(answer.greedy.all())
         )

@@ -72,6 +72,7 @@ class Result:
     by_position: np.ndarray | None = None
 
     def json(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
         task = self.source.task
         prompt = {} if task is None else {"prompt_version": task.version}
         return {

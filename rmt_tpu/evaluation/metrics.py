@@ -31,6 +31,7 @@ class Metric:
 
     @property
     def rate(self) -> float:
+        """The ratio of the sums over documents."""
         return float(math.fsum(self.total) / math.fsum(self.weight))
 
     @property
@@ -40,6 +41,7 @@ class Metric:
 
     @property
     def value(self) -> float:
+        """The rate as it is reported: unchanged, as a perplexity or in bits."""
         if self.told == "perplexity":
             return math.exp(min(self.rate, 700.0))  # the largest float is e^709
         return self.rate / math.log(2) if self.told == "bits" else self.rate
@@ -57,6 +59,7 @@ class Metric:
         return slope * error
 
     def json(self) -> dict[str, Any]:
+        """Return the value, its standard error and its unit as a JSON object."""
         return {"value": self.value, "stderr": self.error, "unit": self.unit}
 
 

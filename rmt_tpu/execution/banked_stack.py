@@ -66,7 +66,7 @@ class Kept(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What the forward pass carries from group to group.
+    """The state that the forward pass carries from group to group.
 
     Attributes:
       bank: the bank, with the rows that are complete so far.
@@ -84,7 +84,7 @@ class Running(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward pass carries from group to group.
+    """The state that the backward pass carries from group to group.
 
     Attributes:
       bank: the cotangent of the bank.

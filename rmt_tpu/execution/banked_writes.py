@@ -47,6 +47,7 @@ class Anew:
     def __call__(
         self, k: int, core: Core, z: Read, place: At, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
+        """Run the core and write its output; see `Write`."""
         cache = None if self.caches is None else self.caches[k]
         given = (z, self.context, place.sublayer, cache, self.layer, aux)
         y, cache, aux = run_core(core, *given)
@@ -68,6 +69,7 @@ class AndKeep:
     def __call__(
         self, k: int, core: Core, z: Read, place: At, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
+        """Run the core, keep its output, and write it; see `Write`."""
         to = Slot(self.written[k], self.index)
         with jax.named_scope(core.name):
             self.written[k], of_core, saved = core.forward(z, self.context, place.sublayer, to)
@@ -96,6 +98,7 @@ class FromKept:
     def __call__(
         self, k: int, core: Core, z: Read, place: At, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
+        """Write the kept output of the core; see `Write`."""
         graphdef, parameters = nnx.split(core, nnx.Param)
         kept = (Slot(self.written[k], self.index), self.saved[k], self.context, place)
 

@@ -127,11 +127,17 @@ class Fields:
         self._values, self._where = values, where
 
     def wrong(self, name: str, value: object, legal: str) -> UsageError:
+        """Return the error that a field has an illegal value."""
         return UsageError(
             f"{self._where}: {name}={shown(value)} is not of a model here; legal: {legal}"
         )
 
     def size(self, name: str, default: int | None = None) -> int:
+        """Return a field that holds a whole number from 1 to 2^31 - 1.
+
+        Raises:
+          UsageError: the field has another value, or it is missing and there is no default.
+        """
         value = self._values.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value < 2**31:
@@ -147,18 +153,33 @@ class Fields:
         return tuple(several)
 
     def positive(self, name: str, default: float | None = None) -> float:
+        """Return a field that holds a finite number above 0.
+
+        Raises:
+          UsageError: the field has another value, or it is missing and there is no default.
+        """
         value = self._values.get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
     def chosen(self, name: str, legal: Mapping[str, Any]) -> Any:
+        """Return what `legal` maps the field's text to.
+
+        Raises:
+          UsageError: the field is missing or its value is not a key of `legal`.
+        """
         value = self._values.get(name)
         if not isinstance(value, str) or value not in legal:
             raise UsageError(unknown(f"{self._where}: {name}", value, legal))
         return legal[value]
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return a field that holds true or false.
+
+        Raises:
+          UsageError: the field has another value.
+        """
         value = self._values.get(name, default)
         if type(value) is not bool:
             raise self.wrong(name, value, "true or false")

@@ -158,6 +158,7 @@ class StaticMix(nnx.Module):
         self.mix = _learned(jnp.eye(streams), "stream", "stream")
 
     def __call__(self, streams: Streams) -> Coefficients:
+        """Return the parameters, repeated for every token, in float32 or wider."""
         dtype = jnp.result_type(streams[0], jnp.float32)
         spread = lambda p: jnp.broadcast_to(
             p[...].astype(dtype)[..., None, None], (*p.shape, *streams[0].shape[:-1])
@@ -188,6 +189,7 @@ class DynamicMix(nnx.Module):
         self.scales = _learned(jnp.full(2, 0.01), "coefficient")
 
     def __call__(self, streams: Streams) -> Coefficients:
+        """Return the coefficients of every token, computed from its streams."""
         static = self.static(streams)
         given = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
         given = jnp.stack(given, axis=1)  # [2 + m, from, batch, seq]

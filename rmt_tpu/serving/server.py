@@ -57,14 +57,17 @@ class Protocol(h11_impl.H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        """Start the deadline for the first headers."""
         super().connection_made(transport)
         self._look()
 
     def data_received(self, data: bytes) -> None:
+        """Process bytes, and start or cancel the deadline for headers."""
         super().data_received(data)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the deadline for headers."""
         self._forget()
         super().connection_lost(exc)
 
@@ -106,11 +109,13 @@ class Server(uvicorn.Server):
         self._end_at_once = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept requests, and then call `ready`."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.ready()
 
     async def on_tick(self, counter: int) -> bool:
+        """Return whether the server has to exit, which it also does if the worker has ended."""
         return await super().on_tick(counter) or not self.front.worker.is_alive()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

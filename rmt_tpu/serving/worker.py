@@ -76,6 +76,7 @@ class Worker(threading.Thread):
         self.join()
 
     def run(self) -> None:
+        """Run the engine until `stop`; an exception ends all open texts with an error."""
         try:
             while self._take_orders():
                 self._step()

@@ -71,9 +71,15 @@ class GcsFolder(Folder):
         return cls(bucket, join(path) + "/" if path else "")
 
     def child(self, name: str) -> "GcsFolder":
+        """Return the folder of the objects whose names continue with `name` and a slash."""
         return GcsFolder(self._bucket_name, f"{self._prefix}{join(name)}/")
 
     def check(self, *, write: bool = False) -> None:
+        """Check within ten seconds that objects can be listed and, with `write`, written.
+
+        Raises:
+          UsageError: they cannot.
+        """
         with _told(self.url, UsageError):
             _within(_CHECK_SECONDS, lambda: self._look(write))
 
@@ -89,9 +95,11 @@ class GcsFolder(Folder):
             probe.delete(**patience)
 
     def kvstore(self) -> dict[str, Any]:
+        """Return the spec of tensorstore's `gcs` driver."""
         return {"driver": "gcs", "bucket": self._bucket_name, "path": self._prefix}
 
     def context(self) -> ts.Context:
+        """Return a context without a cache, with ten retries a request."""
         retries = {"max_retries": 10, "initial_delay": "50ms", "max_delay": "10s"}
         return ts.Context(
             # Every chunk is used only once, so a cache would waste memory.
@@ -99,6 +107,11 @@ class GcsFolder(Folder):
         )
 
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
+        """Return an object's bytes as stored and its generation; None if there is no object.
+
+        Raises:
+          Fault: the object has more than `limit` bytes.
+        """
         with _told(self._of(name)):
             blob = self._bucket.get_blob(self._key(name), **_patience())
             if blob is None:
@@ -117,10 +130,12 @@ class GcsFolder(Folder):
         return Found(data, blob.generation)
 
     def write(self, name: str, data: bytes) -> None:
+        """Upload an object, replacing any earlier one."""
         with _told(self._of(name)):
             self._upload(self._blob(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
+        """Upload an object on the condition that there is none; see `Folder.create`."""
         with _told(self._of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
@@ -130,6 +145,7 @@ class GcsFolder(Folder):
                 return found is not None and found.data == data
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
+        """Upload an object on the condition of its generation; see `Folder.replace`."""
         with _told(self._of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
@@ -139,6 +155,11 @@ class GcsFolder(Folder):
                 return found is not None and found.data == data
 
     def append(self, name: str, data: bytes) -> None:
+        """Upload the bytes as an object, and compose it with the earlier object.
+
+        Raises:
+          Fault: another writer changes the object at the same time.
+        """
         with _told(self._of(name)):
             whole = self._bucket.get_blob(self._key(name), **_patience())
             if whole is None:
@@ -162,6 +183,7 @@ class GcsFolder(Folder):
                     tail.delete(**_patience())
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
+        """Delete an object; return whether it does not exist any more."""
         with _told(self._of(name)):
             try:
                 self._blob(name).delete(if_generation_match=generation, **_patience())
@@ -172,6 +194,7 @@ class GcsFolder(Folder):
         return True
 
     def names(self, name: str = "") -> list[str]:
+        """Return the sorted names after the prefix; pieces of unfinished appends are left out."""
         prefix = self._key(name) + "/" if name else self._prefix
         with _told(self._of(name)):
             listing = self._client.list_blobs(
@@ -182,6 +205,7 @@ class GcsFolder(Folder):
         return sorted(n for n in found if not _TAIL.search(n))
 
     def delete_folder(self, name: str) -> None:
+        """Delete all objects whose names continue with `name` and a slash."""
         with _told(self._of(name)):
             # tensorstore's `delete_range` silently deletes nothing where listing is forbidden.
             listing = self._client.list_blobs(
@@ -262,17 +286,25 @@ class ObjectReader(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position, in bytes, and return it; it is at least 0."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into `buffer`, and return their number: 0 at the end.
+
+        Raises:
+          Fault: the object was replaced or deleted since it was opened, or GCS does not answer.
+        """
         count = min(len(buffer), self._size - self._at)
         if count <= 0:
             return 0

@@ -34,12 +34,21 @@ class LocalFolder(Folder):
 
     @property
     def name(self) -> str:
+        """The last part of the absolute local path."""
         return self.local_path.name
 
     def child(self, name: str) -> "LocalFolder":
+        """Return the subfolder `name`."""
         return LocalFolder(os.path.join(self.url, join(name)))
 
     def check(self, *, write: bool = False) -> None:
+        """Check that the folder can be listed; with `write`, create it and write a file.
+
+        A folder that does not exist can be read: it is empty.
+
+        Raises:
+          UsageError: it cannot; the message has the reason.
+        """
         try:
             if write:
                 self.local_path.mkdir(parents=True, exist_ok=True)
@@ -60,13 +69,20 @@ class LocalFolder(Folder):
             raise UsageError(f"{self.url} cannot be {what}: {why}") from None
 
     def kvstore(self) -> dict[str, Any]:
+        """Return the spec of tensorstore's `file` driver."""
         return {"driver": "file", "path": os.path.join(self.local_path, "")}
 
     def context(self) -> ts.Context:
+        """Return a context without a cache."""
         # Every chunk is used only once, so a cache would waste memory.
         return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
+        """Return a file's bytes and generation, or None if there is no such file.
+
+        Raises:
+          Fault: the file has more than `limit` bytes.
+        """
         with self._told(name):
             # The size is checked before memory is allocated.
             path = self.local_path / join(name)
@@ -78,10 +94,12 @@ class LocalFolder(Folder):
         return Found(bytes(found.value), found.stamp.generation)
 
     def write(self, name: str, data: bytes) -> None:
+        """Write a file under a temporary name, and rename it."""
         with self._told(name):
             self._kv.write(join(name), data).result()
 
     def create(self, name: str, data: bytes) -> bool:
+        """Write a file under a lock on the condition that there is none; see `Folder.create`."""
         with self._told(name):
             before = self._kv.read(join(name)).result()
             if before.state == "missing":
@@ -92,6 +110,7 @@ class LocalFolder(Folder):
             return bytes(self._kv.read(name).result().value) == data
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
+        """Write a file under a lock on the condition of its generation; see `Folder.replace`."""
         with self._told(name):
             # A refused write does not raise: it has no generation.
             if self._kv.write(join(name), data, if_equal=generation).result().generation:
@@ -99,6 +118,7 @@ class LocalFolder(Folder):
             return bytes(self._kv.read(name).result().value) == data
 
     def append(self, name: str, data: bytes) -> None:
+        """Append bytes to a file; if that fails, cut the file to its earlier size."""
         path = self.local_path / join(name)
         with self._told(name):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +133,7 @@ class LocalFolder(Folder):
                     raise
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
+        """Delete a file; return whether it does not exist any more."""
         with self._told(name):
             # If the file does not exist, tensorstore would create its folder.
             if not os.path.lexists(self.local_path / join(name)):
@@ -124,6 +145,7 @@ class LocalFolder(Folder):
             return self._kv.read(name).result().state == "missing"
 
     def names(self, name: str = "") -> list[str]:
+        """Return the sorted names of files and subfolders; an absent folder has none."""
         folder = self.local_path / join(name) if name else self.local_path
         with self._told(name):
             try:
@@ -136,6 +158,7 @@ class LocalFolder(Folder):
         return sorted(n for n in found if not n.endswith(".__lock"))
 
     def delete_folder(self, name: str) -> None:
+        """Delete a subfolder, which another process may be deleting, too."""
         folder = self.local_path / join(name)
         with self._told(name):
             while os.path.lexists(folder):

@@ -60,6 +60,7 @@ class HeldOutLoss:
         self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
 
     def __call__(self, params: Any) -> HeldOut:
+        """Return the mean loss with the given parameters."""
         shape, sums = (self._windows.batch_size, self._windows.seq_len), []
         for number in range(-(-self._number // self._windows.batch_size)):
             read = partial(self._windows.in_order, number, end=self._number)
@@ -121,6 +122,7 @@ class TaskMetrics:
             self._scorer.check(asked.source.name, asked.requests)
 
     def __call__(self, params: Any) -> dict[str, float]:
+        """Return the scores of all tasks with the given parameters, and the standard errors."""
         found, scorer = {}, self._scorer
         scorer = scorer._replace(scores=partial(scorer.scores, params))
         for asked in self._asked:

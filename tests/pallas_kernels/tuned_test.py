@@ -254,45 +254,45 @@ def test_on_a_gpu_the_kernel_is_taken_where_a_table_says_that_it_wins(caplog):
 SOURCES = {
     ("tpu", "key_vector"): (
         6,
-        "8a5f298df10db886",
+        "c35904a2ae45a5ec",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_keys.py",
         "../products.py",
     ),
     ("tpu", "depth_attention"): (
         1,
-        "eaf8d260d0571cf1",
+        "57fffe8d74a7d771",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_merge_kernels.py",
         "../products.py",
     ),
     ("tpu", "attention"): (
         2,
-        "691ff1d23a5c1627",
+        "6636013aba29849d",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
     ("tpu", "attention_blocks"): (
         2,
-        "badc67ea88adaf2b",
+        "995b417cdb4d895a",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
-    ("cuda", "key_vector"): (1, "6dba7ad8ed9d0675", "triton_gpu_kernels.py", "../triton.py"),
-    ("cuda", "depth_attention"): (1, "c1e893e926219ffd", "triton_gpu_kernels.py"),
+    ("cuda", "key_vector"): (1, "5f195061932afe13", "triton_gpu_kernels.py", "../triton.py"),
+    ("cuda", "depth_attention"): (1, "8b64e3c5e1414dea", "triton_gpu_kernels.py"),
 }
 
 
 def code(file: Path) -> str:
-    """Without comments and docstrings."""
+    """Return the source without comments and docstrings."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and isinstance(body[0], ast.Expr):
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
             if isinstance(body[0].value, ast.Constant):
-                body[0].value = ast.Constant(0)
+                del body[0]
     return ast.unparse(tree)
 
 
