@@ -153,8 +153,7 @@ def test_train_step_compiles_for_a_slice_of_v5e(preset, remat, positions):
     [
         *((topology, 128) for topology in ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
         ("v5e:2x2", 2048),
-        *later(*((topology, 2048) for topology in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"))),
-        *later(("v5p:2x2x1", 128)),
+        *later(("tpu7x:2x2x1", 2048), ("v5p:2x2x1", 128)),
     ],
 )
 def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq_len):
@@ -226,8 +225,18 @@ def test_a_bank_of_matrices_is_never_moved(topology):
     assert re.search(r"= \(?f32\[\d+,8,128,32,32\]", program) is None
 
 
-def temporary(preset, **changes):
-    """Bytes that the compiler sets apart for a step of 16 x 512 tokens on v5e."""
+@pytest.fixture
+def temporary(monkeypatch):
+    """A function that returns the temporary memory of a step of 16 x 512 tokens on v5e, in bytes.
+
+    It compiles with XLA's own limit for VMEM: with that of `compiler_options`, it takes thrice as
+    long, and the memory in HBM hardly differs.
+    """
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=16384")
+    return _temporary
+
+
+def _temporary(preset, **changes):
     changes = {f"model.{name.replace('__', '.')}": value for name, value in changes.items()}
     job = Job(
         f"{step_cost.__name__}:lower_step",
@@ -238,14 +247,14 @@ def temporary(preset, **changes):
 
 
 @pytest.mark.slow
-def test_block_attention_residuals_take_less_memory_than_the_plain_residual():
+def test_block_attention_residuals_take_less_memory_than_the_plain_residual(temporary):
     """48 layers: the bank and one sum a layer, where the plain one keeps two vectors a layer."""
     plain = temporary("gpt2-405m", num_layers=48)
     assert temporary("gpt2-405m-attnres", num_layers=48) < plain
 
 
 @pytest.mark.slow
-def test_activation_memory_of_the_305m_step_hardly_grows_with_key_dim():
+def test_activation_memory_of_the_305m_step_hardly_grows_with_key_dim(temporary):
     """From D_k 64 to 256 by what three residuals grow, of which keeping all would add 48."""
     of_one = 16 * 512 * (256 - 64) * 64 * 2
     small, large = temporary("rmt-305m"), temporary("rmt-305m", store__key_dim=256)
@@ -253,6 +262,6 @@ def test_activation_memory_of_the_305m_step_hardly_grows_with_key_dim():
 
 
 @pytest.mark.slow
-def test_a_bank_of_matrices_takes_little_more_memory_than_a_residual_a_layer():
+def test_a_bank_of_matrices_takes_little_more_memory_than_a_residual_a_layer(temporary):
     plain = temporary("rmt-305m", remat="full")
     assert temporary("rmt-attnres-305m") < 1.3 * plain
