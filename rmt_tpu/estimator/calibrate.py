@@ -22,14 +22,17 @@ from rmt_tpu.estimator.topology import DEVICES
 
 def main() -> int:
     if importlib.util.find_spec("tokamax") is None:
-        print("tokamax is missing; pip install tokamax==0.0.12 brings the kernels", file=sys.stderr)
+        print(
+            "tokamax is not installed; pip install tokamax==0.0.12 installs the kernels",
+            file=sys.stderr,
+        )
         return 1
     values = json.loads(calibration.PATH.read_text(encoding="utf-8"))
     rows = list(calibration.parse(values))
     legal = list(dict.fromkeys(row.target for row in rows))
     for target in sys.argv[1:] or legal:
         if target not in legal:
-            print(f"{target!r} has no rows; legal: {', '.join(legal)}", file=sys.stderr)
+            print(f"{target!r} has no calibration rows; legal: {', '.join(legal)}", file=sys.stderr)
             return 2
         mine = [i for i, row in enumerate(rows) if row.target == target]
         for i, row in zip(mine, compiled([rows[i] for i in mine]), strict=True):
