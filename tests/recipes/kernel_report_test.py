@@ -71,7 +71,7 @@ def test_tables_fit_a_terminal():
         "| attention | 1.5        | 22.25   |\n\nEnd\n"
     )
     narrow = fitted(text, 30)
-    assert "| attention | 1.5        |\n(columns left out here: 1; the file has all)\n" in narrow
+    assert "| attention | 1.5        |\n(columns only in the file: 1)\n" in narrow
     assert max(map(len, narrow.splitlines())) <= 30
 
 
