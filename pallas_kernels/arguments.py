@@ -78,12 +78,12 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{legal}, but is a {type(x).__name__}")
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise ValueError(f"{legal}, but is a ShapeDtypeStruct; jax.eval_shape takes these")
+        raise ValueError(f"{legal}, but is a ShapeDtypeStruct; pass it through jax.eval_shape")
     least = len(names) - ("..." in names)
     if x.ndim < least or ("..." not in names and x.ndim > least):
         count = f"{least} {'axis' if least == 1 else 'axes'}"
         count = f"at least {count}" if "..." in names else count
-        raise ValueError(f"{legal} with {count}, but is of shape {x.shape}")
+        raise ValueError(f"{legal} with {count}, but has shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
         raise ValueError(f"{legal}, but is {x.dtype}")
     if x.dtype.itemsize < 2:  # JAX does not promote narrower floats with other dtypes.
@@ -95,17 +95,17 @@ def check_tokens(**counts: Any) -> None:
     for name, count in counts.items():
         if not isinstance(count, int):
             raise ValueError(
-                f"{name} has {count} tokens a row, a size that is not known yet; legal: numbers. "
-                "The number of rows may be symbolic"
+                f"{name} has a symbolic number of tokens per row, {count}; legal: an integer (only "
+                "the number of rows may be symbolic)"
             )
 
 
 def check_epsilon(name: str, value: Any) -> None:
     """Raise ValueError unless a norm's epsilon is a finite number and at least 0."""
     if isinstance(value, jax.Array):
-        raise ValueError(f"{name} must be a number, which an array or a traced value is not")
+        raise ValueError(f"{name} must be a Python number, not an array or a traced value")
     if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:  # NaN fails both
-        raise ValueError(f"{name}={value!r} must be a finite number, 0 or above")
+        raise ValueError(f"{name}={value!r} must be a finite number, at least 0")
 
 
 def check_norm(norm: Any) -> None:

@@ -230,7 +230,7 @@ class Implementations:
             (platform,) = platforms
             if refused[platform] is not None:
                 raise UnsupportedImplementation(
-                    f"implementation={implementation!r} cannot serve this call: "
+                    f"implementation={implementation!r} does not support this call: "
                     f"{refused[platform]}; use 'xla' or None"
                 )
             named = functools.partial(only_on, platform, implementation)
@@ -264,7 +264,7 @@ def _symbolic(args: tuple) -> str | None:
     """
     shapes = (jnp.shape(leaf) for leaf in jax.tree.leaves(args))
     unknown = next((s for s in shapes if not all(isinstance(size, int) for size in s)), None)
-    return None if unknown is None else f"an array of the symbolic shape {unknown}"
+    return None if unknown is None else f"an array of symbolic shape {unknown}"
 
 
 def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +311,7 @@ def _warn_on(platform: Platform):
     def lower(context, x, *, refused):
         why = dict(refused).get(platform)
         if why is not None:
-            message = f"no {platform} kernel for this call, plain XLA instead: {why}"
+            message = f"no {platform} kernel for this call, so plain XLA is used: {why}"
             warnings.warn(message, stacklevel=2)
         return [x]
 
@@ -350,8 +350,8 @@ def _refuse_platform(context, x, *, platform, implementation):
     if tuple(platforms) == (platform,):
         return [x]
     raise UnsupportedImplementation(
-        f"implementation={implementation!r} is for {platform}, and this is lowered for "
-        f"{', '.join(platforms)}; use 'xla', 'pallas' or None"
+        f"implementation={implementation!r} runs on {platform} only, but the program "
+        f"is compiled for {', '.join(platforms)}; use 'xla', 'pallas' or None"
     )
 
 
@@ -367,8 +367,9 @@ def _not_differentiated(op: str, x: Any) -> Any:
 
 def _refuse_derivative(primals, tangents, *, op):
     raise TypeError(
-        f"what kernels compute for {op!r} has no derivative: an op has a gradient in reverse mode, "
-        "once (jax.grad, jax.vjp); with implementation='xla' that can be differentiated again"
+        f"the kernels' results for {op!r} cannot be differentiated: an op supports reverse mode "
+        "only, once (jax.grad, jax.vjp); with implementation='xla', gradients can be "
+        "differentiated again"
     )
 
 
@@ -443,8 +444,8 @@ def reverse_mode_alone(name: str) -> Iterator[None]:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            f"{name} has derivatives in reverse mode only: jax.grad, jax.vjp and "
-            "jax.jacrev serve; jax.jvp, jax.jacfwd and jax.hessian do not"
+            f"{name} supports derivatives in reverse mode only; legal: jax.grad, jax.vjp and "
+            "jax.jacrev, but not jax.jvp, jax.jacfwd or jax.hessian"
         ) from None
 
 
@@ -491,4 +492,4 @@ def checks_varying() -> str | None:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes or not varies_in(jax.lax.axis_index(axes[0])):
         return None
-    return "a jax.shard_map that checks what varies (one with check_vma=False)"
+    return "a jax.shard_map with check_vma=True (legal: check_vma=False)"

@@ -114,7 +114,7 @@ class Target(NamedTuple):
         """The reason to refuse kernels if the device is a TPU of an unknown kind, or else None."""
         if not self.on_tpu or self.slug in _TPUS:
             return None
-        return f"a TPU of kind {self.kind!r} is not known here; known: {', '.join(_TPUS)}"
+        return f"an unknown kind of TPU, {self.kind!r} (known: {', '.join(_TPUS)})"
 
     @property
     def vmem_limit(self) -> int:

@@ -62,10 +62,10 @@ class Decoder(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
         if not isinstance(config, cfg.ModelConfig):
             raise TypeError(
-                f"Decoder takes a ModelConfig, like rmt_tpu.preset('rmt-tiny'); not {config!r:.60}"
+                f"Decoder needs a ModelConfig, like rmt_tpu.preset('rmt-tiny'), not {config!r:.60}"
             )
         if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(f"Decoder takes rngs=nnx.Rngs(0); not {rngs!r:.60}")
+            raise TypeError(f"Decoder needs nnx.Rngs, such as rngs=nnx.Rngs(0), not {rngs!r:.60}")
         if config.remat == "auto":  # training replaces "auto" by its own choice
             config = dataclasses.replace(config, remat="full")
         self.config = config
@@ -256,11 +256,11 @@ class Decoder(nnx.Module):
 
 def _check(tokens):
     if not jnp.issubdtype(getattr(tokens, "dtype", None) or object, jnp.integer):
-        raise TypeError(f"tokens must be an array of integers, [batch, seq]; not {tokens!r:.60}")
+        raise TypeError(f"tokens must be an array of integers, [batch, seq], not {tokens!r:.60}")
     if tokens.ndim != 2:
         raise ValueError(
-            f"tokens are {list(tokens.shape)}, and must be [batch, seq]; "
-            "a single sequence is tokens[None]"
+            f"tokens has shape {list(tokens.shape)}, but must be [batch, seq]; "
+            "for a single sequence, pass tokens[None]"
         )
 
 

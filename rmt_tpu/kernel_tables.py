@@ -50,7 +50,9 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
         found = folder.read(name)
         before = tuned.Table(location) if found is None else tuned.parse(found.data, location)
         if before.faults:  # the faulty entries would be lost
-            raise RunError(f"{before.faults[0]}; it is not written over: mend it, or move it away")
+            raise RunError(
+                f"{before.faults[0]}; the file is not overwritten: fix it, or move it away"
+            )
         table = before.merged(entries)
         data = table.text().encode()
         if found is None:
@@ -59,7 +61,9 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
             written = folder.replace(name, data, generation=found.generation)
         if written:
             return table
-    raise RunError(f"{location} cannot be written: others write to it all the time")
+    raise RunError(
+        f"{location} cannot be written: other processes keep writing to it; try again later"
+    )
 
 
 def _read_bytes(location: str) -> bytes | None:

@@ -39,9 +39,9 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         sizes[fills[0]] = len(devices) // fixed
     elif fills or fixed != len(devices):
         raise MeshError(
-            f"--mesh={spec!r} asks for {fixed} devices{' or a multiple' if fills else ''}, "
-            f"and there are {len(devices)}; axis sizes can be {divisors(len(devices))}, "
-            "or -1 to fill"
+            f"--mesh={spec!r} needs {fixed} devices{' or a multiple' if fills else ''}, but there "
+            f"are {len(devices)}; legal sizes of an axis: {divisors(len(devices))}, or -1 for all "
+            "devices that are left"
         )
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     # With Auto axes, the compiler may partition the code outside of per-device functions (see
@@ -62,8 +62,8 @@ def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> n
         left //= between[axis]
     if left > 1:
         raise MeshError(
-            f"--mesh={spec!r} cannot span {slices} slices: one of {', '.join(_BETWEEN_SLICES)} "
-            f"must be a multiple of {slices}"
+            f"--mesh={spec!r} does not divide over {slices} slices; legal: the size of "
+            f"{' or '.join(_BETWEEN_SLICES)} a multiple of {slices}"
         )
     within = tuple(size // between[axis] for axis, size in zip(AXES, shape, strict=True))
     return mesh_utils.create_hybrid_device_mesh(

@@ -76,7 +76,7 @@ def check_keys(mesh: Mesh, has_keys: bool) -> None:
     if mesh.shape["key"] > 1 and not has_keys:
         raise MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
-            "legal: key=1, or a model with a matrix store, as rmt-*"
+            "legal: key=1, or a model with a matrix store, such as the presets rmt-*"
         )
 
 
@@ -85,7 +85,7 @@ def check_experts(mesh: Mesh, has_experts: bool) -> None:
     if mesh.shape["expert"] > 1 and not has_experts:
         raise MeshError(
             f"--mesh: expert={mesh.shape['expert']} divides experts, which the model does not "
-            "have; legal: expert=1, or a model with experts, as kimi-*"
+            "have; legal: expert=1, or a model with experts, such as the presets kimi-*"
         )
 
 
@@ -116,7 +116,7 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
             if size % shards:
                 over = " x ".join(mesh_axes)
                 raise MeshError(
-                    f"--mesh: {over}={shards} does not divide the parameters' axis {name!r} of "
+                    f"--mesh: {over}={shards} does not divide the parameter axis {name!r} of "
                     f"size {size}; legal: {divisors(size)}"
                 )
         return PartitionSpec(*spec)

@@ -71,8 +71,8 @@ class Schedule:
     def __post_init__(self):
         if self.microbatches % self.stages or self.microbatches < 1:
             raise MeshError(
-                f"microbatches={self.microbatches} is not a multiple of the {self.stages} stages "
-                f"of the mesh; nearest legal: {nearest_multiples(self.microbatches, self.stages)}"
+                f"microbatches={self.microbatches} is not a multiple of the mesh's {self.stages} "
+                f"stages; nearest legal: {nearest_multiples(self.microbatches, self.stages)}"
             )
 
     @property

@@ -23,12 +23,14 @@ def parse_mesh(spec: str) -> dict[str, int]:
             raise MeshError(f"--mesh={spec!r}: axis {axis!r} {why}; legal axes: {', '.join(AXES)}")
         if not equals or not _is_size(text):
             raise MeshError(
-                f"--mesh={spec!r}: {part!r} must be axis=size, the size at least 1 or -1"
+                f"--mesh={spec!r}: {part!r} must be axis=size, with a size of at least 1, or -1"
             )
         sizes[axis] = int(text)
     fills = [axis for axis, size in sizes.items() if size == -1]
     if len(fills) > 1:
-        raise MeshError(f"--mesh={spec!r} has -1 on {' and '.join(fills)}; only one axis can fill")
+        raise MeshError(
+            f"--mesh={spec!r} has -1 for {' and '.join(fills)}; legal: -1 for one axis at most"
+        )
     return sizes
 
 

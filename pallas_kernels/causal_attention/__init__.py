@@ -212,7 +212,7 @@ def attention_to(
     kv_heads = arrays[0].shape[2] // each
     if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
         shapes = " and ".join(str(x.shape) for x in arrays)
-        raise ValueError(f"shapes do not fit: heads of {q.shape} and of {shapes}")
+        raise ValueError(f"shapes do not fit: the heads of q {q.shape} and of before {shapes}")
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _Call(rows, implementation, kv_heads, None)
     before = jax.tree.map(lambda x: x.astype(q.dtype), before)
@@ -238,14 +238,14 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
     check_tokens(qkv=qkv.shape[1])
     if over is not None and qkv.shape[1] % 2:
         raise ValueError(
-            f"a sequence that is divided over {over} has {qkv.shape[1]} tokens on a device; legal: "
-            "even numbers, for it is cut in two parts a device"
+            f"a sequence divided over {over} has {qkv.shape[1]} tokens per device; legal: an even "
+            "number, because each device holds two parts of the sequence"
         )
     length = qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over))
     if segment_ids is not None and segment_ids.shape != (qkv.shape[0], length):
         raise ValueError(
-            f"shapes do not fit: segment_ids are {segment_ids.shape}, of {qkv.shape[0]} rows of "
-            f"{length} tokens"
+            f"shapes do not fit: segment_ids is {segment_ids.shape}, but must be "
+            f"{(qkv.shape[0], length)}: rows and tokens of the whole sequence"
         )
     if kv is not None:
         return _check_apart(qkv, slopes, kv_heads, kv)

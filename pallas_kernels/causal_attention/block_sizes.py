@@ -226,14 +226,17 @@ def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
 def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> str | None:
     queries, keys, heads = blocks
     if queries % LANES or keys % LANES or max(queries, keys) % min(queries, keys):
-        return f"blocks of {queries} queries and {keys} keys"
+        return (
+            f"blocks of {queries} queries and {keys} keys (legal: multiples of {LANES}, the larger "
+            "a multiple of the smaller)"
+        )
     if key["kv_heads"] % heads:
         groups = key["kv_heads"]
-        return f"{heads} heads at a time, of {groups}"
+        return f"{heads} key heads at a time (legal: divisors of {groups})"
     of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size"))
     cut = Cut(*of_key, jnp.dtype(key["dtype"]), blocks)
     if (need := cut.vmem_bytes(tokens)) > target().vmem_limit:
-        return f"{need >> 20} MiB of VMEM"
+        return f"{need >> 20} MiB of VMEM (the limit is {target().vmem_limit >> 20} MiB)"
     if cut.rows == "size_major" and not cut.has(tokens):
         return f"blocks of {queries} queries and {keys} keys, of size-major rows"
     return None

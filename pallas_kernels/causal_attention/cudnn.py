@@ -66,18 +66,18 @@ def refused(
       dtype: the dtype of queries.
     """
     if capability < 80:
-        return f"cuDNN's fused attention on sm_{capability} (Ampere or later)"
+        return f"cuDNN's fused attention on sm_{capability} (legal: sm_80, Ampere, or later)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"data vectors of {jnp.dtype(dtype)} (bfloat16 or float16)"
+        return f"data vectors of {jnp.dtype(dtype)} (legal: bfloat16 or float16)"
     if alibi and length > entries.POSITIONS:
-        return f"ALiBi over {length} tokens (up to {entries.POSITIONS})"
+        return f"ALiBi over {length} tokens (legal: up to {entries.POSITIONS})"
     most = most_entries(capability)
     of_masks = 4 * alibi + (entries.code_size(length) + 1) * segments
     if size + of_masks > most:
-        told = f" and {of_masks} entries for ALiBi and segments" if of_masks else ""
-        return f"heads of size {size}{told} (up to {most} together)"
+        extra = f" plus {of_masks} entries for ALiBi and segments" if of_masks else ""
+        return f"heads of size {size}{extra} (legal: up to {most} in total)"
     if value_size > most:
-        return f"values of size {value_size} (up to {most})"
+        return f"values of size {value_size} (legal: up to {most})"
     return None
 
 
@@ -93,7 +93,7 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
     kind = target().kind
     capability = capability_of(kind)
     if capability < 80:
-        return f"cuDNN's fused attention on {kind} (Ampere or later)"
+        return f"cuDNN's fused attention on {kind} (legal: sm_80, Ampere, or later)"
     return refused(
         capability,
         qkv.shape[3],

@@ -34,20 +34,22 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
     if isinstance(given, Part):
         queries, keys = given.q.shape[1], given.apart[0].shape[1]
         if queries % LANES or keys % LANES:
-            return f"parts of {queries} queries and {keys} keys (multiples of {LANES})"
+            return f"parts of {queries} queries and {keys} keys (legal: multiples of {LANES})"
     qkv = given[0]
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"data vectors of {qkv.dtype} (bfloat16 or float32)"
+        return f"data vectors of {qkv.dtype} (legal: bfloat16 or float32)"
     for size in (x.shape[3] for x in jax.tree.leaves((qkv, given.kv))):
         if size % 8:
-            return f"heads of size {size} (multiples of 8)"
+            return f"heads of size {size} (legal: multiples of 8)"
     heads, kv_heads = _heads(given, *attended)
     key = _key(given, (heads, kv_heads), "head_major")
     sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
     blocks = block_sizes.default_blocks("attention_blocks_backward", qkv.shape[1], **key)
     if not Cut(**sizes, dtype=qkv.dtype, blocks=blocks).fits:
         each = heads // kv_heads
-        return f"{each} heads of size {key['size']} for one of keys: a block does not fit VMEM"
+        return (
+            f"{each} query heads of size {key['size']} per key head: a block does not fit in VMEM"
+        )
     return None
 
 

@@ -136,6 +136,6 @@ def _check(q, k, v, log_decay, beta, state, segment_ids):
     for name, shape in shapes.items():
         if given[name].shape != shape:
             raise ValueError(
-                f"{name} is {list(given[name].shape)}, and must be {list(shape)} with q "
+                f"{name} is {list(given[name].shape)}, but must be {list(shape)} to fit q "
                 f"{list(q.shape)} and v {list(v.shape)}"
             )

@@ -32,12 +32,13 @@ def unsupported(op: str, operands: Operands, *others) -> str | None:
     """Return the reason, in one line, if the kernels do not support this call, else None."""
     keys, values = operands.k.shape[-1], operands.v.shape[-1]
     if keys != LANES or values != LANES:
-        return f"heads of {keys} keys and {values} values ({LANES} of each)"
+        return f"heads of K={keys} and V={values} (legal: {LANES} for both)"
     dtypes = {x.dtype for x in operands[:3]}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        return f"q, k, v of {', '.join(sorted(map(str, dtypes)))} (all bfloat16 or all float32)"
+        named = ", ".join(sorted(map(str, dtypes)))
+        return f"q, k and v of {named} (legal: all bfloat16 or all float32)"
     if operands.log_decay.dtype != jnp.float32:
-        return f"sums of {operands.log_decay.dtype} (float32)"
+        return f"log_decay of {operands.log_decay.dtype} (legal: float32)"
     return None
 
 

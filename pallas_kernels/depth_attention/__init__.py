@@ -433,8 +433,8 @@ def _run(call: _Call, op: str, *operands, **options):
     if call.key_axis is not None:
         if implementation in ("mosaic_tpu", "triton"):
             raise UnsupportedImplementation(
-                f"implementation={implementation!r} cannot serve this call: D is divided over the "
-                f"mesh axis {call.key_axis!r}; use 'xla' or None"
+                f"implementation={implementation!r} does not support this call: D is divided over "
+                f"the mesh axis {call.key_axis!r}; use 'xla' or None"
             )
         implementation = "xla" if implementation == "pallas" else implementation or "xla"
     given = operands[0]

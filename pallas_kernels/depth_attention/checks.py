@@ -21,7 +21,7 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
         names = size.replace(" ", ", ")
         raise ValueError(
             f"shapes do not fit: queries [S, {names}] are {queries.shape}, "
-            f"sources [N, ..., {names}] are {sources.shape}, and there must be one at least"
+            f"sources [N, ..., {names}] are {sources.shape}; legal: N of at least 1"
         )
     if gains is not None:
         check_array("gains", gains, f"S {size}")
@@ -36,13 +36,13 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
         wanted = (S, *sources.shape[1:])
         if mixed.shape != wanted or log_sums.shape != wanted[:-axes]:
             raise ValueError(
-                f"shapes do not fit: prior is of {mixed.shape} and {log_sums.shape}, and has to be "
-                f"of {wanted} and {wanted[:-axes]}"
+                f"shapes do not fit: the arrays of prior are {mixed.shape} and {log_sums.shape}, "
+                f"but must be {wanted} and {wanted[:-axes]}"
             )
     if count is None:
         return
     if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
-        raise ValueError(f"count={count!r} must be an integer: how many sources there are")
+        raise ValueError(f"count={count!r} must be an integer, the number of sources")
     if isinstance(count, int) and not 0 <= count <= N:
         raise ValueError(f"count={count} must be from 0 to the number of sources, {N}")
 
@@ -58,7 +58,9 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
     check_epsilon("norm_epsilon", norm_epsilon)
     if (norm is None) != (norm_gain is None):
         given = None if norm_gain is None else norm_gain.shape
-        raise ValueError(f"norm={norm!r} and norm_gain of {given} must both be None, or neither")
+        raise ValueError(
+            f"norm={norm!r} and norm_gain of shape {given} must both be given or both be None"
+        )
     size = _size(query, 0)
     check_array("current", current, f"... {size}")
     given = {"query": query, "gain": gain, "norm_gain": norm_gain}

@@ -278,14 +278,14 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
     if isinstance(given, Merge):
         T, D = given.current.shape
         if given.norm_gain is None:
-            return "a sum that is not normed"
+            return "a merge without a norm"
         if default_block_sizes(op, 0, 1, T, D, "float32") is None:
-            return f"D={D}: {GROUP} tokens do not fit VMEM"
+            return f"D={D}: {GROUP} tokens do not fit in VMEM"
         return None
     queries, sources = given[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
     if default_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
-        return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit VMEM"
+        return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit in VMEM"
     return None
 
 
@@ -437,11 +437,14 @@ def _refused(
     # Other values of `lanes` or `weight_pieces` than the heuristic's would change the rounding.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
     if not same:
-        return f"{blocks.lanes} lanes at a time and weights of {blocks.weight_pieces} pieces"
+        return (
+            f"lanes={blocks.lanes} and weight_pieces={blocks.weight_pieces}, which would change "
+            "the rounding"
+        )
     if blocks.tokens % GROUP:
-        return f"tiles of {blocks.tokens} tokens"
-    need = vmem_bytes(op, tokens=blocks.tokens, **key)
-    return f"{need >> 20} MiB of VMEM" if need > target().vmem_limit else None
+        return f"tiles of {blocks.tokens} tokens (legal: multiples of {GROUP})"
+    need, limit = vmem_bytes(op, tokens=blocks.tokens, **key), target().vmem_limit
+    return f"{need >> 20} MiB of VMEM (the limit is {limit >> 20} MiB)" if need > limit else None
 
 
 KERNELS = tuned.register(

@@ -71,13 +71,13 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
     residuals = given.current if merges else given.sources
     T, K, V = residuals.shape[-3:]
     if merges and given.norm_gain is not None:
-        return "a norm of matrices: what reads them has one"
+        return "norm_gain for matrices (legal: None, because the store's read applies the norm)"
     if T < LANES:
-        return f"a sequence of {T} tokens (at least {LANES})"
+        return f"a sequence of {T} tokens (legal: at least {LANES})"
     if K * V % LANES:
-        return f"matrices of {K} x {V} entries (a multiple of {LANES})"
+        return f"matrices of {K} x {V} entries (legal: a multiple of {LANES} in total)"
     if 12 * _block(K * V, residuals.dtype) > target().vmem_part(_LARGEST):
-        return f"matrices of {K} x {V} entries: {LANES} tokens do not fit VMEM"
+        return f"matrices of {K} x {V} entries: {LANES} tokens do not fit in VMEM"
     return None
 
 

@@ -87,7 +87,7 @@ def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
     if why := no_triton():
         return why
     if isinstance(given, Merge) and given.norm_gain is None:
-        return "a sum that is not normed"
+        return "a merge without a norm"
     if isinstance(given, Merge):
         held = [given.mixed, given.current, *jax.tree.leaves(others)]
     else:
@@ -388,20 +388,24 @@ _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_
 def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
     rule, width = default_blocks(kernel, T=tokens, **key), padded(key["D"])
     if not (is_power_of_2(blocks.rows) and is_power_of_2(blocks.columns)):
-        return f"tiles of {blocks.rows} rows of {blocks.columns}"
+        return f"tiles of {blocks.rows} x {blocks.columns} (legal: powers of 2)"
     if blocks.columns != width and kernel != "depth_attention_gradients":
-        return f"{blocks.columns} of {width} columns"
+        return f"tiles of {blocks.columns} columns (legal: {width})"
     if blocks.columns > width:
-        return f"{blocks.columns} of {width} columns"
+        return f"tiles of {blocks.columns} columns (legal: at most {width})"
     one_program = kernel in ("depth_attention_backward", "depth_attention_gradients")
     if blocks.sites > key["S"] or (one_program and blocks.sites != key["S"]):
-        return f"{blocks.sites} of {key['S']} sites"
+        most = "" if one_program else "at most "
+        return f"{blocks.sites} sites per program (legal: {most}{key['S']})"
     if not is_power_of_2(blocks.warps) or blocks.warps > 32 or blocks.ahead > 8:
-        return f"{blocks.warps} warps, {blocks.ahead} tiles ahead"
+        return (
+            f"{blocks.warps} warps and {blocks.ahead} tiles loaded ahead (legal: a power of 2 up "
+            "to 32, and at most 8)"
+        )
     if kernel in _ALIKE and blocks.warps != rule.warps:
-        return f"{blocks.warps} warps"
+        return f"{blocks.warps} warps (legal: {rule.warps}, others would change the rounding)"
     if rule.tokens == 1 and blocks.tokens > 1:
-        return f"{blocks.tokens} tokens of a program"
+        return f"{blocks.tokens} tokens per program (legal: 1)"
     return None
 
 

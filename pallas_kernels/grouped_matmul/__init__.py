@@ -64,8 +64,8 @@ def grouped_matmul(
         )
     if sizes.shape != matrices.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
-            f"sizes is {sizes.dtype}{list(sizes.shape)}, and must be {len(matrices)} integers, "
-            "one for each matrix"
+            f"sizes is {sizes.dtype}{list(sizes.shape)}, but must be {len(matrices)} integers, "
+            "one per matrix"
         )
     return _grouped_matmul(implementation, rows, matrices, sizes.astype(jnp.int32))
 

@@ -20,7 +20,7 @@ _ROWS, _BYTES = 512, 2048
 def unsupported(op: str, rows, other, sizes) -> str | None:
     """Return why the kernels cannot serve this call, in a line; None if they can."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"rows of {rows.dtype} (bfloat16 or float32)"
+        return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
     return checks_varying()
 
 

@@ -330,8 +330,8 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 def _refuse_integers(residual):
     if not jnp.issubdtype(residual.dtype, jnp.floating):
         raise UnsupportedImplementation(
-            f"a residual of {residual.dtype} cannot be differentiated by jax.grad, which has no "
-            "gradients of integers; use `undo`, or remat='reversible' in a model"
+            f"jax.grad does not support a residual of {residual.dtype}, because integers have no "
+            "gradients; use `undo`, or remat='reversible' in a model"
         )
 
 

@@ -164,15 +164,19 @@ def _refused(
 ) -> str | None:
     op, sizes, b = kernel.removeprefix(_NAME), Sizes(**key), blocks
     if b.tokens % LANES or b.tokens > tokens:
-        return f"tiles of {b.tokens} tokens, of {tokens}"
+        return f"tiles of {b.tokens} tokens (legal: multiples of {LANES}, up to {tokens})"
     if sizes.V % b.slab:
-        return f"slabs of {b.slab}, of {sizes.V}"
+        return f"slabs of {b.slab} entries (legal: divisors of V={sizes.V})"
     if b.tokens * sizes.K > _LARGEST_INTERMEDIATE:
-        return "intermediates that are too large"
+        return (
+            f"intermediates of {b.tokens} x {sizes.K} numbers (legal: at most "
+            f"{_LARGEST_INTERMEDIATE} in total)"
+        )
     if b.keep and (op == "forward" or not sizes.P or b.slab != sizes.V):
-        return "nothing to keep"
+        return "keep=True, although this kernel has nothing to keep"
     if vmem_bytes(op, sizes, b) > target().vmem_limit:
-        return f"{vmem_bytes(op, sizes, b) >> 20} MiB of VMEM"
+        need, limit = vmem_bytes(op, sizes, b) >> 20, target().vmem_limit >> 20
+        return f"{need} MiB of VMEM (the limit is {limit} MiB)"
     return None
 
 

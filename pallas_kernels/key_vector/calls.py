@@ -80,8 +80,8 @@ def _check_axis(residual, key_axis) -> str | None:
         return None
     if residual.ndim != 4 or residual.shape[0] % n:
         raise ValueError(
-            f"shapes do not fit: over key_axis={key_axis!r} of {n} devices, residual [B, N, K, V] "
-            f"has the rows of all of them, but is {residual.shape}"
+            f"shapes do not fit: with key_axis={key_axis!r} of {n} devices, residual [B, N, K, V] "
+            f"must hold the batch rows of all {n} devices, but is {residual.shape}"
         )
     return key_axis
 

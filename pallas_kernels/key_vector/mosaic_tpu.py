@@ -72,13 +72,13 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
-        return f"a residual of {residual.dtype} (bfloat16, float32 or int16)"
+        return f"a residual of {residual.dtype} (legal: bfloat16, float32 or int16)"
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in arrays if a.ndim):
         return "arrays that are neither bfloat16 nor float32"
     if N < LANES:
-        return f"a sequence of {N} tokens (at least {LANES})"
+        return f"a sequence of {N} tokens (legal: at least {LANES})"
     if K > 4096:
-        return f"keys of {K} entries (at most 4096)"
+        return f"keys of {K} entries (legal: at most 4096)"
     dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     if op == "backward" and site.reads:
         dtype = given.d_retrieved.dtype
@@ -87,7 +87,9 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
     if op == "backward":  # A backward pass in slabs also runs a forward read.
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
-        return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
+        return (
+            f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit in VMEM"
+        )
     return None
 
 
@@ -174,7 +176,7 @@ def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
 def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
     blocks = given or choose_block_sizes(op, sizes, residual.shape[1])
     if blocks is None:
-        raise UnsupportedImplementation(f"no block sizes fit VMEM for {sizes}; use 'xla'")
+        raise UnsupportedImplementation(f"no block sizes fit in VMEM for {sizes}; use 'xla'")
     if interpret:  # In the interpreter, unrolled loops compile slowly and run no faster.
         return dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
     return blocks

@@ -48,7 +48,7 @@ def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
     if _row_bytes(site.residual) > target().vmem_part(_LARGEST):
-        return f"a residual of {site.residual.shape[1:]} does not fit VMEM"
+        return f"a residual of shape {site.residual.shape[1:]} does not fit in VMEM"
     return None
 
 

@@ -171,7 +171,7 @@ def undo(
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, 0.0, implementation, None, key_axis, fraction_bits), site)
     if retrieved is None and call.key_axis is not None:
-        raise ValueError("with a key_axis, undo needs what was retrieved")
+        raise ValueError("with a key_axis, undo needs the argument `retrieved`")
     if again is not None:
         calls.checked(call, Site(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis

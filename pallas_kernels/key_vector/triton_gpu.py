@@ -105,7 +105,7 @@ def unsupported(op: str, given: Site | Backward, *others) -> str | None:
     counts = [keys.shape[0] for keys in (site.store_keys, site.read_keys) if keys is not None]
     for count in counts:
         if not 0 < count <= 256:
-            return f"{count} key vectors are not 1 to 256"
+            return f"the number of key vectors is {count}, not 1 to 256"
     for array in data:
         # Bytes per element: a float32 is split into three bfloat16.
         width = 2 if array.dtype == jnp.bfloat16 else 6
@@ -346,9 +346,12 @@ def _blocks_of(sizes: Sizes, kernel: str) -> Blocks:
 
 def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
     if not (is_power_of_2(blocks.keys) and 16 <= blocks.keys <= padded(key["K"])):
-        return f"tiles of {blocks.keys} keys, of {key['K']}"
+        return f"tiles of {blocks.keys} keys (legal: powers of 2 from 16 to {padded(key['K'])})"
     if not is_power_of_2(blocks.warps) or blocks.warps > 32 or blocks.stages > 8:
-        return f"{blocks.warps} warps, {blocks.stages} stages"
+        return (
+            f"{blocks.warps} warps and {blocks.stages} stages (legal: a power of 2 up to 32, and "
+            "at most 8)"
+        )
     return None
 
 

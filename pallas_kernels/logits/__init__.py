@@ -55,7 +55,7 @@ def logits_with_sums(
         )
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
-            f"targets is {targets.dtype}{list(targets.shape)}, and must be {len(x)} integers"
+            f"targets is {targets.dtype}{list(targets.shape)}, but must be {len(x)} integers"
         )
     given = x, kernel, targets
     return _IMPLEMENTATIONS.run(implementation, "logits", *given, multiplier=multiplier)

@@ -35,9 +35,9 @@ _NONE = -1e38
 def unsupported(op: str, x, kernel, targets) -> str | None:
     """Return the reason, in one line, if the kernel does not support this call, else None."""
     if x.dtype != jnp.bfloat16:
-        return f"x of {x.dtype} (bfloat16)"
+        return f"x of {x.dtype} (legal: bfloat16)"
     if x.shape[1] > _WIDEST:
-        return f"x of width {x.shape[1]} (at most {_WIDEST})"
+        return f"x of width {x.shape[1]} (legal: at most {_WIDEST})"
     return None
 
 

@@ -60,10 +60,13 @@ class Kernel:
         """
         kinds = field_types(self.blocks)
         if values.keys() != kinds.keys():
-            raise ValueError(f"blocks of {', '.join(values)}, and not of {', '.join(kinds)}")
+            raise ValueError(
+                f"its blocks have the fields {', '.join(values)}; legal: {', '.join(kinds)}"
+            )
         for name, value in values.items():
             if type(value) is not kinds[name] or (kinds[name] is int and value < 1):
-                raise ValueError(f"{name}={value!r}")
+                least = ", at least 1" if kinds[name] is int else ""
+                raise ValueError(f"{name}={value!r}; legal: {kinds[name].__name__}{least}")
         return self.blocks(**values)
 
 
@@ -224,8 +227,8 @@ def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
 @functools.cache
 def _tell_how(kind: str) -> None:
     logging.getLogger("pallas_kernels").warning(
-        "plain XLA in place of kernels on %s: `python -m recipes.autotune --device` finds out "
-        "which are faster here, and these are then taken",
+        "using plain XLA instead of the kernels on %s; run `python -m recipes.autotune --device` "
+        "to measure which kernels are faster here and to use those",
         kind,
     )
 
@@ -241,8 +244,8 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
     why = None
     if entry.kernel_version != kernel.version:
         why = (
-            f"it is of version {entry.kernel_version} of the kernel, which is at {kernel.version}; "
-            "recipes.autotune finds another"
+            f"it is for version {entry.kernel_version} of the kernel, whose version is now "
+            f"{kernel.version}; run recipes.autotune to replace it"
         )
     else:
         try:
@@ -251,7 +254,7 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             why = str(error)
     if why is not None:
-        _warn(f"{table}: an entry of {entry.kernel} on {entry.device} is passed over: {why}")
+        _warn(f"{table}: the entry for {entry.kernel} on {entry.device} is ignored: {why}")
         return None
     if tokens != entry.tokens and kernel.refused(key, tokens, blocks) is not None:
         return None
@@ -308,21 +311,21 @@ def _read_table(path: str) -> Table:
         if separator:
             reader = READERS.get(scheme)
             if reader is None:
-                raise OSError(f"{scheme}:// needs rmt_tpu, which is not loaded")
+                raise OSError(f"{scheme}:// paths need rmt_tpu to be imported")
             content = reader(path)
         else:
             file = Path(path).expanduser()
             content = file.read_bytes() if file.exists() else None
     except (OSError, ValueError) as error:
-        _warn(f"{path} is passed over: {' '.join(str(error).split())}")
+        _warn(f"{path} is ignored: {' '.join(str(error).split())}")
         return Table(path)
     if content is None:
         if os.environ.get(VARIABLE):
-            _warn(f"{VARIABLE}={path} is not there: block sizes are chosen without it")
+            _warn(f"{VARIABLE}={path} does not exist; default block sizes are used")
         return Table(path)
     table = parse(content, path)
     if table.faults:
-        more = f" ({len(table.faults)} like this)" if len(table.faults) > 1 else ""
+        more = f" (and {len(table.faults) - 1} more like this)" if len(table.faults) > 1 else ""
         _warn(table.faults[0] + more)
     return table
 

@@ -126,12 +126,12 @@ def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise ValueError(f'it is no table of "format": {_FORMAT}')
+            raise ValueError(f'it is not a JSON object with "format": {_FORMAT}')
         listed = values.get("entries")
         if not isinstance(listed, list):
-            raise ValueError("it has no list of entries")
+            raise ValueError('it has no list "entries"')
     except (ValueError, RecursionError) as error:
-        return Table(name, (), exact, (f"{name} is passed over: {error}",))
+        return Table(name, (), exact, (f"{name} is ignored: {error}",))
     entries, faults = {}, []
     for number, value in enumerate(listed, 1):
         try:
@@ -139,34 +139,35 @@ def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
             entries[entry.identity] = entry
         except (ValueError, TypeError, KeyError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
-            faults.append(f"{name}: entry {number} is passed over: {why}")
+            faults.append(f"{name}: entry {number} is ignored: {why}")
     return Table(name, tuple(sorted(entries.values(), key=_order)), exact, tuple(faults))
 
 
 def _entry(value: Any) -> Entry:
     if not isinstance(value, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not a JSON object")
     names = {f.name for f in dataclasses.fields(Entry)}
     if extra := sorted(value.keys() - names):
-        raise ValueError(f"{extra[0]!r} is no field of an entry")
+        raise ValueError(f"{extra[0]!r} is not a field of an entry")
     for name, kind in (("device", str), ("kernel", str), ("kernel_version", int), ("tokens", int)):
         if type(value[name]) is not kind or (kind is int and value[name] < 1):
-            raise ValueError(f"{name}={value[name]!r}")
+            legal = "text" if kind is str else "a whole number, at least 1"
+            raise ValueError(f"{name}={value[name]!r}; legal: {legal}")
     if not _SLUG.fullmatch(value["device"]):
-        raise ValueError(f"device={value['device']!r} is no device kind in small letters")
+        raise ValueError(f"device={value['device']!r} is not a device kind in lower case")
     if value["source"] not in get_args(Source):
         raise ValueError(f"source={value['source']!r}; legal: {', '.join(get_args(Source))}")
     made = {name: _items(name, value.get(name, {})) for name in _MAPPINGS}
     if not made["blocks"] and not value.get("implementation"):
-        raise ValueError("its blocks are empty")
+        raise ValueError("it has neither blocks nor an implementation")
     for name in ("seconds", "default_seconds"):
         times = value.get(name, [])
         if not isinstance(times, list) or not all(_is_time(t) for t in times):
-            raise ValueError(f"{name}={times!r}")
+            raise ValueError(f"{name}={times!r}; legal: a list of positive numbers")
         made[name] = tuple(times)
     for name in ("implementation", "date", "table"):
         if name in value and not isinstance(value[name], str):
-            raise ValueError(f"{name}={value[name]!r}")
+            raise ValueError(f"{name}={value[name]!r}; legal: text")
     return Entry(**(value | made))
 
 
@@ -176,5 +177,7 @@ def _is_time(value: Any) -> bool:
 
 def _items(name: str, value: Any) -> Items:
     if not isinstance(value, dict) or not all(type(v) in (str, int, bool) for v in value.values()):
-        raise ValueError(f"{name}={value!r} is no object of numbers and words")
+        raise ValueError(
+            f"{name}={value!r}; legal: an object whose values are integers, text or booleans"
+        )
     return items(value)

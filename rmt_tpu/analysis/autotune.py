@@ -79,8 +79,8 @@ class Tuner:
         """Tune one kernel, and stop when the clock reaches `until` (in seconds)."""
         found = self._found(problem)
         if found is not None and not self.refresh:
-            old = "" if dict(found.versions) == _versions() else " by other versions: --refresh"
-            return Tuned(problem, None, found, f"in the table already{old}")
+            old = "" if dict(found.versions) == _versions() else " (other versions; see --refresh)"
+            return Tuned(problem, None, found, f"already in the table{old}")
         candidates = problem.candidates()
         known = self.log.known(problem)
         tried = set(known)
@@ -127,14 +127,14 @@ def check_table(out: str) -> None:
     """
     folder, name = open_parent(out)
     if not name:
-        raise UsageError(f"{out} names no file")
+        raise UsageError(f"{out} does not name a file; legal: the path of a JSON file")
     folder.check(write=True)
     try:
         table = kernel_tables.read(out)
     except RunError as error:
         raise UsageError(f"{out} cannot be read: {error}") from None
     if table.faults:
-        raise UsageError(f"{table.faults[0]}; mend the file, or move it away")
+        raise UsageError(f"{table.faults[0]}; fix the file, or move it away")
 
 
 def _entry(problem: Problem, result: Result) -> tuned.Entry:

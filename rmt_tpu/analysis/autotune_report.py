@@ -14,8 +14,7 @@ from rmt_tpu.estimator.calibration import error_bar
 def table(done: Sequence[Tuned]) -> str:
     """Return a Markdown table with one row per tuned kernel."""
     lines = [
-        "| device | kernel | default us | best us | gain | spread | best, where not the default "
-        "| source |",
+        "| device | kernel | default us | best us | gain | spread | best blocks | source |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(_cells(each))} |" for each in done]
@@ -30,7 +29,7 @@ def _cells(each: Tuned) -> list[str]:
     if problem.platform == "cuda" and not result.measured:
         source += " (bytes, warps, spills)"
     spread = f"{result.spread:.1%}" if result.measured else "-"
-    best = changed(result.default.blocks, result.best.blocks) if entry else "the default stays"
+    best = changed(result.default.blocks, result.best.blocks) if entry else "the default"
     if entry is not None and entry.implementation is not None:
         best += f" ({entry.implementation} is faster)"
     if entry is None and result.default.time is None:
@@ -52,13 +51,16 @@ def summary(done: Sequence[Tuned], out: str) -> str:
     bound = sum(each.result.default.is_bound and not each.result.measured for each in searched)
     text = f"{len(gained)} of {len(searched)} kernels have better block sizes, in {out}"
     if not gained:
-        text = f"nothing is clearly faster than the default, of {len(searched)} kernels"
+        text = f"none of {len(searched)} kernels has block sizes clearly faster than the default"
     if unrated := sum(each.result.default.time is None for each in searched):
-        text += f"; of {unrated} the default could not be rated, see the table"
+        text += f"; the default of {unrated} could not be rated (see the table)"
     if bound:
-        text += f"; of {bound} the bytes take all the time, so that without a device none can be"
+        text += (
+            f"; {bound} are limited by memory traffic, so that only a measurement on a device can "
+            "find better block sizes"
+        )
     if late:
-        text += f"; the search for {late} was not ended, --budget_minutes was too short"
+        text += f"; {late} searches were not finished within --budget_minutes"
     names = {slug(target.kind): name for name, target in DEVICES.items()}
     if estimated := [names[e.problem.device] for e in searched if not e.result.measured]:
         text += f"\n{error_bar(estimated)}"
@@ -121,7 +123,7 @@ def draw(done: Sequence[Tuned], path: Path) -> bool:
     axes.invert_yaxis()
     axes.set_xscale("log")
     how = "measured" if rows[0].result.measured else "estimated"
-    axes.set_xlabel(f"time of a candidate over that of the default, {how}; red: what is taken")
+    axes.set_xlabel(f"time of a candidate / time of the default, {how}; red: the chosen candidate")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True

@@ -96,7 +96,8 @@ def write_comparison(
 def markdown(results: dict[str, list[Result]]) -> str:
     """Return a Markdown table with one row per system, and a line about the seeds."""
     lines = [
-        "| preset | parameters | residual | tokens | FLOPs | seconds | train loss | held out |",
+        "| preset | parameters | residual | tokens | FLOPs | seconds | train loss "
+        "| held-out loss |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in results.items():
@@ -110,8 +111,8 @@ def markdown(results: dict[str, list[Result]]) -> str:
     if len(seeds) > 1:
         lines += [
             "",
-            f"Mean (min..max) over seeds {', '.join(map(str, seeds))}; seconds: mean. A seed sets "
-            "the parameters, the order of the text and which of it is held out.",
+            f"Mean (min..max) over seeds {', '.join(map(str, seeds))}; seconds: mean. A seed "
+            "determines the initial parameters, the order of the text and its held-out part.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -132,8 +133,9 @@ def notes(configs: dict[str, RunConfig]) -> str:
         systems.setdefault(_note(config.model), []).append(name)
     exempt = ", ".join(next(iter(configs.values())).train.optimizer.decay_exclude)
     lines = [
-        "What differs beside the system (if nothing else is said, weights are drawn with init_std "
-        f"/ sqrt(fan in), and decay unless their role is one of: {exempt or 'none'}):",
+        "Differences in addition to the system (unless noted, weights are drawn with a standard "
+        "deviation of init_std / sqrt(fan in), and weight decay applies except to the roles "
+        f"{exempt or '(none)'}):",
         "",
         *(f"- {', '.join(names)}: {note}." for note, names in systems.items()),
     ]
@@ -198,7 +200,9 @@ def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
     for axes in (by_loss, by_flops):
         axes.grid(axis="x", alpha=0.3)
         axes.tick_params(axis="y", length=0)
-    figure.suptitle(f"{results[names[0]][0].tokens:,} tokens each, the best first", fontsize=10)
+    figure.suptitle(
+        f"{results[names[0]][0].tokens:,} tokens each, the best system first", fontsize=10
+    )
     return save_picture(figure, folder, "comparison.png")
 
 
@@ -228,7 +232,7 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
     # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
     # of the height.
     panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
-    figure.supxlabel("tokens; band: min to max over seeds; grey: the other systems", fontsize=9)
+    figure.supxlabel("tokens (band: min to max over seeds; grey: the other systems)", fontsize=9)
     figure.supylabel("held-out loss", fontsize=9)
     save_picture(figure, folder, "curves.png")
 
@@ -259,16 +263,16 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
             scaled = [step * of_step for step in steps_taken]
             axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
-    by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
+    by_flops.set(xlabel="training FLOPs (analytic, without embedding lookups)")
     # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
     # of the height.
     by_tokens.set_ylim(top=max(first_held_out) + 0.5)
     for axes in (by_tokens, by_flops):
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3)
-    said = ["held out"]
-    said += ["band: min to max over seeds"] if len(next(iter(runs.values()))) > 1 else []
-    said += ["faint: train"]
+    notes = ["line: held-out loss"]
+    notes += ["band: min to max over seeds"] if len(next(iter(runs.values()))) > 1 else []
+    notes += ["faint: train loss"]
     handles, labels = by_tokens.get_legend_handles_labels()
-    figure.legend(handles, labels, title="\n".join(said), loc="outside right upper")
+    figure.legend(handles, labels, title="\n".join(notes), loc="outside right upper")
     save_picture(figure, folder, "comparison.png")

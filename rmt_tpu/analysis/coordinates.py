@@ -129,7 +129,10 @@ Found = dict[str, dict[int | float, Coordinates]]
 
 def table(found: Found) -> str:
     """Return a Markdown table of the growth exponents (see `growth`), with one row per model."""
-    lines = [f"| what | widths | {' | '.join(QUANTITIES)} |", "|---" * (2 + len(QUANTITIES)) + "|"]
+    lines = [
+        f"| activation | widths | {' | '.join(QUANTITIES)} |",
+        "|---" * (2 + len(QUANTITIES)) + "|",
+    ]
     for name, by_width in found.items():
         powers = [f"{growth(by_width, quantity):+.2f}" for quantity in QUANTITIES]
         widths = ", ".join(f"x{width:g}" for width in by_width)
@@ -168,5 +171,7 @@ def _draw(found: Found, folder: Folder) -> None:
             axes.grid(alpha=0.3)
         row[0].set_ylabel(name, fontsize=9)
     panels[0, 0].legend(fontsize=7)
-    figure.suptitle("how far entries are from where they began (RMS), over width", fontsize=11)
+    figure.suptitle(
+        "change of the entries since the start of training (RMS), by width", fontsize=11
+    )
     save_picture(figure, folder, "coordinates.png")

@@ -298,7 +298,7 @@ def measure(
                     raise
                 row = dataclasses.replace(row, fault=" ".join(str(error).split())[:200])
         if progress is not None:
-            told = row.fault or f"{row.seconds * 1e3:.3f} ms a step"
+            told = row.fault or f"{row.seconds * 1e3:.3f} ms per step"
             progress(f"{row.device}: {case.preset} {case.batch} {case.context}: {told}")
         yield row
 
@@ -333,10 +333,10 @@ def _fault(case: Case, needs: Least, limit: int | float) -> str:
     """Return why a step is impossible, in one line, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
-        return f"has {learned.max_length} learned positions"
+        return f"has only {learned.max_length} learned positions"
     if needs.held > limit:
-        there = memory.told(int(limit))
-        return f"does not fit: weights and cache are {memory.told(needs.held)}, of {there}"
+        held, there = memory.told(needs.held), memory.told(int(limit))
+        return f"does not fit: weights and cache take {held}, but the device has {there}"
     return ""
 
 

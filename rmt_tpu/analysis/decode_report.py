@@ -23,13 +23,12 @@ def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
       versions: the versions of the software that produced the figures.
       largest: the number of most expensive instructions to list for each estimated step.
     """
-    parts = ["# A decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
+    parts = ["# Time of a decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
     parts += [_tables(device, of) for device, of in _by_device(rows)]
     for row in rows:
         if largest and row.cost is not None:
-            title = (
-                f"## Largest instructions of {STEPS} steps: {', '.join(_case(row))}, {row.device}"
-            )
+            case = ", ".join((*_case(row), row.device))
+            title = f"## Most expensive instructions of {STEPS} steps: {case}"
             parts.append(f"{title}\n\n{largest_table(row.cost, largest)}")
     return "\n".join(parts)
 
@@ -39,15 +38,15 @@ def how(rows: Sequence[Row]) -> list[str]:
     told = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         told += [
-            f"Estimated, not measured: a step of {STEPS} in a dispatch, never less than all bytes "
-            f"of HBM take at the full bandwidth; by {len(MODELS)} models of cost, from least to "
-            "most. The likeliest token is chosen.",
+            f"Estimated, not measured: the time of one of {STEPS} steps that one dispatch runs, at "
+            "least the time that the HBM traffic takes at full bandwidth. The range is over "
+            f"{len(MODELS)} cost models. The most likely token is chosen.",
             error_bar(chips),
         ]
     if any(row.timed for row in rows):
         told.append(
-            "Timed on this machine with random weights: medians and extremes of repeats, each of "
-            "the median round of the engine's steps, with how tokens are chosen."
+            "Timed on this machine with random weights: median, least and most over repeats. Each "
+            "repeat gives the median round of the engine's steps, which includes choosing tokens."
         )
     return told
 
@@ -93,7 +92,7 @@ def figure(rows: Sequence[Row], versions: str) -> Any:
         axes.set_xticks(batches := sorted({row.case.batch for row in of}), batches)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("least time over that of the step" if known else "milliseconds a step")
+    panels[0].set_ylabel("share of HBM bandwidth" if known else "milliseconds per step")
     panels[0].set_ylim(0)
     legend = lambda axes: zip(*axes.get_legend_handles_labels(), strict=True)
     handles = {label: h for axes in panels for h, label in legend(axes)}
@@ -106,10 +105,10 @@ def _tables(device: str, rows: Sequence[Row]) -> str:
     first, timed = rows[0].case.preset, rows[0].timed
     several = any(row.case.preset != first for row in rows)
     estimated = [row for row in rows if row.cost is not None]
-    titles = ["preset", "rows", "context", "least MB", "least ms", "ms", "of bandwidth"]
-    titles += [f"over {first}"] if several else []
+    titles = ["preset", "rows", "context", "least MB", "least ms", "ms", "share of bandwidth"]
+    titles += [f"ms / {first}'s"] if several else []
     titles += ["least to most ms", "tokens/s", "weights and cache GB"]
-    titles += [] if timed else ["temporary MB", "copies", "their MB"]
+    titles += [] if timed else ["temporary MB", "copies", "copies' MB"]
     lines = [f"## {device}", "", *_head(titles)]
     lines += [_line([*_case(row), *_figures(row, rows, several)]) for row in rows]
     lines += [f"\n{', '.join(_case(row))}: {row.fault}." for row in rows if row.fault]

@@ -331,7 +331,8 @@ def table(profiles: dict[str, DepthProfile]) -> str:
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
-        "weight of newest | of embedding | entropy over depth | largest spread of logits |",
+        "weight of the newest source | weight of the embedding | entropy over depth | "
+        "largest spread of logits |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, p in profiles.items():
@@ -408,9 +409,9 @@ def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
 
 def _draw_curves(figure, profiles: dict[str, DepthProfile]) -> None:
     titles = {
-        "output": "what each sublayer writes (RMS)",
-        "residual": "residual after each write (RMS)",
-        "gradient": "loss gradient by each write (RMS)",
+        "output": "output of each sublayer (RMS)",
+        "residual": "residual after each sublayer (RMS)",
+        "gradient": "gradient of the loss by each output (RMS)",
     }
     panels = figure.subplots(1, len(titles))
     for axes, (quantity, title) in zip(panels, titles.items(), strict=True):

@@ -72,7 +72,7 @@ def attention(
     more = ({"G": G} if G != heads else {}) | ({"Dv": values} if values else {})
     words = in_words(tokens, dtype, H=heads, D=D, **more) + (" ALiBi" if alibi else "")
     words += "" if order == "size_major" else f" {order}"
-    words += "" if segments else " of one document"
+    words += "" if segments else " one document"
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
     # If a query sees only one key, the terms of the query's and the key's gradients cancel.
     cancels = frozenset({"d_qkv", "d_k"})

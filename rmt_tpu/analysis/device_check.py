@@ -200,7 +200,8 @@ def measure_rates(*, small: bool = False) -> Rates:
 def table(rows: Sequence[Row], rates: Rates | None) -> str:
     """Return a Markdown table with one row per case."""
     lines = [
-        "| op | size | implementation | largest difference | bound | time, ms | of the device | |",
+        "| op | size | implementation | largest difference | bound | time, ms | share of device "
+        "| result |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -225,7 +226,7 @@ def share(row: Row, rates: Rates | None) -> str:
         return ""
     bandwidth = row.bytes / row.seconds / rates.bytes
     peak = row.flops / row.seconds / rates.flops
-    return f"{bandwidth:.0%} of a copy" if bandwidth >= peak else f"{peak:.0%} of a product"
+    return f"{bandwidth:.0%} of a copy" if bandwidth >= peak else f"{peak:.0%} of a matmul"
 
 
 def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:

@@ -54,15 +54,15 @@ def dry_run(
         "model": f"{name}, residual {config.model.residual_size:,}",
         "parameters": _parts(cost.parameters(config.model)),
         "FLOPs": f"{cost.train_flops(flops, tokens):.3g}, forward and backward; "
-        f"{flops:.3g} a token forward",
+        f"{flops:.3g} per token forward",
         "devices": f"{len(devices)} {devices[0].device_kind}, {config.train.mesh}",
-        "memory": f"{room.described(room.least(config, run))}; recipes.preflight says all",
+        "memory": f"{room.described(room.least(config, run))}; for all, run recipes.preflight",
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
-        f"{config.data.seq_len}; there are {there:,}, each read {tokens / there:.2f} times",
+        f"{config.data.seq_len}; the data has {there:,}, each read {tokens / there:.2f} times",
     }
     lines |= plan_of(config, run.mesh).lines()
     if told := depth_rate.told(config):
-        lines["rates over depth"] = f"{told}: --set=train.depth_rate"
+        lines["rates over depth"] = f"{told} (--set=train.depth_rate)"
     if lack := room.lack(config, run):
         lines["too large"] = lack
     width = max(map(len, lines))

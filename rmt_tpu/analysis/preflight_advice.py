@@ -55,7 +55,7 @@ def _smaller_part(report: Preflight) -> list[Advice]:
     part, work = report.prompt.part, report.memory["temporaries"]
     sized = [(part // n, report.used - work + work // n) for n in (2, 4, 8, 16) if part % n == 0]
     fitting = [(tokens, size) for tokens, size in sized if size <= _ROOM * report.limit]
-    why = "fewer tokens at a time; Engine(part=...)"
+    why = "reads fewer tokens of the prompt at a time; in code: Engine(part=...)"
     return [Advice(f"--part={tokens}", why, size) for tokens, size in fitting[:1]]
 
 
@@ -66,9 +66,9 @@ def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] 
 
 
 _REMAT = {
-    "full": "keeps one residual a layer and computes the rest again",
-    "reversible": "keeps what sublayers wrote and rebuilds the residual from it",
-    "blocks": "keeps the bank alone, for a second forward pass",
+    "full": "keeps one residual per layer and recomputes the rest",
+    "reversible": "keeps the sublayers' outputs and rebuilds the residual from them",
+    "blocks": "keeps only the bank and runs a second forward pass",
 }
 
 
@@ -120,7 +120,7 @@ def _parts(report: Preflight) -> list[Advice]:
     if chosen is None:
         return []
     n, size = chosen
-    return [Advice(f"--set=train.accumulate={n}", f"the same batch in {n} parts", size)]
+    return [Advice(f"--set=train.accumulate={n}", f"computes the same batch in {n} parts", size)]
 
 
 def _microbatches(report: Preflight) -> list[Advice]:
@@ -137,7 +137,7 @@ def _microbatches(report: Preflight) -> list[Advice]:
     if chosen is None:
         return []
     n, size = chosen
-    return [Advice(f"--set=train.microbatches={n}", f"the same batch in {n} parts", size)]
+    return [Advice(f"--set=train.microbatches={n}", f"computes the same batch in {n} parts", size)]
 
 
 def _smaller_batch(report: Preflight) -> list[Advice]:
@@ -148,7 +148,13 @@ def _smaller_batch(report: Preflight) -> list[Advice]:
     if chosen is None:
         return []
     size, needed = chosen
-    return [Advice(f"--batch_size={size}", "fewer sequences a step; another training run", needed)]
+    return [
+        Advice(
+            f"--batch_size={size}",
+            "trains on fewer sequences per step, which changes the training run",
+            needed,
+        )
+    ]
 
 
 def _mesh_flag(mesh: dict[str, int]) -> str:
@@ -169,7 +175,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
     if chosen is not None:
         f, size = chosen
         changed = mesh | {"data": mesh["data"] // f, "fsdp": mesh["fsdp"] * f}
-        why = f"parameters and optimizer over {f} times as many devices"
+        why = f"divides parameters and optimizer state over {f} times as many devices"
         found.append(Advice(_mesh_flag(changed), why, size))
     parts, tokens = report.config.train.accumulate, 2 * mesh.get("sequence", 1)
     heads = (count for core in model.cores for count in core.divided_heads.values())
@@ -177,7 +183,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
     divides = all(size % tokens == 0 for size in sizes)
     if "sequence" in mesh and _rows(report) == parts and mesh["data"] % 2 == 0 and divides:
         changed = mesh | {"data": mesh["data"] // 2, "sequence": tokens}
-        why = "half of each sequence at a time"
+        why = "divides each sequence over twice as many devices"
         flags = f"{_mesh_flag(changed)} --set=train.accumulate={2 * parts}"
         found.append(Advice(flags, why, _with_rows(report, 0.5)))
     return found
@@ -199,4 +205,4 @@ def _more_chips(report: Preflight) -> list[Advice]:
     if math.prod(sides) > target.most or not (rows and width):
         return []
     flags = f"--topology={name}:{'x'.join(map(str, sides))} {_mesh_flag(mesh)}"
-    return [Advice(flags, f"{times} times the chips", report.used // times)]
+    return [Advice(flags, f"uses {times} times as many chips", report.used // times)]

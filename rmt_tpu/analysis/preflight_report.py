@@ -9,18 +9,18 @@ from rmt_tpu.estimator.calibration import error_bar
 
 _WIDTH = 40  # length of a bar in characters
 _MEANING = {
-    "parameters": "as they are kept",
+    "parameters": "as stored between steps",
     "optimizer": "moments, counts and bfloat16 copies of weights",
-    "cache": "of whole prompts",
+    "cache": "for whole prompts",
     "batch": "and other arguments",
     "activations": "kept by the forward pass for the backward pass",
-    "temporaries": "what lasts for a step, work space and gaps",
+    "temporaries": "arrays within a step, workspace and gaps",
     "program": "instructions",
 }
 _FORMS = {
     "cudnn": "cuDNN's fused kernels",
     "mosaic_tpu": "kernels for TPUs",
-    "xla": "plain JAX, by an online softmax where logits are many",
+    "xla": "plain JAX, with an online softmax if there are many logits",
 }
 
 
@@ -61,7 +61,7 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
         limit = report.limit / unit
         axes.axvline(limit, color="black", linestyle="--", label=f"HBM {limit:.2f}")
     axes.set(xlim=(0, 1.05 * shown), ylim=(-0.5, 0.5), yticks=[])
-    axes.set_xlabel(f"{name_of_unit} of a device, by the compiler's assignment of buffers")
+    axes.set_xlabel(f"{name_of_unit} per device, from the compiler's buffer assignment")
     axes.set_title(f"{name} on {report.target.label}: {_verdict(report)}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
@@ -87,8 +87,8 @@ def _verdict(report: Preflight) -> str:
     if report.fits:
         unit, name = _unit(report)
         amount = f"{used:.2f}" if name == "GiB" else f"{report.used / unit:.2f} MiB"
-        return f"FITS, {amount} of {limit:.2f} GiB a device ({used / limit:.0%})"
-    return f"DOES NOT FIT, {used:.2f} GiB where a device has {limit:.2f} GiB"
+        return f"FITS, {amount} of {limit:.2f} GiB per device ({used / limit:.0%})"
+    return f"DOES NOT FIT, {used:.2f} GiB needed, {limit:.2f} GiB per device"
 
 
 def _heading(report: Preflight, name: str) -> str:
@@ -96,12 +96,12 @@ def _heading(report: Preflight, name: str) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items() if size > 1) or "data=1"
     if report.prompt is not None:
         prompt, rest = report.prompt, ""
-        work = f"{prompt.part} tokens at a time of a prompt of {prompt.tokens}"
+        work = f"a prompt of {prompt.tokens} tokens, {prompt.part} at a time"
         if prompt.rows is not None:
-            work = f"{STEPS} new tokens in each of {prompt.rows} rows, of {prompt.tokens} tokens"
+            work = f"{STEPS} new tokens in each of {prompt.rows} rows of {prompt.tokens} tokens"
     else:
         parts = f" in {train.accumulate} parts" if train.accumulate > 1 else ""
-        work = f"{train.batch_size} x {report.config.data.seq_len} tokens a step{parts}"
+        work = f"{train.batch_size} x {report.config.data.seq_len} tokens per step{parts}"
         rest = f", remat {model.remat}"
     return (
         f"{name} on {report.target.label}: {_verdict(report)}\n"
@@ -122,11 +122,11 @@ def _attention(report: Preflight) -> str:
 
 def _memory(report: Preflight) -> str:
     scale, (unit, name) = _scale(report), _unit(report)
-    source = "libtpu leaves to a program"
+    source = "that libtpu leaves to a program"
     if report.target.platform != "tpu":
-        source = "it is sold with (JAX takes 75 % of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is)"
+        source = "in total (JAX takes 75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION is set)"
     there = f"{report.limit / 2**30:.2f} GiB" if name != "GiB" else f"{report.limit / 2**30:.2f}"
-    lines = [f"memory of a device in {name}, of the {there} that {source}"]
+    lines = [f"memory per device in {name}, of {there} {source}"]
     for kind in report.kinds:
         size = report.memory[kind]
         unknown = kind == "program" and not report.fits
@@ -140,7 +140,7 @@ def _memory(report: Preflight) -> str:
     )
     free = (report.limit - report.used) / 2**30
     in_gib = "" if name == "GiB" else " GiB"
-    over = f"{free:.2f}{in_gib} free" if free >= 0 else f"{-free:.2f}{in_gib} too much"
+    over = f"{free:.2f}{in_gib} free" if free >= 0 else f"{-free:.2f}{in_gib} over the limit"
     lines.append(f"  {'all':12}{report.used / unit:6.2f}  {bar}  {over}")
     return "\n".join(lines)
 
@@ -151,8 +151,8 @@ def _length(size: int, scale: int) -> int:
 
 def _buffers(report: Preflight, count: int) -> str:
     rows = [(f"{b.bytes / 2**20:.1f}", b.kind, b.shape, b.name) for b in report.buffers[:count]]
-    title = f"the {len(rows)} largest buffers when most memory is needed"
-    return f"{title}\n{_table(('MiB', 'kind', 'shape', 'what'), rows)}"
+    title = f"the {len(rows)} largest buffers at peak memory"
+    return f"{title}\n{_table(('MiB', 'kind', 'shape', 'name'), rows)}"
 
 
 def _collectives(report: Preflight) -> str:
@@ -174,11 +174,13 @@ def _collectives(report: Preflight) -> str:
     ]
     title = (
         f"collectives of a step; ASSUMED: {target.interconnect / 1e9:.0f} GB/s out of a device, "
-        "which the maker states for all of its links"
+        "the maker's figure for all links together"
     )
     if target.slices > 1:
-        title += f"; {target.dcn / 1e9:.2f} GB/s, its share of the network, between slices"
-    heads = ("kind", "along", "calls", "MB sent", "overlaps", "ms")
+        title += (
+            f"; {target.dcn / 1e9:.2f} GB/s per device between slices, its share of the network"
+        )
+    heads = ("kind", "mesh axes", "calls", "MB sent", "overlapped", "ms")
     return f"{title}\n{_table(heads, rows)}"
 
 
@@ -186,21 +188,27 @@ def _launches(report: Preflight) -> str:
     if report.launches is None:
         return ""
     # The compiler asks cuDNN for the size of its workspace only when a GPU is present.
-    return f"kernels and copies launched: {report.launches:,} a step; work space of cuDNN not known"
+    return (
+        f"kernels and copies launched: {report.launches:,} per step; cuDNN's workspace is unknown"
+    )
 
 
 def _time(report: Preflight) -> str:
     time = report.time
     if time is None:
         return ""
-    lines = ["time of a step: ESTIMATE, by the longer of schedule and bytes of every instruction"]
+    lines = [
+        "time of a step: ESTIMATE, each instruction the longer of its schedule and memory traffic"
+    ]
     parts = time.parts | {"collectives": time.collectives}
     for part, seconds in parts.items():
         bar = "#" * _length_of(seconds, time.total)
         lines.append(f"  {part:12}{seconds * 1e3:8.2f} ms {seconds / time.total:4.0%}  {bar}")
     tokens = report.tokens
     hidden = (
-        f", {time.least * 1e3:.2f} ms if what overlaps costs nothing" if time.overlapped else ""
+        f", {time.least * 1e3:.2f} ms if overlapped collectives cost nothing"
+        if time.overlapped
+        else ""
     )
     lines.append(f"  {'step':12}{time.total * 1e3:8.2f} ms{hidden}")
     least, most = time.range
@@ -215,7 +223,7 @@ def _time(report: Preflight) -> str:
         lines.append(f"  assumed for kernels: {report.target.assumed}")
     if time.unknown_loops:
         lines.append(
-            f"  {time.unknown_loops} loops of unknown length count once, kernels as they declare"
+            f"  {time.unknown_loops} loops of unknown length count once, or as kernels declare"
         )
     lines.append(f"  {error_bar([report.target.name])}")
     return "\n".join(lines)
@@ -233,13 +241,13 @@ def _advice(report: Preflight) -> str:
         if report.prompt is not None:
             fewer = "" if report.prompt.rows is None else ", or fewer rows of --decode"
             axes = "tensor, sequence or key"
-            return f"what to change: more devices of {axes}, or a shorter --prompt{fewer}"
-        return "what to change: a smaller model; nothing else is legal on this topology"
-    lines = ["what to change, the first thing first (sizes are estimated in proportion)"]
+            return f"what to change: more devices on {axes}, or a shorter --prompt{fewer}"
+        return "what to change: use a smaller model; no other change is legal on this topology"
+    lines = ["what to change, best first (sizes are estimated in proportion)"]
     for i, step in enumerate(found, start=1):
-        size = "run preflight again"
+        size = "run preflight again for the size"
         if step.bytes is not None:
-            end = "fits" if step.bytes <= report.limit else "is still too much"
+            end = "fits" if step.bytes <= report.limit else "still does not fit"
             size = f"about {step.bytes / 2**30:.2f} GiB, which {end}"
         lines.append(f"  {i}. {step.flags}: {step.why}; {size}")
     return "\n".join(lines)

@@ -50,8 +50,8 @@ class Prompt:
         learned = model.learned_positions
         if learned is not None and learned.max_length < self.tokens:
             raise UsageError(
-                f"--prompt={self.tokens} is beyond the {learned.max_length} learned positions of "
-                f"the model; legal: up to {learned.max_length}, or "
+                f"--prompt={self.tokens} is more than the model's {learned.max_length} learned "
+                f"positions; legal: up to {learned.max_length}, or "
                 f"--set=model.attention.positions.max_length={self.tokens}"
             )
 
@@ -83,8 +83,8 @@ def lower_prompt(
     devices = model.devices("batch")
     if rows is not None and rows % devices:
         raise MeshError(
-            f"--decode={rows} does not divide over the {devices} devices of data and fsdp; legal: "
-            f"multiples of {devices}"
+            f"--decode={rows} is not divisible over the {devices} devices of the axes data and "
+            f"fsdp; legal: multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         # Ignore this warning: some kernels support only calls with many tokens, others only few.

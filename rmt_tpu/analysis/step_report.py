@@ -51,12 +51,12 @@ def step_table(costs: Sequence[StepCost]) -> str:
     for name in MODELS:
         line(f"**whole step, {name}**", lambda cost, name=name: cost.by_model[name] / 1e6)
     line("without attention", lambda cost: (cost.cycles - cost.parts["attention"]) / 1e6)
-    line("of it, Pallas kernels", lambda cost: sum(cost.kernel_parts.values()) / 1e6)
-    line("of it, moves in loops", lambda cost: cost.moves[1] / 1e6)
-    line("moves in loops, calls", lambda cost: cost.moves[0])
-    line("moves in loops, GB", lambda cost: cost.moves[2] / 1e9)
+    line("in Pallas kernels", lambda cost: sum(cost.kernel_parts.values()) / 1e6)
+    line("in moves inside loops", lambda cost: cost.moves[1] / 1e6)
+    line("moves inside loops, calls", lambda cost: cost.moves[0])
+    line("moves inside loops, GB", lambda cost: cost.moves[2] / 1e9)
     line("HBM traffic, GB", lambda cost: cost.hbm_bytes / 1e9)
-    line("HBM traffic at peak, million cycles", lambda cost: cost.hbm_cycles / 1e6)
+    line("HBM traffic at peak bandwidth, million cycles", lambda cost: cost.hbm_cycles / 1e6)
     line("milliseconds", lambda cost: cost.seconds * 1e3)
     line("temporary memory, GB", lambda cost: cost.temporary_bytes / 1e9)
     return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in _notes(costs))
@@ -90,13 +90,13 @@ def model_lines() -> str:
 def _notes(costs: Sequence[StepCost]) -> list[str]:
     notes = []
     if unknown := sum(cost.unknown_loops for cost in costs):
-        notes.append(f"{unknown} loops of unknown length count once, kernels as they declare.")
+        notes.append(f"{unknown} loops of unknown length count once, or as their kernels declare.")
     for cost in costs:
         if cost.unscheduled:
             names = ", ".join(cost.unscheduled)
             notes.append(
-                f"{cost.preset}, {cost.target}: the compiler left no schedule of {names}, which "
-                "count by their bytes alone: too little."
+                f"{cost.preset}, {cost.target}: the compiler wrote no schedule of {names}; their "
+                "time is underestimated, by their memory traffic alone."
             )
     return notes
 
@@ -135,9 +135,9 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     spans = [[value / cost.clock * 1e3 for value in cost.by_model.values()] for cost in costs]
     for i, span in enumerate(spans):
         ends = axes.plot([i, i], [min(span), max(span)], "k_-", linewidth=1)
-    ends[0].set_label("least to most, by model of cost")
+    ends[0].set_label("range over the cost models")
     axes.set_xticks(range(len(costs)), names, fontsize=8)
-    axes.set(ylabel="milliseconds a step, estimated")
+    axes.set(ylabel="milliseconds per step, estimated")
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)

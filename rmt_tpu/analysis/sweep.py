@@ -70,9 +70,9 @@ class Between:
         """
         if self.count is None:
             raise UsageError(
-                f"--sweep={self.path} needs a number of points for a grid, like "
-                f"{self.path}=log:1e-4..1e-1:7; legal without: --search=random, or halving with "
-                "--trials"
+                f"--sweep={self.path} needs a number of points for a grid, such as "
+                f"{self.path}=log:1e-4..1e-1:7; without it, use --search=random, or "
+                "--search=halving with --trials"
             )
         space = np.geomspace if self.log else np.linspace
         return [_short(x) for x in space(self.low, self.high, self.count)]
@@ -106,19 +106,19 @@ def parse_space(text: str) -> Space:
     if kind not in ("log", "linear") or not colon:
         values = tuple(overrides.parse_assignment(f"{path}={v}")[1] for v in given.split(","))
         if len(set(map(str, values))) < len(values):
-            raise UsageError(f"--sweep={shown(text)} has a value twice; {legal}")
+            raise UsageError(f"--sweep={shown(text)} repeats a value; {legal}")
         return Choices(path, values)
     ends, _, count = rest.partition(":")
     try:
         low, high = map(float, ends.split(".."))
         number = int(count) if count else None
     except ValueError:
-        raise UsageError(f"--sweep={shown(text)} is no range; {legal}") from None
+        raise UsageError(f"--sweep={shown(text)} is not a range; {legal}") from None
     finite = math.isfinite(low) and math.isfinite(high)
     if not finite or low >= high or (kind == "log" and low <= 0) or (number or 2) < 2:
         raise UsageError(
-            f"--sweep={shown(text)} must go from a number to a larger one, of log from above 0, in "
-            "two points or more"
+            f"--sweep={shown(text)} must go from a number to a larger one (for log: from a number "
+            "above 0), in at least 2 points"
         )
     return Between(path, low, high, kind == "log", number)
 
@@ -141,7 +141,9 @@ def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
         points.setdefault(name_of(point), point)
         if len(points) == count:
             return list(points.values())
-    raise UsageError(f"--trials={count} are more than the {len(points)} points that --sweep has")
+    raise UsageError(
+        f"--trials={count} is more than the {len(points)} points of --sweep; legal: at most these"
+    )
 
 
 def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
@@ -278,7 +280,7 @@ def table(rows: Sequence[Row]) -> str:
 def _losses(row: Row) -> str:
     known = [loss for loss in row.losses if loss is not None]
     if len(known) < len(row.losses):
-        return f"not finite, {len(row.losses) - len(known)} of {len(row.losses)}"
+        return f"not finite: {len(row.losses) - len(known)} of {len(row.losses)}"
     if len(known) == 1:
         return f"{row.loss:.4f}"
     return f"{row.loss:.4f} ({min(known):.4f}..{max(known):.4f})"
@@ -289,7 +291,7 @@ def transfer(rows: Sequence[Row]) -> str:
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(of) for of in by_variant.values())
     lines = [
-        f"| variant | best | loss | with {name_of(first.point)} | lost by it |",
+        f"| variant | best point | loss | loss with {name_of(first.point)} | difference |",
         "|---|---|---|---|---|",
     ]
     for variant, of in by_variant.items():
@@ -352,7 +354,7 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
         panels[0].set_ylim(min(finite) - 0.05 * _HEIGHT, min(finite) + _HEIGHT)
     bars = "; bars: min to max over seeds" if len(rows[0].seeds) > 1 else ""
     panels[0].set_ylabel(f"held-out loss{bars}")
-    panels[0].legend(fontsize=8, title="x at the top: not finite" if _failed(rows) else None)
+    panels[0].legend(fontsize=8, title="x at the top: loss not finite" if _failed(rows) else None)
     save_picture(figure, folder, "sweep.png")
 
 

@@ -20,5 +20,5 @@ def fitted(text: str, width: int) -> str:
             cells = (cell.ljust(size, fill) for cell, size in zip(row, widths, strict=True))
             lines.append(f"| {' | '.join(list(cells)[:kept])} |")
         if kept < len(widths):
-            lines.append(f"({len(widths) - kept} more in the file)")
+            lines.append(f"(columns only in the file: {len(widths) - kept})")
     return "\n".join(lines) + "\n"

@@ -27,14 +27,17 @@ def main() -> int:
       The exit code: 0; 1 if tokamax is not installed; 2 if a target has no rows.
     """
     if importlib.util.find_spec("tokamax") is None:
-        print("tokamax is missing; pip install tokamax==0.0.12 brings the kernels", file=sys.stderr)
+        print(
+            "tokamax is not installed; pip install tokamax==0.0.12 installs the kernels",
+            file=sys.stderr,
+        )
         return 1
     values = json.loads(calibration.PATH.read_text(encoding="utf-8"))
     rows = list(calibration.parse(values))
     legal = list(dict.fromkeys(row.target for row in rows))
     for target in sys.argv[1:] or legal:
         if target not in legal:
-            print(f"{target!r} has no rows; legal: {', '.join(legal)}", file=sys.stderr)
+            print(f"{target!r} has no calibration rows; legal: {', '.join(legal)}", file=sys.stderr)
             return 2
         mine = [i for i, row in enumerate(rows) if row.target == target]
         for i, row in zip(mine, compiled([rows[i] for i in mine]), strict=True):

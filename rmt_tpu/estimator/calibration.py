@@ -146,20 +146,20 @@ def error_bar(targets: Sequence[str]) -> str:
             continue
         told.append(
             f"{found.least:.1f} to {found.most:.1f} (mean {found.mean:.2f}) times the measured "
-            f"time of {found.calls} calls on {target}"
+            f"times of {found.calls} calls on {target}"
         )
     parts = ["estimates"]
     if told:
         parts.append(f"the best guess was {', '.join(told)}")
     if never:
-        parts.append(f"never compared with a measured time on {', '.join(never)}")
+        parts.append(f"not compared with measured times on {', '.join(never)}")
     return f"{'; '.join(parts)} (docs/benchmarks/estimates.md)"
 
 
 def table() -> str:
     """Return Markdown tables: the times of each call in ms, and agreement per target and kind."""
     lines = [
-        f"| chip | call | published | {' | '.join(MODELS)} | memory, of published |",
+        f"| chip | call | published | {' | '.join(MODELS)} | memory / published |",
         f"|---|---|---|{'---|' * len(MODELS)}---|",
     ]
     for row in rows():

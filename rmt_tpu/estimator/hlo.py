@@ -184,7 +184,7 @@ class Module:
                 instruction = dataclasses.replace(instruction, attributes=attributes)
                 current[instruction.name] = instruction
         if not self.entry:
-            raise ValueError("no ENTRY computation in this text")
+            raise ValueError("the HLO text has no ENTRY computation")
 
     def run(self) -> Iterator["Executed"]:
         """Yield every instruction that runs, except those inside fusions, which run as one."""
@@ -389,7 +389,7 @@ def _balanced(text: str, start: int) -> int:
         depth += (text[i] == "(") - (text[i] == ")")
         if depth == 0:
             return i + 1
-    raise ValueError(f"unbalanced parentheses: {text[:80]}")
+    raise ValueError(f"the HLO text has unbalanced parentheses: {text[:80]}")
 
 
 def _array(dtype: str, shape: str, layout: str) -> Array:

@@ -297,19 +297,19 @@ def _read(target: Target, folder: Path) -> Program | Failure:
 def _check_installed(target: Target) -> None:
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise CompilerError(
-            "libtpu is not installed; pip install 'jax[tpu]' brings the TPU compiler"
+            "libtpu is not installed; pip install 'jax[tpu]' installs the TPU compiler"
         )
     if target.platform != "cuda":
         return
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     if not any(importlib.util.find_spec(name) for name in plugins):
         raise CompilerError(
-            "no CUDA plugin of jax is installed; pip install --no-deps "
-            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} brings the "
-            "GPU compiler"
+            "jax's CUDA plugin is not installed; pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} installs "
+            "the GPU compiler"
         )
     if shutil.which("ptxas") is None:
-        raise CompilerError("no ptxas on the PATH; pip install nvidia-cuda-nvcc brings it")
+        raise CompilerError("ptxas is not on the PATH; pip install nvidia-cuda-nvcc installs it")
 
 
 def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
@@ -350,5 +350,5 @@ def _told(target: Target, job: Job, i: int, jobs: int, outcome: Program | Failur
 
 def _last_words(errors: Path, code: int, target: Target) -> str:
     lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "it said nothing"
-    return f"compiling for {target.name} ended with code {code}: {last}"
+    last = lines[-1].strip() if lines else "no output"
+    return f"compiling for {target.name} exited with code {code}: {last}"

@@ -173,9 +173,9 @@ def op_table(rows: Sequence[OpRow]) -> str:
     The most important columns come first, so that a narrow terminal shows them.
     """
     lines = [
-        "| op | case | pass | chip | us, kernel | us, xla | xla / kernel | of bandwidth, kernel "
-        "| of bandwidth, xla | GFLOP | least MB | MB, kernel | MB, xla "
-        "| xla / kernel, least to most |",
+        "| op | case | pass | chip | us, kernel | us, xla | xla / kernel "
+        "| share of bandwidth, kernel | share of bandwidth, xla | GFLOP | least MB | MB, kernel "
+        "| MB, xla | range of xla / kernel |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -203,8 +203,8 @@ def op_table(rows: Sequence[OpRow]) -> str:
 def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
     """Return a Markdown table with one line per kernel; cycles are in thousands per call."""
     lines = [
-        "| chip | case | pass | kernel | kcycles | kbundles | MXU floor | compute / HBM | VMEM MiB "
-        "| trips | busiest units |",
+        "| chip | case | pass | kernel | kcycles | kbundles | least MXU kcycles | compute / HBM "
+        "| VMEM MiB | trips | busiest units |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -252,7 +252,7 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
                 lines.append(f"| {' | '.join(cells)} | {booked:g} |")
     if not lines:
         return ""
-    head = "| chip | schedule | least d | d, kernels | d, xla | d, the paper's table 1 |"
+    head = "| chip | schedule | least d | d, kernels | d, xla | d, paper's Table 1 |"
     return "\n".join([head, "|---|---|---|---|---|---|", *lines]) + "\n"
 
 

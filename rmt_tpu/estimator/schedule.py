@@ -146,7 +146,7 @@ def parse_schedule(
     bundles = _bundles(bundles_text)
     slots, use = _utilization(utilization_text)
     if not bundles or len(bundles) != len(use):
-        raise ValueError(f"{len(bundles)} bundles, and the use of units for {len(use)}")
+        raise ValueError(f"the schedule has {len(bundles)} bundles, but unit usage for {len(use)}")
     spans = _loop_spans(bundles)
     left_out = _left_out(bundles) if either else frozenset()
     constants = dict(_CONSTANT.findall(bundles_text))

@@ -200,7 +200,7 @@ def search(
             continue
         taken = _accepted(trials[candidates[0]], trials.values(), ESTIMATED_GAIN)
         if time is None and taken.is_bound:
-            why = f"any blocks move bytes for {taken.floor * 1e6:.1f} us"
+            why = f"the memory traffic of any blocks takes {taken.floor * 1e6:.1f} us"
             bound = [Trial(each, "no faster", why) for each in untried]
             trials |= {trial.blocks: trial for trial in bound}
             log(*bound)
@@ -264,7 +264,11 @@ def _fastest(default: Trial, trials: Iterable[Trial]) -> Trial:
 def _tried(blocks, compile, fields, grows, before: Iterable[Trial]) -> Trial:
     for trial in before:
         if trial.fate == "no room" and _contains(fields(blocks), fields(trial.blocks), grows):
-            return Trial(blocks, "skipped", f"larger than {dict(fields(trial.blocks))}")
+            return Trial(
+                blocks,
+                "skipped",
+                f"larger than {dict(fields(trial.blocks))}, which did not fit",
+            )
     outcome = compile(blocks)
     if isinstance(outcome, Refusal):
         return Trial(blocks, outcome.fate, outcome.why)

@@ -174,7 +174,9 @@ def lower_call(
         lowered = lower(lambda *a: function(*a), call.arguments, device, donate=call.donated)
     taken = [look.chosen for look in looks if problem_of(look) == problem]
     if taken != [blocks]:
-        raise RuntimeError(f"{problem.name} is compiled with {taken or 'no look-up'}, not {blocks}")
+        raise RuntimeError(
+            f"{problem.name} was compiled with {taken or 'no look-up of blocks'}, not {blocks}"
+        )
     return lowered
 
 

@@ -175,7 +175,7 @@ DEVICES = TARGETS | {
         _tpu(
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", "TPU7x",
             hbm=97024 * _MIB, interconnect=300e9, most=9216, dcn=50e9 / 8, grouped=0.43,
-            assumed="matrix units as those of v6e, at the clock that gives the maker's peak",
+            assumed="the matrix units of v6e, at the clock that gives the maker's peak",
         ),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 80 * 10**9),
         _gpu("h200", "NVIDIA H200", 141 * 10**9),
@@ -201,7 +201,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
     if device is None or (device.platform == "tpu" and not colon):
         raise ValueError(f"{text!r} is unknown; legal: {_LEGAL}")
     if slices > 1 and device.platform != "tpu":
-        raise ValueError(f"{text!r} has no slices: only those of TPUs are connected by a network")
+        raise ValueError(f"{text!r} cannot have several slices; legal: slices of TPUs only")
     if not colon:
         return device
     form = r"\d+" + r"x\d+" * (len(device.shape) - 1)
@@ -209,7 +209,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
     # A host in a slice has 2x2 chips; only the smallest topologies have hosts of one or two chips.
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
     if min(sizes) < 1 or not hosts or math.prod(sizes) > device.most:
-        raise ValueError(f"{text!r} is no topology of {name}; legal: {_LEGAL}")
+        raise ValueError(f"{text!r} is not a topology of {name}; legal: {_LEGAL}")
     return dataclasses.replace(device, topology=text, slices=slices)
 
 

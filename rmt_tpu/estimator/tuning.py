@@ -88,18 +88,20 @@ def tpu_rating(program: Program, needed: int) -> Rating:
     """
     kernels = program_cost(program).kernels
     if not kernels or any(kernel.cycles is None for kernel in kernels):
-        return Rating(None, words="a kernel has no schedule")
+        return Rating(None, words="the compiler wrote no schedule of a kernel")
     # An outermost loop of unknown length cannot be rated. An inner loop of unknown length, for
     # example over a variable number of sources, counts as one iteration.
     if any(kernel.trips[:1] == (None,) for kernel in kernels):
-        return Rating(None, words="a grid of unknown length")
+        return Rating(None, words="the length of a grid is unknown")
     bandwidth = program.target.bandwidth
     moved = sum(k.calls * k.bytes.total for k in kernels)
     cycles, bundles = (
         sum(k.calls * n for k, n in zip(kernels, numbers, strict=True))
         for numbers in ([k.cycles for k in kernels], [k.bundles for k in kernels])
     )
-    words = f"{cycles:,} cycles, {bundles:,} bundles, bytes {moved / bandwidth * 1e6:.1f} us"
+    words = (
+        f"{cycles:,} cycles, {bundles:,} bundles, memory traffic {moved / bandwidth * 1e6:.1f} us"
+    )
     seconds = sum(kernel.calls * kernel.seconds for kernel in kernels)
     return Rating(
         seconds, max(kernel.vmem_bytes for kernel in kernels), words, min(moved, needed) / bandwidth
@@ -118,13 +120,13 @@ def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
       bandwidth: the memory bandwidth in bytes/s.
     """
     if use is None:
-        return Rating(None, words="ptxas says nothing of the kernel")
+        return Rating(None, words="ptxas reports nothing about the kernel")
     floor = moved / bandwidth
     few = max(1.0, _WARPS / max(use.warps_at_a_time, 1))
     seconds = floor * few * (1 + use.spilled / _SPILLED)
     words = (
-        f"{use.registers} registers, {use.spilled} bytes spilled, {use.warps_at_a_time} warps "
-        "at a time"
+        f"{use.registers} registers, {use.spilled} bytes spilled, {use.warps_at_a_time} concurrent "
+        "warps"
     )
     return Rating(seconds, use.registers * use.threads * 4, words, floor)
 
@@ -160,7 +162,7 @@ def ptxas_usage(ptx: str) -> dict[str, Usage]:
             command = [_ptxas(), "-v", f"-arch={target}", "-o", "/dev/null", str(path)]
             done = subprocess.run(command, capture_output=True, encoding="utf-8")
             if done.returncode:
-                raise CompilerError(f"ptxas refuses: {' '.join(done.stderr.split())[:200]}")
+                raise CompilerError(f"ptxas failed: {' '.join(done.stderr.split())[:200]}")
             found |= parse_usage(module, done.stderr)
     return found
 

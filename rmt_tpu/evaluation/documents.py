@@ -54,7 +54,7 @@ def find_tasks(names: Iterable[str], flag: str = "tasks") -> list[Task]:
         if name not in TASKS:
             raise UsageError(unknown(f"--{flag}", name, TASKS))
     if len(set(names)) < len(names):
-        raise UsageError(f"--{flag}={','.join(names)} names one twice; legal: each once")
+        raise UsageError(f"--{flag}={','.join(names)} repeats a name; legal: each name once")
     return [TASKS[name] for name in names]
 
 
@@ -108,8 +108,8 @@ def there(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[s
             found.append(task.name)
     if not found:
         raise UsageError(
-            f"--{flag}={data_dir!r} has data of none of {', '.join(names)}; legal: a folder with "
-            f"<task>.jsonl of some of them, or {HUB}"
+            f"--{flag}={data_dir!r} has no data for {', '.join(names)}; legal: a folder with "
+            f"<task>.jsonl for at least one task, or {HUB}"
         )
     return found
 
@@ -119,7 +119,9 @@ def _find(task: Task, data_dir: str):
     for ending in _ENDINGS:
         with contextlib.suppress(Problem):
             return files(base + ending, buckets=True)[0]
-    raise Problem(f"has no {task.name}.jsonl, nor .gz or .zst; legal: a folder with it, or {HUB}")
+    raise Problem(
+        f"has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, or {HUB}"
+    )
 
 
 def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -127,16 +129,16 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import datasets
     except ImportError:
         raise UsageError(
-            f"--data_dir={HUB} needs datasets: pip install 'rmt_tpu[lm-eval]'; legal without: a "
-            "folder of files"
+            f"--data_dir={HUB} needs the package datasets: pip install 'rmt_tpu[lm-eval]'; a "
+            "folder of files does not need it"
         ) from None
     path, name, split = task.hub
     try:
         found = datasets.load_dataset(path, name, split=split)
     except Exception as error:  # many libraries may raise: no network, no such dataset, no access
         raise RunError(
-            f"--data_dir={HUB}: {path} cannot be had: {one_line(error)[:200]}; a folder of files "
-            "needs no network"
+            f"--data_dir={HUB}: {path} cannot be loaded: {one_line(error)[:200]}; a folder of "
+            "files needs no network"
         ) from None
     return ((f"{path} {split} {number}", line) for number, line in enumerate(found))
 
@@ -156,8 +158,8 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
         ]
         if not texts:
             raise UsageError(
-                f"--text={source} holds out no documents; legal: files, or a store "
-                "made with a held-out part"
+                f"--text={source} has no held-out documents; legal: text files, or a token store "
+                "with a held-out part"
             )
     else:
         texts = data.documents(source, "text")
@@ -226,8 +228,8 @@ def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int 
         before = len(of_context[context])
         if len(whole) <= before:
             raise UsageError(
-                f"--tasks={source.name}: {continuation!r:.80} is no token of its own behind its "
-                "context with this tokenizer"
+                f"--tasks={source.name}: with this tokenizer, the continuation "
+                f"{continuation!r:.80} adds no token to its context"
             )
         requests.append(Request(tokenizer.begun(whole[:before]), whole[before:]))
     return Asked(source, requests, owners)

@@ -117,9 +117,8 @@ def evaluate(
         for one in open_ones:
             if one.left and one.cut:
                 progress.say(
-                    f"note: {one.source.name}: the beginnings of {one.cut} of "
-                    f"{len(one.requests)} contexts are cut to "
-                    f"--max_length={subject.scorer.max_length} tokens"
+                    f"note: {one.source.name}: {one.cut} of {len(one.requests)} contexts exceed "
+                    f"--max_length={subject.scorer.max_length} tokens; their beginnings are cut off"
                 )
         _answer(subject.scorer, open_ones, progress)
     return [one.result() for one in open_ones]

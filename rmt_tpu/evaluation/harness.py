@@ -81,7 +81,9 @@ class RmtTpu(TemplateLM):
         self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
         self._decoder = subject.decoder
         if not self._tokenizer.starts:
-            _TOLD.warning("no start token is put before texts: the model's tokenizer puts none")
+            _TOLD.warning(
+                "texts are scored without a start token, because the model's tokenizer adds none"
+            )
         self._max_gen_toks = max_gen_toks
         self._slots = int(batch_size) if str(batch_size).isdecimal() else 8
 
@@ -139,7 +141,7 @@ class RmtTpu(TemplateLM):
         self._scorer.check("the task", requests)
         if cut := self._scorer.cut(requests):
             _TOLD.warning(
-                "the beginnings of %d of %d contexts are cut to max_length=%d tokens",
+                "%d of %d contexts exceed max_length=%d tokens; their beginnings are cut off",
                 cut,
                 len(requests),
                 self.max_length,
@@ -185,7 +187,7 @@ class RmtTpu(TemplateLM):
             unknown |= {f"{name}={value}" for name, value in unknown_of(how).items()}
         if unknown:
             _TOLD.warning(
-                "gen_kwargs %s change nothing here; legal: until, max_gen_toks, do_sample, %s",
+                "gen_kwargs %s are ignored; legal: until, max_gen_toks, do_sample, %s",
                 ", ".join(sorted(unknown)),
                 ", ".join(SAMPLED),
             )
@@ -241,7 +243,9 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
     """
     for source in sources:
         if source.kind == "text":
-            raise UsageError(f"--tasks={source.name} is not made of files for the harness")
+            raise UsageError(
+                f"--tasks={source.name} scores a text, which the harness measures differently"
+            )
         lines, fields = _in_fields(source)
         path = folder / f"{source.name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

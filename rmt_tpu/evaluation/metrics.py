@@ -94,7 +94,9 @@ def difference(one: Metric, other: Metric) -> Difference:
       ValueError: the metrics have different names or numbers of documents.
     """
     if one.name != other.name or len(one.total) != len(other.total):
-        raise ValueError("two models are compared by the same metric of the same documents")
+        raise ValueError(
+            "two models can only be compared by the same metric over the same documents"
+        )
     error = _error(one.influence - other.influence)
     apart = [_error(m.influence) for m in (one, other)]
     unpaired = None if error is None else math.hypot(*apart)

@@ -44,7 +44,7 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
 def table(results: Sequence[Result]) -> str:
     """Return a Markdown table with one row per metric, next to the values in the RMT paper."""
     lines = [
-        "| task | metric | value | standard error | documents | per | paper: 405M Transformer, "
+        "| task | metric | value | standard error | documents | unit | paper: 405M Transformer, "
         "305M RMT | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -64,8 +64,8 @@ def comparison(
 ) -> str:
     """Return a Markdown table of differences on the same documents, with their errors."""
     lines = [
-        f"| task | metric | {name} | {other_name} | difference | its error | unpaired | p | "
-        "paper: 405M Transformer, 305M RMT |",
+        f"| task | metric | {name} | {other_name} | difference | standard error "
+        "| unpaired error | p | paper: 405M Transformer, 305M RMT |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for result, other in zip(results, others, strict=True):
@@ -76,9 +76,10 @@ def comparison(
                 f"{_of(one, apart.unpaired)} | {_p(apart)} | {_paper(result, one)} |"
             )
     return "\n".join(lines) + (
-        "\n\nDifferences are of shares in points, and of perplexities in nats; errors are of the "
-        "same documents for both, and unpaired as if each had its own. p: McNemar's exact test for "
-        "shares, the normal distribution for nats.\n"
+        "\n\nDifferences of shares are in percentage points, those between perplexities in nats. "
+        "The standard error is for both models on the same documents; the unpaired error assumes "
+        "different documents. p: McNemar's exact test for shares, the normal distribution for "
+        "nats.\n"
     )
 
 
@@ -174,7 +175,7 @@ def _draw_shares(
         axes.plot([chance, chance], [row - 0.45, row + 0.45], "k:", linewidth=1)
     axes.set_yticks(range(len(shares)), [f"{task} {metric}" for task, metric in shares])
     axes.invert_yaxis()
-    axes.set(xlabel="right (percent); line: standard error; dots: chance")
+    axes.set(xlabel="correct answers (percent); bar: standard error; dots: chance")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8)
 
@@ -185,7 +186,7 @@ def _draw_positions(axes: Any, texts: Mapping[str, Result]) -> None:
         style = line_style(number)
         axes.plot(centers, nats, label=name, markersize=4, **style)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before in the window", ylabel="nats per token")
+    axes.set(xlabel="position in the window (tokens)", ylabel="nats per token")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 

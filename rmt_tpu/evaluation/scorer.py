@@ -148,7 +148,7 @@ class Scorer(NamedTuple):
         longest = max(len(request.continuation) for request in requests)
         if longest > self.max_length:
             raise UsageError(
-                f"--max_length={self.max_length} is less than the {longest} tokens of a "
+                f"--max_length={self.max_length} is less than the {longest} tokens of the longest "
                 f"continuation of {name}; legal: {longest} or more"
             )
 

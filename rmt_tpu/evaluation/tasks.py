@@ -78,7 +78,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str):
         there = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise Malformed(f"has no field {name!r} that is text; fields: {there}")
+        raise Malformed(f"has no text field {name!r}; its fields: {there}")
     return value
 
 
@@ -87,7 +87,7 @@ def _index(line: Mapping[str, Any], name: str, count: int) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
-        raise Malformed(f"has {name!r} {shown(value)}; legal: 0 to {count - 1}")
+        raise Malformed(f"has {name!r}={shown(value)}; legal: 0 to {count - 1}")
     return value
 
 
@@ -100,7 +100,7 @@ def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
     value = line.get(name)
     good = isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value)
     if not good:
-        raise Malformed(f"has no field {name!r} that is a list of texts")
+        raise Malformed(f"has no field {name!r} with a list of texts")
     return value
 
 
@@ -123,7 +123,7 @@ def _arc(line: Mapping[str, Any]) -> Document:
         _text(line, "answerKey"),
     )
     if len(labels) != len(texts) or key not in labels:
-        raise Malformed(f"has 'answerKey' {key!r}; legal: one of the labels {labels}")
+        raise Malformed(f"has 'answerKey'={key!r}; legal: one of the labels {labels}")
     question = f"Question: {_text(line, 'question')}\nAnswer:"
     return _choices(question, texts, labels.index(key))
 
@@ -162,7 +162,7 @@ def _winogrande(line: Mapping[str, Any]) -> Document:
     if not blank:
         raise Malformed("has no '_' in 'sentence'")
     if str(answer) not in ("1", "2"):
-        raise Malformed(f"has 'answer' {shown(answer)}; legal: '1' or '2'")
+        raise Malformed(f"has 'answer'={shown(answer)}; legal: '1' or '2'")
     begins = [before + _text(line, name) for name in ("option1", "option2")]
     rest = f" {after.strip()}"
     return Document(tuple((b, rest) for b in begins), int(answer) - 1)
@@ -174,7 +174,7 @@ def _lambada(line: Mapping[str, Any]) -> Document:
     else:
         context, space, word = _text(line, "text").rpartition(" ")
         if not space:
-            raise Malformed("has a 'text' of one word")
+            raise Malformed("has a 'text' of one word; legal: at least two words")
     return Document(((context, f" {word}"),))
 
 

@@ -56,8 +56,8 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     """
     if len(config.stacks) > 1:
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} divides the layers of a single stack, and the model "
-            f"has {len(config.stacks)}; legal: stage=1"
+            f"--mesh: stage={schedule.stages} needs a model with a single stack of layers, but "
+            f"this one has {len(config.stacks)}; legal: stage=1"
         )
     layers, chunks = config.stacks[0].repeat, schedule.chunks
     if layers % chunks:
@@ -69,19 +69,19 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     if sequences % schedule.microbatches:
         raise sharding.MeshError(
             f"train.microbatches={schedule.microbatches} does not divide the {sequences} sequences "
-            f"of a device; nearest legal: "
+            f"per device; nearest legal: "
             f"{sharding.nearest_multiples(sequences, schedule.microbatches)} sequences"
         )
     if config.remat == "reversible":
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} does not go with model.remat='reversible'; legal: "
+            f"--mesh: stage={schedule.stages} does not support model.remat='reversible'; legal: "
             "none, dots, full"
         )
     period = len(config.stacks[0].cores)
     legal = config.mixer.chunk_multiple(config.num_sublayers)
     if legal is None:
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} does not go with an ablation of "
+            f"--mesh: stage={schedule.stages} does not support an ablation of "
             f"{config.mixer.kind}; legal: stage=1"
         )
     if layers * period // chunks % legal:
@@ -89,9 +89,9 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
             n for n in range(1, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
         ]
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} x train.virtual_stages={schedule.virtual} chunks are "
-            f"{layers * period // chunks} sublayers each, no multiple of a block's {legal}; legal "
-            f"numbers of chunks: {', '.join(map(str, fit)) or 'none'}"
+            f"--mesh: with stage={schedule.stages} x train.virtual_stages={schedule.virtual}, a "
+            f"chunk has {layers * period // chunks} sublayers, not a multiple of a block's "
+            f"{legal}; legal numbers of chunks: {', '.join(map(str, fit)) or 'none'}"
         )
 
 

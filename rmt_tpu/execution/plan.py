@@ -13,8 +13,7 @@ from rmt_tpu.layers.choices import Choice
 from rmt_tpu.residual.whole_tiles import width
 
 _SCHEDULES = {
-    "reversible": "the backward pass rebuilds the residual, so that its memory does not grow with "
-    "depth",
+    "reversible": "the backward pass rebuilds the residual, whose memory does not grow with depth",
     "banked": "the bank of rows is its own checkpoint",
     "pipelined": "the mesh has stages",
     "scanned": "each layer is one step of a scan",
@@ -100,23 +99,23 @@ def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:
 
 def _of_dtype(config: RunConfig, schedule: str) -> str:
     if config.model.store.dtype == "int16":
-        return "as small as bfloat16, and writes are taken back to the bit"
+        return "as small as bfloat16, and its writes can be undone exactly"
     if config.model.store.dtype == config.model.compute_dtype:
         return "the compute dtype"
     if schedule == "reversible":
-        return "writes are taken back nearly exactly"
-    return "the config says so"
+        return "its writes can be undone nearly exactly"
+    return "set in the config"
 
 
 def _for_decoding(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
     fused = model.mixer.banked and getattr(model.mixer, "fused", False)
     if not (model.mixer.kind == "sum" if model.store.has_keys else fused):
-        return Choice(False, "there are none for this store and mixer")
+        return Choice(False, "this store and mixer have none")
     if divided:
         return Choice(False, "they do not support a mesh that divides D_k")
     if not target.on_tpu:
-        return Choice(False, "they are for TPUs")
-    return Choice(True, "they take a layer's parameters from where its stack lies")
+        return Choice(False, "they run on TPUs only")
+    return Choice(True, "they read a layer's parameters directly from the stack")
 
 
 def _word(value: object) -> str:

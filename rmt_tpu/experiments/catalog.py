@@ -79,33 +79,33 @@ EXPERIMENTS = {
     for e in (
         Experiment(
             "rmt-moments",
-            "variances of what is written and read at the start, by formula and by simulation",
+            "variances of stores and retrievals at initialization, by formula and by simulation",
             f"{_RMT}, Tables 1 and 2",
             compute=moments.page,
             takes="seconds",
         ),
         Experiment(
             "rmt-counts",
-            "parameters and FLOPs over the size of the residual, and of the paper's models",
+            "parameters and FLOPs by the size of the residual, and for the paper's models",
             f"{_RMT}, Figure 1, Tables 4 and 7 to 9",
             compute=counts.page,
             takes="seconds",
         ),
         Experiment(
             "rmt-scaling",
-            "loss of RMT and Transformer over FLOPs and weights, with fits",
+            "loss of RMT and Transformer by FLOPs and weights, with fits",
             f"{_RMT}, Figures 2 and 3, Tables 3, 4, 8 and 9",
             plan=trained.rmt_scaling,
         ),
         Experiment(
             "rmt-largest",
-            "loss of the largest RMT and Transformer at equal tokens: docs/guides/reproduce.md",
+            "loss of the largest RMT and Transformer after equal tokens: docs/guides/reproduce.md",
             f"{_RMT}, Table 3",
             plan=_largest,
         ),
         Experiment(
             "rmt-variants",
-            "RMT beside other residual systems",
+            "RMT compared with other residual systems",
             f"{_RMT}, Figure 5 and Table 10",
             plan=trained.rmt_variants,
         ),
@@ -117,7 +117,7 @@ EXPERIMENTS = {
         ),
         Experiment(
             "rmt-tasks",
-            "tasks and perplexities of the largest models, in pairs; give --data_dir",
+            "tasks and perplexities of the largest models, in pairs; needs --data_dir",
             f"{_RMT}, Tables 5 and 6",
             plan=_largest,
             reports=_tasks,
@@ -125,21 +125,21 @@ EXPERIMENTS = {
         ),
         Experiment(
             "rmt-step",
-            "time of a train step by parts, and its memory, estimated",
+            "estimated time of a train step, by parts, and its memory",
             f"{_RMT}, section 4.2, Memory and Runtime",
             reports=_rmt_steps,
-            takes="10 minutes of two CPU cores",
+            takes="10 minutes on two CPU cores",
         ),
         Experiment(
             "attnres-traffic",
             "elements moved per sublayer, counted in compiled programs",
             f"{_ATTNRES}, Table 1",
             reports=_traffic,
-            takes="an hour of two CPU cores",
+            takes="an hour on two CPU cores",
         ),
         Experiment(
             "attnres-scaling",
-            "loss of plain, Block, Full and mHC-lite over FLOPs, with fits",
+            "loss of plain, Block, Full and mHC-lite by FLOPs, with fits",
             f"{_ATTNRES}, Table 2 and Figure 4",
             plan=trained.attnres_scaling,
         ),
@@ -151,45 +151,45 @@ EXPERIMENTS = {
         ),
         Experiment(
             "attnres-ablations",
-            "what attention over depth consists of",
+            "ablations of attention over depth",
             f"{_ATTNRES}, Table 4",
             plan=trained.attnres_ablations,
         ),
         Experiment(
             "attnres-block-size",
-            "sublayers a block",
+            "number of sublayers per block",
             f"{_ATTNRES}, Figure 6",
             plan=trained.attnres_block_size,
         ),
         Experiment(
             "attnres-dynamics",
-            "who reads which depth; outputs and gradients over depth",
+            "weights on earlier layers; outputs and gradients by depth",
             f"{_ATTNRES}, Figures 5 and 8",
             plan=_of_depth,
             reports=_depth,
         ),
         Experiment(
             "attnres-overheads",
-            "what Block AttnRes adds to a train step, a pipeline and a new token, estimated",
+            "estimated cost of Block AttnRes for a train step, a pipeline and a new token",
             f"{_ATTNRES}, section 4",
             reports=_attnres_steps,
-            takes="half an hour of two CPU cores",
+            takes="half an hour on two CPU cores",
         ),
         Experiment(
             "ladder",
-            "RMT, Block AttnRes and both together over sizes, with fits",
+            "RMT, Block AttnRes and both together, by size, with fits",
             "in neither paper",
             plan=trained.ladder,
         ),
         Experiment(
             "cores",
-            "both residuals under Llama's cores and Kimi Linear's",
+            "both residuals with Llama's and Kimi Linear's cores",
             "in neither paper",
             plan=trained.today,
         ),
         Experiment(
             "depth",
-            "attention over depth in models of 4 to 32 layers, rates of its own searched",
+            "attention over depth in models of 4 to 32 layers, with a search of its learning rate",
             "in neither paper at this size",
             plan=depth.plan,
         ),
@@ -201,7 +201,7 @@ EXPERIMENTS = {
         ),
         Experiment(
             "systems",
-            "every residual system at equal tokens",
+            "every residual system after equal tokens",
             "in neither paper",
             plan=trained.all_systems,
         ),
@@ -239,7 +239,7 @@ def table() -> str:
             total = sum(map(plan.flops, runs))
             hours = {n: total / (_SHARE * cost.peak_flops(chip)) for n, chip in _CHIPS.items()}
             hours = {"two CPU cores": total / _CPU} if scale == "tiny" else hours
-            takes = ", ".join(f"{_hours(seconds)} of {name}" for name, seconds in hours.items())
+            takes = ", ".join(f"{_hours(seconds)} on {name}" for name, seconds in hours.items())
             about = f"{e.name} | {e.shows} | {e.source}" if scale == "tiny" else " | | "
             lines.append(
                 f"| {about} | {scale} | {len(runs)} | {sum(map(plan.tokens, runs)):.2g} | "
@@ -247,8 +247,8 @@ def table() -> str:
             )
     return (
         "\n".join(lines)
-        + f"\n\nFLOPs by rmt_tpu.cost; hours of chips at {_SHARE:.0%} of their peak, which is "
-        "assumed; of CPU cores as in docs/results.md. Experiments share runs."
+        + f"\n\nFLOPs by rmt_tpu.cost. Hours on chips assume {_SHARE:.0%} of their peak; hours on "
+        "CPU cores are extrapolated from docs/results.md. Experiments share runs."
     )
 
 

@@ -60,21 +60,22 @@ def resource_scaling() -> dict[str, list[Point]]:
 def page() -> Page:
     """Return a page with Figure 1 and tables of the paper's counts next to the computed counts."""
     curves = resource_scaling()
-    parts = ["Figure 1, with embeddings, of windows of 512 tokens:", _curves_table(curves)]
+    parts = ["Figure 1, with embeddings, for windows of 512 tokens:", _curves_table(curves)]
     parts += ["Table 4, training FLOPs on 6.04e9 tokens, without embeddings:", _flops_table()]
     parts += ["Tables 8 and 9:", _sizes_table()]
     parts += [
-        "Errata: the last two rows of Table 9 print D_k 896 and 1024; only 48 and 64 give their "
-        "parameters and residuals. Table 7's total of FLOPs has half of the key vectors' that "
-        "section A.2 lists, and its parameters count V once where embedding and unembedding are "
-        "two. Tokens are 20 for each weight outside of embeddings, but for the last pair."
+        "Errata: the last two rows of Table 9 print D_k 896 and 1024, but only 48 and 64 give "
+        "their parameters and residuals. Table 7's total FLOPs include half of the key vectors' "
+        "FLOPs that section A.2 lists, and its parameters count V once although embedding and "
+        "unembedding are separate. All but the last pair of models read 20 tokens per weight "
+        "outside of embeddings."
     ]
     numbers = {name: [asdict(p) for p in points] for name, points in curves.items()}
     return Page("\n\n".join(parts) + "\n", numbers, {"figure_1.png": lambda: _draw(curves)})
 
 
 def _curves_table(curves: dict[str, list[Point]]) -> str:
-    lines = ["| model | residual | parameters | GFLOPs a token | doubled: parameters, FLOPs |"]
+    lines = ["| model | residual | parameters | GFLOPs per token | if doubled: parameters, FLOPs |"]
     lines.append("|---|---|---|---|---|")
     for name, points in curves.items():
         of_size = {p.residual_size: p for p in points}
@@ -100,7 +101,7 @@ def _flops_table() -> str:
 
 def _sizes_table() -> str:
     lines = [
-        "| model | parameters, printed | here | residual | tokens, printed | 20 a weight | run |",
+        "| model | parameters, printed | here | residual | tokens, printed | 20 per weight | run |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (parameters, read) in _PRINTED.items():
@@ -124,7 +125,7 @@ def _draw(curves: dict[str, list[Point]]):
         by_parameters.plot(sizes, [p.parameters / 1e6 for p in points], "o-", label=name)
         by_flops.plot(sizes, [p.flops / 1e9 for p in points], "o-", label=name)
     by_parameters.set(ylabel="million parameters")
-    by_flops.set(ylabel="forward GFLOPs a token")
+    by_flops.set(ylabel="forward GFLOPs per token")
     for axes in (by_parameters, by_flops):
         axes.set(xlabel="numbers in a token's residual", ylim=0)
         axes.grid(alpha=0.3)

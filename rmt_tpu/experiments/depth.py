@@ -145,7 +145,7 @@ def plan(scale: Scale) -> Plan:
         Arm(
             f"{system}-16-layers-again",
             _config(scale, system, 16, **{"train.accumulate": 2}),
-            f"{system}, sums in another order",
+            f"{system}, sums in a different order",
             f"{system}-16-layers",
             searches=_searches(system, 16),
             num_seeds=3,
@@ -155,10 +155,11 @@ def plan(scale: Scale) -> Plan:
     blocks = ", ".join(f"{size} sublayers at {layers}" for layers, size in _BLOCK.items())
     note = (
         f"Width {size.width} in heads of {size.head_dim} (the RMT's residual is four times as "
-        f"large), RMSNorm, windows of {size.seq_len}, batches of {size.batch_size}, {size.steps} "
-        f"steps, whatever the depth; Block has blocks of {blocks} layers. Rates and factors by the "
-        "search below, of two seeds that no arm has; at 8 layers the geometric mean of those at 4 "
-        "and 16, at 32 those of 16. All held-out text is read."
+        f"large), RMSNorm, windows of {size.seq_len}, batches of {size.batch_size} and "
+        f"{size.steps} steps at every depth; Block has blocks of {blocks} layers. Learning rates "
+        "and factors come from the search below, with two seeds that no arm uses; at 8 layers "
+        "they are the geometric means of those at 4 and 16, and at 32 layers those at 16. All "
+        "held-out text is evaluated."
     )
     registered = tuple(f"attnres-{layers}-layers" for layers in _LAYERS)
     return Plan(tuple(arms), searches, _SEEDS, registered, x="layers", notes=(note,))

@@ -128,11 +128,11 @@ def page() -> Page:
         means += [found.mean, found.gradient_mean]
     worst = max(abs(mean) / error for mean, error in means)
     text = (
-        "Ratios of variances, output over input and input's gradient over output's, of inputs with "
-        f"second moment 1 and mean 1/2: {_DRAWS} draws of weights, {_TOKENS} tokens each, with the "
-        f"standard error of the mean. All means are 0 (the largest is {worst:.1f} standard errors "
-        "away).\n\n" + "\n".join(lines) + "\n\n"
-        "**Bold**: printed in Table 2, and not what Table 1's own formulas give at these shapes: "
+        "Ratios of variances (output / input, and gradient of the input / gradient of the output) "
+        f"for inputs with second moment 1 and mean 1/2: {_DRAWS} draws of weights, {_TOKENS} "
+        "tokens each, with the standard error of the mean. All means are 0 (the largest is "
+        f"{worst:.1f} standard errors away).\n\n" + "\n".join(lines) + "\n\n"
+        "**Bold**: printed in Table 2, but different from Table 1's own formulas at these shapes: "
         f"{'; '.join(differ)}. Storage and retrieval of a feed-forward layer have the shapes of "
         "attention's storage, and its ratios or their mirror image.\n"
     )
@@ -153,6 +153,6 @@ def _draw(numbers: list[dict]):
         axes.plot(at, [n["printed"][index] for n in numbers], "x", color="C3", label="printed")
         axes.axhline(1, color="0.5", linewidth=1)
         axes.set_xticks(at, names, fontsize=6)
-        axes.set(title=f"{kind}: variance out over in")
+        axes.set(title=f"{kind}: variance of output / input")
         axes.legend(fontsize=8)
     return figure

@@ -49,7 +49,9 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
     panels[2].axhline(0, color="0.5", linewidth=1)
     first = next(iter(by_system(outcomes)))
     panels[2].set(
-        xlabel="training FLOPs", ylabel=f"minus {first}'s of the same size and seed", xscale="log"
+        xlabel="training FLOPs",
+        ylabel=f"held-out loss minus {first}'s, same size and seed",
+        xscale="log",
     )
     panels[2].set_title("bars: 95% over seeds", fontsize=9)
     for axes in panels:
@@ -86,7 +88,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
     named = list(dict.fromkeys(o.arm.against for o in outcomes if o.arm.against))
     panels[0].set(xlabel=plan.x, ylabel="held-out loss; faint: seeds")
     base = named[0] if len(named) == 1 else "its base"
-    panels[1].set(xlabel=plan.x, ylabel=f"minus {base}'s of the same seed")
+    panels[1].set(xlabel=plan.x, ylabel=f"held-out loss minus {base}'s, same seed")
     panels[1].axhline(0, color="0.5", linewidth=1)
     panels[1].set_title("bars: 95% over seeds", fontsize=9)
     if printed:
@@ -125,11 +127,11 @@ def _draw_differences(plan: Plan, outcomes: Sequence[Outcome]):
     panels[0].errorbar([e.mean for _, e in rows], at, xerr=halves, fmt="o", capsize=3)
     panels[0].set_yticks(at, [o.arm.name for o, _ in rows])
     panels[0].invert_yaxis()
-    panels[0].set(xlabel=f"held-out loss minus {', '.join(bases)}'s of the same seed; bars: 95%")
+    panels[0].set(xlabel=f"held-out loss minus {', '.join(bases)}'s, same seed; bars: 95%")
     if columns > 1:
         known = [(loss, row) for loss, row in zip(printed, at, strict=True) if loss is not None]
         panels[1].plot(*zip(*known, strict=True), "D", color="0.3")
-        panels[1].set(xlabel="the same of the paper's losses")
+        panels[1].set(xlabel="the same difference between the paper's losses")
     for axes in panels:
         axes.axvline(0, color="0.5", linewidth=1)
         axes.grid(axis="x", alpha=0.3)

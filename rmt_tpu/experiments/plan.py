@@ -167,7 +167,9 @@ def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
       UsageError: the run has fewer than four steps.
     """
     if (steps := config.train.steps // 4) == 0:
-        raise UsageError(f"--steps={config.train.steps} is too few to grow in: legal: 4 or more")
+        raise UsageError(
+            f"--steps={config.train.steps} is too few for a model that grows; legal: 4 or more"
+        )
     changes = {"model.store.key_dim": key_dim, "train.steps": steps}
     warmup = config.train.optimizer.warmup_fraction * config.train.steps / steps
     changes["train.optimizer.warmup_fraction"] = min(1.0, warmup)

@@ -77,8 +77,8 @@ class Records:
                 digest, record = _parsed(line)
             except (ValueError, KeyError, TypeError):
                 raise RunError(
-                    f"{self._folder}/{self._name} line {number} is no outcome of a run; legal: "
-                    "lines that recipes.experiment wrote, one a run"
+                    f"{self._folder}/{self._name} line {number} is not the outcome of a run; "
+                    "legal: lines that recipes.experiment wrote, one per run"
                 ) from None
             self._found[digest] = record
 

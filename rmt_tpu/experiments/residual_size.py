@@ -15,9 +15,9 @@ _WIDTH = HEADS * HEAD_DIM
 # two nearest searches.
 _SEARCHED = (HEADS, 4 * HEADS, 16 * HEADS)
 _NOTE = (
-    f"All at width {_WIDTH} in the standard parametrisation; rates are searched with D_k "
-    f"{', '.join(map(str, _SEARCHED))}, others have those of the nearest, or of two the geometric "
-    "mean."
+    f"All at width {_WIDTH} in the standard parametrization; learning rates are searched with D_k "
+    f"{', '.join(map(str, _SEARCHED))}. Other sizes use the rate of the nearest D_k, or the "
+    "geometric mean of the two nearest."
 )
 
 
@@ -68,7 +68,7 @@ def rmt_key_dim(scale: Scale) -> Plan:
         Arm(f"{name}-50k", configs[k], "rmt", None if k == 12 else "rmt-134m-k12-50k", x=64 * k)
         for k, name in names.items()
     )
-    return Plan(arms, x=axis, notes=("50,000 steps at a rate of 1e-2 (C.3).",))
+    return Plan(arms, x=axis, notes=("50,000 steps at a learning rate of 1e-2 (C.3).",))
 
 
 def growth(scale: Scale) -> Plan:
@@ -94,11 +94,11 @@ def growth(scale: Scale) -> Plan:
         Arm(name(large), config(large), "rmt", base, **of(large)),
     )
     note = (
-        "The second arm and the third have the rate of the peak for a quarter of the steps, and go "
-        "on as the others at that step; then the third grows, which changes nothing of what it "
-        "computes. New entries begin with Adam's first moment at 0 and its second as large as the "
-        "others', so that they warm up over some ten steps. FLOPs and weights are counted as if it "
-        "had been large from the start."
+        "The second and third arms keep the peak learning rate for a quarter of the steps, and "
+        "then follow the schedule of the other arms. At that step the third arm grows, which does "
+        "not change what it computes. New entries start with Adam's first moment at 0 and its "
+        "second moment as large as that of the old entries, so that they warm up over about ten "
+        "steps. FLOPs and weights are counted as if the model had been large from the start."
     )
     notes = (TINY_NOTE, _NOTE, note) if scale == "tiny" else (note,)
     seeds = SEEDS if scale == "tiny" else SEEDS[:3]

@@ -39,7 +39,7 @@ def page(
     if plan.fits:
         parts += [_FITS, fits_table(outcomes)]
     if rows:
-        parts += ["Searched (held-out loss, the mean over the search's seeds; the best is taken):"]
+        parts += ["Search (mean held-out loss over the search's seeds; the best point is used):"]
         parts += [searches_table(rows)]
     numbers = {
         "arms": [_numbers(o, seeds) for o in outcomes],
@@ -50,19 +50,20 @@ def page(
 
 
 _FITS = (
-    "`loss = a x^b`, of each seed by itself, mean and interval over seeds. The last columns: how "
-    "many times the FLOPs, or weights outside of embeddings, of its largest model the first "
-    "system would need for that model's loss, by the first system's fit; its own row says how far "
-    "that fit is from its own largest model."
+    "Fits of `loss = a x^b`, one per seed, with mean and interval over seeds. The last two "
+    "columns: how many times the FLOPs (or weights outside of embeddings) of a system's largest "
+    "model the first system would need for the same loss, by the first system's fit. The first "
+    "system's own row shows how far that fit is from its own largest model."
 )
 
 
 _TESTS = (
-    "Tested: differences that were named before anything was trained, with p by Student's t over "
-    "pairs, and adjusted over all of them (Holm), those without a result too. An adjusted p below "
-    "0.05 counts as different from 0. All other differences are exploratory. Deviation: the "
-    "standard deviation of a paired difference. Detectable: the true difference that a single test "
-    "at 5% finds with a probability of 0.8, with so many pairs and this deviation."
+    "Tests of differences that were chosen before training, with p by Student's t over pairs, "
+    "adjusted over all tests (Holm), including tests without a result. A difference with an "
+    "adjusted p below 0.05 counts as different from 0. All other differences are exploratory. "
+    "Deviation: the standard deviation of a paired difference. Detectable: the true difference "
+    "that a single test at 5% finds with a probability of 0.8, with this number of pairs and this "
+    "deviation."
 )
 
 
@@ -82,7 +83,7 @@ def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     ]
     for (name, test), p in zip(tests.items(), adjusted, strict=True):
         if test is None:
-            none = "none: diverged, or one seed"
+            none = "none (diverged, or only one seed)"
             lines.append(f"| {name} | {by_name[name].arm.against} | {none} | | | | |")
             continue
         of = f"**{test.estimate}**" if p < 0.05 else str(test.estimate)
@@ -100,9 +101,9 @@ def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int], *, bold: bool 
     """
     printed = any(o.arm.paper is not None for o in outcomes)
     by_name = {o.arm.name: o for o in outcomes}
-    head = ["arm", "weights", "FLOPs", "tokens", "rate", "held out", "minus", "difference",
-            "tokens, FLOPs to its loss"]  # fmt: skip
-    lines = ["| " + " | ".join(head + ["the paper"] * printed) + " |"]
+    head = ["arm", "weights", "FLOPs", "tokens", "rate", "held-out loss", "minus", "difference",
+            "share of tokens, FLOPs"]  # fmt: skip
+    lines = ["| " + " | ".join(head + ["paper"] * printed) + " |"]
     lines.append("|---" * (len(head) + printed) + "|")
     for o in outcomes:
         cells = [
@@ -117,12 +118,13 @@ def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int], *, bold: bool 
         if printed:
             cells.append("" if o.arm.paper is None else f"{o.arm.paper:.3f}")
         lines.append("| " + " | ".join(cells) + " |")
-    said = f"Held out: mean (least..most) over seeds {', '.join(map(str, seeds))}, nats a token. "
+    over = ", ".join(map(str, seeds))
+    said = f"Held-out loss: mean (least..most) over seeds {over}, nats per token. "
     said += (
-        "Difference: of the same seeds, with an interval of 95%"
-        + ("; **bold** where that leaves out 0. " if bold else ". ")
-        + "Weights: outside of embeddings. Last: the share of the other's tokens, and of its "
-        "FLOPs, at which its final loss is reached."
+        "Difference: between runs of the same seed, with a 95% interval"
+        + ("; **bold** if it excludes 0. " if bold else ". ")
+        + "Weights: outside of embeddings. Share of tokens, FLOPs: the share of the other arm's "
+        "tokens, and of its FLOPs, after which this arm reaches the other's final loss."
     )
     return "\n".join([*lines, "", said]) + "\n"
 
@@ -136,7 +138,7 @@ def _rates(config: RunConfig) -> str:
 def _losses(o: Outcome) -> str:
     known = [loss for loss in o.losses if loss is not None]
     if not o.complete:
-        return f"diverged, {len(o.losses) - len(known)} of {len(o.losses)}"
+        return f"diverged: {len(o.losses) - len(known)} of {len(o.losses)}"
     return (
         f"{o.mean:.4f}" if len(known) == 1 else f"{o.mean:.4f} ({min(known):.4f}..{max(known):.4f})"
     )
@@ -166,8 +168,8 @@ def fits_table(outcomes: Sequence[Outcome]) -> str:
     systems = by_system(outcomes)
     first = next(iter(systems))
     lines = [
-        "| system | exponent of FLOPs | exponent of weights | FLOPs that the first would need | "
-        "weights |",
+        "| system | exponent of FLOPs | exponent of weights | FLOPs the first system would need | "
+        "weights it would need |",
         "|---|---|---|---|---|",
     ]
     fits = {name: {x: fit(of, x) for x in ("flops", "weights")} for name, of in systems.items()}
@@ -243,7 +245,9 @@ def with_best(
     taken = {name: best(rows[name])[0] for name in plan.searches_of(arm)}
     for name, row in taken.items():
         if not math.isfinite(row.loss):
-            raise RunError(f"every point of the search {name} diverged: {arm.name} has no rate")
+            raise RunError(
+                f"every point of the search {name} diverged, so {arm.name} has no learning rate"
+            )
     found = [row.point for row in taken.values()]
     return overrides.apply(config, between(found)) if found else config
 

@@ -85,8 +85,8 @@ class Text:
         if (found := runs.read(_TEXT)) is None:
             if runs.names("runs") or runs.names("rates"):
                 raise UsageError(
-                    f"--workdir={runs} has runs of an older version, whose weights were drawn "
-                    "otherwise; legal: another --workdir"
+                    f"--workdir={runs} has runs of an older version, which initialized weights "
+                    "differently; legal: another --workdir"
                 )
         elif json.loads(found.data) != self.checksum():
             raise UsageError(

@@ -102,9 +102,10 @@ def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
 TINY_NOTE = (
     f"Models of four layers, width {_LADDER[0] * HEAD_DIM} to {_LADDER[-1] * HEAD_DIM} in heads "
     f"of {HEAD_DIM}, on bytes of Python's standard library in windows of 64, batches of 16; 20 "
-    "tokens for each of the Transformer's weights outside of embeddings, the same for all systems "
-    f"of a size. Rates, and factors over depth, by a search at width {_SEARCHED * HEAD_DIM} with "
-    "two seeds that no arm has, and by muP at the others. Losses are nats per byte."
+    "tokens per weight of the Transformer outside of embeddings, the same for all systems of a "
+    f"size. Learning rates and factors over depth come from a search at width "
+    f"{_SEARCHED * HEAD_DIM} with two seeds that no arm uses, and by muP at the other widths. "
+    "Losses are nats per byte."
 )
 
 
@@ -170,9 +171,10 @@ def rmt_scaling(scale: Scale) -> Plan:
         system: Search(_trial(system), points(rate=_PAPER_RATES)) for system in _TRIAL_STORE
     }
     note = (
-        "As the paper: tokens are 20 times the weights outside of embeddings, but the last pair "
-        "reads the same 6e9. Its search over multipliers and the initial deviation too (100 "
-        "trials) is one over five rates here: `recipes.sweep` has the rest."
+        "As in the paper, tokens are 20 times the weights outside of embeddings, except that both "
+        "models of the last pair read 6e9. The paper also searches multipliers and the initial "
+        "standard deviation (100 trials); here the search is over five learning rates, and "
+        "`recipes.sweep` can search the rest."
     )
     return Plan(tuple(arms), searches, fits=True, notes=(note,))
 
@@ -204,9 +206,9 @@ def attnres_scaling(scale: Scale) -> Plan:
             ),
         ]  # fmt: skip
     note = (
-        "Dense stand-ins for the paper's mixtures of experts (see the presets), on other text, so "
-        "that differences within a row can be compared with the paper's and losses cannot. Rates "
-        "are the paper's, which were tuned on the plain model."
+        "Dense stand-ins for the paper's mixtures of experts (see the presets), on other text: "
+        "differences within a row can be compared with the paper's, but losses cannot. Learning "
+        "rates are the paper's, which were tuned on the plain model."
     )
     return Plan(tuple(arms), fits=True, notes=(note,))
 
@@ -231,7 +233,7 @@ def ladder(scale: Scale) -> Plan:
             _preset(f"llama-attnres-{vector}", "attnres", plain),
             _preset(f"rmt-llama-attnres-{matrix}", "rmt-attnres", plain),
         ]
-    return Plan(tuple(arms), fits=True, notes=("The cores of today's models: RoPE, SwiGLU.",))
+    return Plan(tuple(arms), fits=True, notes=("Cores of current models: RoPE, SwiGLU.",))
 
 
 # One size -------------------------------------------------------------------------------------
@@ -243,8 +245,8 @@ def rmt_variants(scale: Scale) -> Plan:
         "transformer": 3.43, "rmt": 3.38, "hierarchical": 3.47, "depth-lstm": 3.54, "highway": 3.41
     }  # fmt: skip
     note = (
-        "The paper prints training losses. It gives no code of the last three, whose readings here "
-        "are those of `rmt_tpu/config/mixers.py`."
+        "The paper prints training losses. It gives no code of the last three systems; "
+        "`rmt_tpu/config/mixers.py` says how they are read here."
     )
     if scale == "tiny":
         plain = f"transformer-{HEADS * HEAD_DIM}"
@@ -281,7 +283,7 @@ def attnres_block_size(scale: Scale) -> Plan:
 
     The block size is the number of sublayers per block.
     """
-    axis = "sublayers a block, S"
+    axis = "sublayers per block, S"
     if scale == "tiny":
         plain, arms = f"transformer-{HEADS * HEAD_DIM}", []
         arms.append(Arm(plain, tiny("transformer", HEADS), "transformer"))
@@ -327,8 +329,8 @@ def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
 
 
 _EACH = (
-    "Each ablation has a search of its own, at its own width; the paper's have the rate of the "
-    "plain model."
+    "Each ablation has its own search, at its own width; the paper's ablations use the learning "
+    "rate of the plain model."
 )
 
 
@@ -392,7 +394,9 @@ def today(scale: Scale) -> Plan:
     ]
     if scale == "tiny":
         arms.append(_preset("rmt-kimi-tiny", "rmt-kimi", first))
-    return Plan(tuple(arms), notes=("The presets' own runs and rates: none is searched.",))
+    return Plan(
+        tuple(arms), notes=("The presets' own runs and learning rates; nothing is searched.",)
+    )
 
 
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:

@@ -324,8 +324,8 @@ def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
     rows = sharding.CACHE_RULES["batch"]
     if (count := len(processes)) > 1 and any(sizes[axis] > 1 for axis in rows):
         raise sharding.MeshError(
-            f"{' and '.join(rows)} divide texts over devices of {count} processes; legal: devices "
-            "of one process, or other axes"
+            f"{' and '.join(rows)} divide texts over devices of {count} processes; legal: over "
+            "devices of one process only"
         )
 
 
@@ -334,7 +334,7 @@ def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
     foreign = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if foreign.size:
         raise UsageError(
-            f"{name} has token {foreign[0]}, which the model has no embedding for; "
+            f"{name} has token {foreign[0]}, for which the model has no embedding; "
             f"legal: 0 to {vocab_size - 1}"
         )
 

@@ -22,7 +22,7 @@ def read_prompts(location: str) -> list[str]:
     folder, name = _split(location)
     found = folder.read(name, limit=2**30)
     if found is None:
-        raise UsageError(f"{location} is not there")
+        raise UsageError(f"{location} does not exist")
     try:
         lines = found.data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -36,7 +36,7 @@ def read_prompts(location: str) -> list[str]:
         except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
-            raise UsageError(f'{location}:{number} is not an object with a "prompt" that is text')
+            raise UsageError(f'{location}:{number} is not a JSON object with a text "prompt"')
         prompts.append(prompt)
     return prompts
 
@@ -75,7 +75,10 @@ class Output:
             except ValueError:
                 continue  # an interrupted run left this line incomplete
             if not isinstance(value, dict) or "number" not in value:
-                raise UsageError(f"{self.location}:{number} is not of this command; name another")
+                raise UsageError(
+                    f"{self.location}:{number} is not a line that this command writes; name "
+                    "another file"
+                )
             yield value
 
 
@@ -94,8 +97,8 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
         made = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same or made != settings:
             raise RunError(
-                f"{output.location} has what follows other prompts, or was made with other flags; "
-                "name another --output"
+                f"{output.location} has continuations of other prompts, or was written with other "
+                "flags; name another --output"
             )
         done.add((number, line.get("sample")))
     return done
@@ -104,5 +107,5 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
 def _split(location: str) -> tuple[Folder, str]:
     folder, name = open_parent(location)
     if not name:
-        raise UsageError(f"{location!r} names no file")
+        raise UsageError(f"{location!r} does not name a file")
     return folder, name

@@ -162,7 +162,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
     room = max_length + 1 - prompt_tokens
     if room < 1:
         raise UsageError(
-            f"--prompt has {prompt_tokens} tokens (with the start token) and the model "
+            f"--prompt has {prompt_tokens} tokens (with the start token), but the model has only "
             f"{max_length} learned positions; legal: at most {max_length} tokens"
         )
     return min(max_tokens, room)

@@ -38,8 +38,8 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
 def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
     if mesh.shape["stage"] > 1:
         raise sharding.MeshError(
-            f"--mesh: stage={mesh.shape['stage']} divides layers for training; legal for text: "
-            "stage=1"
+            f"--mesh: stage={mesh.shape['stage']} divides layers, which only training supports; "
+            "legal: stage=1"
         )
     sharding.check_keys(mesh, model.store.has_keys)
     sharding.check_experts(mesh, bool(model.of_kind("experts")))
@@ -50,7 +50,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
             # Several devices may share a key head: see `key_heads`.
             if heads % devices and name != "num_kv_heads":
                 raise sharding.MeshError(
-                    f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} divides "
-                    f"the heads of caches, of which model.{core.kind}.{name} is {heads}; legal: a "
-                    f"product of {sharding.divisors(heads)}"
+                    f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} does not "
+                    f"divide the {heads} heads of a cache (model.{core.kind}.{name}); legal "
+                    f"products: {sharding.divisors(heads)}"
                 )

@@ -101,7 +101,7 @@ def export(
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise UsageError(f"{folder} is not empty; legal: a new folder")
+            raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
         weights.write(path, weights.pieces(model), value, DTYPES[dtype])
         written = {
             CONFIG: values | {"torch_dtype": dtype},

@@ -80,7 +80,7 @@ def describe(folder: str | Path) -> Description:
     path = Path(folder)
     values = values_in(path / CONFIG)
     if values is None:
-        raise UsageError(f"{folder} has no {CONFIG} of the hub; legal: a folder with one")
+        raise UsageError(f"{folder} has no {CONFIG} in the hub's format; legal: a folder with one")
     where = str(path / CONFIG)
     given = Fields(_completed(values), where)
     max_length = given.size("max_position_embeddings", 2048)
@@ -99,7 +99,9 @@ def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int
     """Return the end tokens; generation_config.json takes precedence, as in transformers."""
     later = values_in(folder / GENERATION)
     if later is None and (folder / GENERATION).exists():
-        raise UsageError(f"{folder / GENERATION} is damaged; legal: an object of JSON, or no file")
+        raise UsageError(
+            f"{folder / GENERATION} is not a JSON object; legal: a JSON object, or no file"
+        )
     for given, name in ((later or {}, GENERATION), (values, CONFIG)):
         if given.get("eos_token_id") is not None:
             return Fields(given, str(folder / name)).tokens("eos_token_id", vocab_size)
@@ -128,9 +130,7 @@ class Fields:
 
     def wrong(self, name: str, value: object, legal: str) -> UsageError:
         """Return the error that a field has an illegal value."""
-        return UsageError(
-            f"{self._where}: {name}={shown(value)} is not of a model here; legal: {legal}"
-        )
+        return UsageError(f"{self._where}: {name}={shown(value)} is not supported; legal: {legal}")
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a field that holds a whole number from 1 to 2^31 - 1.
@@ -201,7 +201,7 @@ class Fields:
         """Return the fields in a nested object, which may be absent and must not nest further."""
         value = self._values.get(name) or {}
         if not isinstance(value, dict) or any(isinstance(one, dict) for one in value.values()):
-            raise self.wrong(name, value, "null, or one group of plain values")
+            raise self.wrong(name, value, "null, or an object of plain values")
         return Fields(value, f"{self._where}: {name}")
 
     def rope(self) -> cfg.Rope:
@@ -251,15 +251,15 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     given.only_each("layer_types", "full_attention")
     slides = given.flag("use_sliding_window", True)
     if slides and (window := values.get("sliding_window")) is not None:
-        legal = "null" if "sliding_window" in written else "null, and not to leave it out"
+        legal = "null" if "sliding_window" in written else "null, written explicitly"
         raise given.wrong("sliding_window", window, legal)
     width, heads = given.size("hidden_size"), given.size("num_attention_heads")
     size = given.size("head_dim", max(width // heads, 1))
     if size % 2:
-        raise given.wrong("head_dim", size, "an even number, whose halves RoPE turns")
+        raise given.wrong("head_dim", size, "an even number, because RoPE rotates two halves")
     groups = given.size("num_key_value_heads", heads)
     if heads % groups:
-        raise given.wrong("num_key_value_heads", groups, f"what divides {heads} heads")
+        raise given.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
     attention = cfg.Attention(
         heads,
         size,
@@ -339,14 +339,16 @@ def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
         raise _not_of_hub("model.norm", model.norm, "rmsnorm")
     kinds = [core.kind for core in model.cores]
     if len(model.stacks) > 1 or kinds != ["attention", "feed_forward"]:
-        raise _not_of_hub("model.stacks", ", ".join(kinds), "one, of attention and feed_forward")
+        raise _not_of_hub(
+            "model.stacks", ", ".join(kinds), "one stack, of attention and feed_forward"
+        )
     attention, feed_forward = model.cores
     if feed_forward.activation not in _ACTIVATIONS.values():
         legal = " or ".join(_ACTIVATIONS.values())
         raise _not_of_hub("model.feed_forward.activation", feed_forward.activation, legal)
     if not isinstance(attention.positions, cfg.Rope) or attention.positions.dims is not None:
         raise _not_of_hub(
-            "model.attention.positions", attention.positions.kind, "rope, of all dims"
+            "model.attention.positions", attention.positions.kind, "rope over all dimensions"
         )
     if attention.inverse_layer_scaling:
         raise _not_of_hub("model.attention.inverse_layer_scaling", True, "false")
@@ -366,4 +368,4 @@ def _scaling_of(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
 
 
 def _not_of_hub(name: str, value: object, legal: str) -> UsageError:
-    return UsageError(f"{name}={value} has no form on the hub; legal: {legal}")
+    return UsageError(f"{name}={value} cannot be written in the hub's format; legal: {legal}")

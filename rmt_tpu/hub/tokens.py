@@ -24,7 +24,7 @@ def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
     path = Path(folder) / CONFIG
     values = values_in(path)
     if values is None and path.exists():
-        raise UsageError(f"{path} is damaged; legal: an object of JSON, or no file")
+        raise UsageError(f"{path} is not a JSON object; legal: a JSON object, or no file")
     tokenizer.starts = tokenizer.template
     tokenizer.ends = _ends(tokenizer, described, values or {})
     return tokenizer

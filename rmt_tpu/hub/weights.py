@@ -147,8 +147,8 @@ class Tensors:
         """
         if not np.isfinite(values).all():
             raise RunError(
-                f"{self.folder / self._names[name]}: {name} has numbers that are not finite in "
-                "float32; legal: a folder that was written from finite weights"
+                f"{self.folder / self._names[name]}: {name} has values that are not finite in "
+                "float32; legal: a folder written from finite weights"
             )
 
     def _of(self, name: str) -> Any:
@@ -172,16 +172,16 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
     for piece in wanted:
         shape = there.get(piece.name)
         if shape is None:
-            problems.append(f"{piece.name} is missing, {list(piece.shape)}")
+            problems.append(f"{piece.name} {list(piece.shape)} is missing")
         elif shape != piece.shape:
-            problems.append(f"{piece.name} is {list(shape)} and not {list(piece.shape)}")
+            problems.append(f"{piece.name} is {list(shape)}, not {list(piece.shape)}")
         elif dtypes[piece.name] not in _DTYPES:
             legal = ", ".join(_DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     known = {piece.name for piece in wanted}
     # Older files also store the frequencies of RoPE, which are not parameters.
     strange = [n for n in there if n not in known and not n.endswith("rotary_emb.inv_freq")]
-    problems += [f"{name} {list(there[name])} is of no model here" for name in strange]
+    problems += [f"{name} {list(there[name])} is not a tensor of this model" for name in strange]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UsageError(
@@ -236,7 +236,9 @@ def _files_of(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise UsageError(f"{folder} has no {WEIGHTS} and no {INDEX}; legal: a folder with one")
+        raise UsageError(
+            f"{folder} has neither {WEIGHTS} nor {INDEX}; legal: a folder with one of them"
+        )
     try:
         names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         files = sorted(set(names))
@@ -244,7 +246,7 @@ def _files_of(folder: Path) -> list[str]:
         raise RunError(f"{folder / INDEX} is damaged: it has no weight_map") from None
     for file in files:
         if not (folder / Path(file).name).is_file():
-            raise RunError(f"{folder} lacks {file}, which its index names")
+            raise RunError(f"{folder} has no {file}, which {INDEX} lists")
     return [Path(file).name for file in files]
 
 
@@ -264,7 +266,7 @@ def _library() -> Any:
         import safetensors
     except ImportError:
         raise UsageError(
-            "weights of the hub need safetensors: pip install 'rmt_tpu[hub]'"
+            "weights in the hub's format need the package safetensors: pip install 'rmt_tpu[hub]'"
         ) from None
     return safetensors
 

@@ -37,8 +37,10 @@ class Choice(NamedTuple):
 def outputs_in_place(target: Target) -> Choice:
     """Choose whether a core's last matrix product is written directly into a stack of outputs."""
     if target.slug in _MADE_IN_PLACE:
-        return Choice(True, "XLA makes a product in the layout that the residual's kernels take")
-    return Choice(False, f"it is not known to save a copy of the stack on {target.kind}")
+        return Choice(
+            True, "XLA writes the products in the layout that the residual's kernels read"
+        )
+    return Choice(False, f"it is not known to avoid a copy of the stack on {target.kind}")
 
 
 def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
@@ -50,12 +52,12 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
       tokens: the number of tokens per sequence on one device.
     """
     if vectors == 1:
-        return Choice(False, "a residual of vectors is read with tokens in rows")
+        return Choice(False, "a vector residual is read with tokens in rows")
     if few_tokens(tokens):
-        return Choice(False, f"{tokens} tokens are fewer than {LANES}")
+        return Choice(False, f"there are {tokens} tokens, fewer than {LANES}")
     if target.slug in _AT_ONCE:
-        return Choice(False, f"one instruction for both is faster on {target.kind}")
-    return Choice(True, "one instruction for both takes a fifth longer where tokens are last")
+        return Choice(False, f"one instruction for both products is faster on {target.kind}")
+    return Choice(True, "one instruction for both products takes a fifth longer with tokens last")
 
 
 def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
@@ -67,8 +69,8 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """
     share = residual_bytes / target.chip.vmem
     vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
-    limit = f"the limit for reading it in a kernel of its own is {_KEPT}"
-    return Choice(share > _KEPT, f"a residual takes {share:.2g} of {vmem}, and {limit}")
+    limit = f"above {_KEPT} it is read in a separate kernel"
+    return Choice(share > _KEPT, f"a residual takes {share:.2g} of {vmem}; {limit}")
 
 
 def few_tokens(tokens: int) -> bool:
@@ -85,10 +87,10 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
     """
     missing = -size % LANES
     if not by_kernels:
-        return Choice(size, "no kernel reads a bank of vectors by an RMS norm")
+        return Choice(size, "no kernel reads a bank of vectors through an RMS norm")
     if missing > _MOST_ZEROS * size:
-        return Choice(size, f"{missing} zeros are more than an eighth of {size}")
-    return Choice(size + missing, f"kernels take whole tiles of {LANES}")
+        return Choice(size, f"padding of {missing} is more than an eighth of {size}")
+    return Choice(size + missing, f"the kernels need a multiple of {LANES}")
 
 
 def cache_width(size: int) -> int:

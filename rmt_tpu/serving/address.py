@@ -57,15 +57,15 @@ def _told(host: str, port: int) -> Iterator[None]:
         if error.errno == errno.EADDRINUSE:
             why = "is in use"
         elif error.errno == errno.EACCES:
-            why = "needs rights that this user has not"
+            why = "needs rights that this user does not have"
         else:
             raise _bad_host(host) from None
         raise UsageError(
-            f"--port={port} {why} on {host}; legal: another, or 0 for any that is free"
+            f"--port={port} {why} on {host}; legal: another port, or 0 for any free port"
         ) from None
 
 
 def _bad_host(host: str) -> UsageError:
     return UsageError(
-        f"--host={host} is no address of this machine; legal: 127.0.0.1, or 0.0.0.0 for all"
+        f"--host={host} is not an address of this machine; legal: 127.0.0.1, or 0.0.0.0 for all"
     )

@@ -77,7 +77,7 @@ class Front:
     def end_all(self) -> None:
         """End all open texts; their clients get an error that the server is shutting down."""
         for pieces in self._waiting:
-            pieces.put_nowait(Refusal("the server is ending", status=503, code="ending"))
+            pieces.put_nowait(Refusal("the server is shutting down", status=503, code="ending"))
         for limit in self._reading:
             limit.reschedule(0)  # a deadline in the past, which expires at once
 
@@ -134,12 +134,14 @@ class Front:
                         break
         except TimeoutError:
             self._check_open()
-            raise Refusal("the body did not come in time", status=408, code="timeout") from None
+            raise Refusal(
+                "the request body did not arrive in time", status=408, code="timeout"
+            ) from None
         finally:
             self._reading.discard(limit)
         if size > self._max_body:
             raise Refusal(
-                f"the body has more than {self._max_body} bytes, which are legal at most",
+                f"the request body is too large; legal: at most {self._max_body} bytes",
                 status=413,
                 code="body_too_large",
             )
@@ -149,14 +151,15 @@ class Front:
         """Raise Refusal if the server is shutting down, or has no room for `texts` more texts."""
         if self.draining:
             raise Refusal(
-                "the server is ending, and takes nothing new",
+                "the server is shutting down and takes no new requests",
                 status=503,
                 code="ending",
                 retry_after=_RETRY_AFTER,
             )
         if self.texts + texts > self.served.max_texts:
             raise Refusal(
-                f"{self.texts} texts are open, of at most {self.served.max_texts}; try again later",
+                f"{self.texts} texts are in progress, of at most {self.served.max_texts}; "
+                "try again later",
                 status=429,
                 code="queue_full",
                 retry_after=_RETRY_AFTER,
@@ -186,7 +189,7 @@ class _Reply:
         name, self._began = f"cmpl-{secrets.token_hex(12)}", time.monotonic()
         self.include_usage = ask.include_usage
         self.answer = Answer(ask, front.served, name, int(time.time()))
-        self._front, self._outcome = front, "the client has gone"
+        self._front, self._outcome = front, "the client has disconnected"
         self._pieces = front.open(requests := ask.requests())
         loop = asyncio.get_running_loop()
 
@@ -226,7 +229,7 @@ class _Reply:
     async def _wait_until_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._pieces.put_nowait(Refusal("the client has gone", status=400, code="gone"))
+        self._pieces.put_nowait(Refusal("the client has disconnected", status=400, code="gone"))
 
 
 class _Events:
@@ -259,7 +262,7 @@ async def _no_such(request: Request, error: HTTPException) -> Response:
     """Answer a request whose path or method does not exist."""
     path = f"{request.method} {request.url.path}"
     legal = "POST /v1/completions, GET /v1/models, GET /healthz"
-    refusal = Refusal(f"{path[:200]} is not there; legal: {legal}", status=error.status_code)
+    refusal = Refusal(f"{path[:200]} does not exist; legal: {legal}", status=error.status_code)
     return JSONResponse(refusal.to_json(), error.status_code, error.headers)
 
 

@@ -173,7 +173,7 @@ def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
     elif max_tokens > min(rooms):
         tokens = max(len(prompt.tokens) for prompt in prompts)
         raise Refusal(
-            f"max_tokens={max_tokens} is too many behind a prompt of {tokens} tokens"
+            f"max_tokens={max_tokens} is too many after a prompt of {tokens} tokens"
             f"{served.with_start}; legal: at most {min(rooms)}",
             "max_tokens",
             code="context_length_exceeded",
@@ -196,9 +196,9 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         values = parse_json(body.decode())
     except ValueError as error:  # UnicodeDecodeError is one
-        raise Refusal(f"the body is not JSON: {error}") from None
+        raise Refusal(f"the request body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise Refusal(f"the body is {shown(values)}, and must be an object of JSON")
+        raise Refusal(f"the request body is {shown(values)}; legal: a JSON object")
     for name in values:
         if name not in _FIELDS:
             param = name[:_LONGEST_STOP].encode(errors="replace").decode()
@@ -259,7 +259,7 @@ def _prompts(values: Mapping[str, Any], n: int, served: Served) -> list[Prompt]:
     given = given if many else [given]
     if (texts := len(given) * n) > served.max_texts:
         raise Refusal(
-            f"prompt has {len(given)}, which with n={n} are {texts} texts; legal: at most "
+            f"prompt has {len(given)} prompts, which with n={n} make {texts} texts; legal: at most "
             f"{served.max_texts} texts",
             "prompt",
         )
@@ -279,14 +279,14 @@ def _prompt(given: Any, served: Served) -> Prompt:
         return Prompt(tokenizer.begun(tokens), len(tokens), given)
     if not isinstance(given, list) or not given or not all(map(_is(int), given)):
         raise Refusal(
-            f"prompt={shown(given)} must be text, a list of tokens, or a list of texts or of such "
-            "lists",
+            f"prompt={shown(given)} must be text, a list of tokens, a list of texts, or a list of "
+            "lists of tokens",
             "prompt",
         )
     for token in given:
         if not 0 <= token < served.legal_tokens or token in tokenizer.gaps:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
-            legal += ", but for ids that the tokenizer leaves out" if tokenizer.gaps else ""
+            legal += ", except ids that the tokenizer does not use" if tokenizer.gaps else ""
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
     # As in training, the model reads exactly one start token at the beginning of a text.
@@ -299,7 +299,7 @@ def _room(number: int, prompts: list[Prompt], served: Served) -> int:
     tokens = len(prompts[number].tokens)
     room = served.max_length + 1 - tokens
     if room < 1:
-        which = "prompt" if len(prompts) == 1 else f"prompt: number {number + 1}"
+        which = "prompt" if len(prompts) == 1 else f"prompt number {number + 1}"
         raise Refusal(
             f"{which} has {tokens} tokens{served.with_start}; legal: at most {served.max_length}",
             "prompt",
@@ -314,8 +314,8 @@ def _stop(values: Mapping[str, Any]) -> list[str]:
     legal = isinstance(stops, list) and len(stops) <= _MAX_STOPS
     if not legal or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in stops):
         raise Refusal(
-            f"stop={shown(given)} must be text or at most {_MAX_STOPS} of them, each of 1 to "
-            f"{_LONGEST_STOP} characters",
+            f"stop={shown(given)} must be text, or a list of at most {_MAX_STOPS} texts, each of 1 "
+            f"to {_LONGEST_STOP} characters",
             "stop",
         )
     return stops
@@ -328,7 +328,7 @@ def _include_usage(values: Mapping[str, Any], stream: bool) -> bool:
         words = '{"include_usage": true} or {"include_usage": false}'
         raise Refusal(f"stream_options={shown(given)} must be {words}", "stream_options")
     if given and not stream:
-        raise Refusal("stream_options is for a request with stream=true", "stream_options")
+        raise Refusal("stream_options needs stream=true", "stream_options")
     return given.get("include_usage", False)
 
 

@@ -132,8 +132,8 @@ class Server(uvicorn.Server):
     async def _drain(self, name: str) -> None:
         until = time.monotonic() + self.drain_seconds
         if self.front.texts:
-            line = f"{name}: {self.front.texts} texts are finished first; once more ends at once"
-            say(line)
+            texts = self.front.texts
+            say(f"{name}: finishing {texts} texts first; repeat the signal to stop at once")
         while self.front.texts and time.monotonic() < until and not self._end_at_once:
             await asyncio.sleep(_LOOK)
         self.front.end_all()

@@ -108,7 +108,7 @@ class Worker(threading.Thread):
             if not isinstance(error, RmtError) and not memory.is_out(error):
                 traceback.print_exception(error)
             reason = self._fail(error)
-            say(f"error: {reason}: what was open has failed")
+            say(f"error: {reason}: all requests in progress failed")
             self._engine.reset()
 
     def _begin(self, job: Job) -> None:

@@ -84,7 +84,7 @@ def test_values_of_a_size_of_their_own_go_round():
 
 
 def test_what_a_ring_cannot_have_is_told():
-    with pytest.raises(ValueError, match="over sequence has 3 tokens on a device; legal: even"):
+    with pytest.raises(ValueError, match="over sequence has 3 tokens per device; legal: an even"):
         jax.eval_shape(divided(2, scale=1.0), jnp.ones((1, 6, 3, 8)), jnp.zeros((1, 6), jnp.int32))
     part = jnp.ones((1, 100, 2, 8))
     assert "100 queries" in mosaic_tpu.unsupported("x", Part(part, part, 1.0, 0, None, None))

@@ -47,10 +47,13 @@ def test_the_table_is_what_the_function_says():
     "given, why",
     [
         ((90, 192, 128, True, True), None),
-        ((80, 192, 128, False, False), "heads of size 192 .up to 128 together"),
-        ((80, 64, 136, False, False), "values of size 136 .up to 128"),
-        ((80, 128, 128, True, False), "128 and 13 entries for ALiBi and segments .up to 128"),
-        ((75, 64, 64, False, False), "sm_75 .Ampere or later"),
+        ((80, 192, 128, False, False), "heads of size 192 .legal: up to 128 in total"),
+        ((80, 64, 136, False, False), "values of size 136 .legal: up to 128"),
+        (
+            (80, 128, 128, True, False),
+            "128 plus 13 entries for ALiBi and segments .legal: up to 128",
+        ),
+        ((75, 64, 64, False, False), "sm_75 .legal: sm_80, Ampere, or later"),
     ],
 )
 def test_why(given, why):

@@ -42,7 +42,7 @@ def test_what_no_block_fits_is_refused_in_a_line():
             return mosaic_tpu.unsupported("attention_backward", given, attended)
 
     assert refused(16, 256) is None
-    why = "128 heads of size 256 for one of keys: a block does not fit VMEM"
+    why = "128 query heads of size 256 per key head: a block does not fit in VMEM"
     assert refused(128, 256) == why
     assert refused(64, 128, "TPU v4") is not None and refused(64, 128) is None
 

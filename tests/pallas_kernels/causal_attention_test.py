@@ -396,15 +396,17 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
     ask = lambda qkv, **options: jax.jit(
         lambda qkv: causal_attention(qkv, scale=0.1, **options)
     ).trace(qkv)
-    with pytest.raises(UnsupportedImplementation, match="size 9 .multiples of 8.; use 'xla'"):
+    with pytest.raises(
+        UnsupportedImplementation, match="size 9 .legal: multiples of 8.; use 'xla'"
+    ):
         ask(short, implementation="mosaic_tpu")
     traced = ask(short)
-    with pytest.warns(UserWarning, match="plain XLA instead: heads of size 9"):
+    with pytest.warns(UserWarning, match="plain XLA is used: heads of size 9"):
         traced.lower(lowering_platforms=("tpu",))
     odd = jax.ShapeDtypeStruct((1, 128, 9, 8), jnp.bfloat16)
-    with pytest.raises(UnsupportedImplementation, match="'cudnn' is for cuda, and this is .* cpu"):
+    with pytest.raises(UnsupportedImplementation, match="'cudnn' runs on cuda only, .* cpu"):
         ask(odd, implementation="cudnn").lower(lowering_platforms=("cpu",))
-    with pytest.warns(UserWarning, match="no cuda kernel .* plain XLA instead: .* of float32"):
+    with pytest.warns(UserWarning, match="no cuda kernel .* plain XLA is used: .* of float32"):
         wide = jax.ShapeDtypeStruct(odd.shape, jnp.float32)
         ask(wide).lower(lowering_platforms=("cuda",))
 

@@ -156,9 +156,9 @@ def test_a_memory_of_orthogonal_keys():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"k": np.zeros((1, 4, 2, 3))}, "k is .1, 4, 2, 3., and must be .1, 4, 2, 5."),
+        ({"k": np.zeros((1, 4, 2, 3))}, "k is .1, 4, 2, 3., but must be .1, 4, 2, 5."),
         ({"beta": np.zeros((1, 4))}, "beta .batch, seq, heads. must be an array .* 3 axes"),
-        ({"state": np.zeros((1, 2, 3, 5))}, "state is .1, 2, 3, 5., and must be .1, 2, 5, 3."),
+        ({"state": np.zeros((1, 2, 3, 5))}, "state is .1, 2, 3, 5., but must be .1, 2, 5, 3."),
         ({"segment_ids": np.zeros((1, 3), np.int32)}, "segment_ids is .1, 3., .* .1, 4."),
     ],
 )
@@ -285,7 +285,7 @@ def test_keys_that_are_alike_in_the_kernels():
 
 def test_what_the_kernels_do_not_serve_is_said(unannotated):
     given = [np.float32(x) for x in arguments()]
-    with pytest.raises(UnsupportedImplementation, match="heads of 4 keys and 3 values"):
+    with pytest.raises(UnsupportedImplementation, match="heads of K=4 and V=3"):
         delta_attention(*given, scale=SCALE, implementation="mosaic_tpu")
 
 

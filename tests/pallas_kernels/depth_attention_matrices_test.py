@@ -183,10 +183,10 @@ def test_what_is_not_served():
     assert "neither bfloat16 nor float32" in ask(array("float16", 9, 1, 128, 16, 8))
     assert "a sequence of 64 tokens" in ask(array("bfloat16", 9, 1, 64, 16, 8))
     assert "a multiple of 128" in ask(array("bfloat16", 9, 1, 128, 10, 8))
-    assert "do not fit VMEM" in ask(array("bfloat16", 9, 1, 128, 1024, 128))
+    assert "do not fit in VMEM" in ask(array("bfloat16", 9, 1, 128, 1024, 128))
     current = array("bfloat16", 1, 128, 16, 8)
     merge = Merge(query, array("bfloat16", 1, *current.shape), count, count, current, count, query)
-    assert "a norm of matrices" in mosaic_tpu_matrices.unsupported("merge", merge)
+    assert "norm_gain for matrices" in mosaic_tpu_matrices.unsupported("merge", merge)
 
 
 # Compilation for TPUs that are not there -------------------------------------------------------

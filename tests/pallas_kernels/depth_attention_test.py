@@ -231,6 +231,6 @@ def test_a_named_implementation_that_cannot_serve_is_refused(implementation):
     with jax.enable_x64(True):
         sources = jnp.ones((4, 8), jnp.float64)
         with pytest.raises(
-            UnsupportedImplementation, match="cannot serve this call: .*; use 'xla'"
+            UnsupportedImplementation, match="does not support this call: .*; use 'xla'"
         ):
             pallas_kernels.depth_attention(sources[0], sources, implementation=implementation)

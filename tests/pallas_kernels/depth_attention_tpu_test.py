@@ -198,8 +198,8 @@ def test_what_is_not_served():
     large = array("bfloat16", 20000, 64, 128)
     assert ask(array("bfloat16", 9, 64, 128)) is None
     assert "neither bfloat16 nor float32" in ask(array("float16", 9, 64, 128))
-    assert "do not fit VMEM" in ask(large)
-    with pytest.raises(UnsupportedImplementation, match="do not fit VMEM; use 'xla'"):
+    assert "do not fit in VMEM" in ask(large)
+    with pytest.raises(UnsupportedImplementation, match="do not fit in VMEM; use 'xla'"):
         jax.eval_shape(mix, query, large, count)
 
 

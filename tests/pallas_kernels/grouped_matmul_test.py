@@ -162,7 +162,7 @@ def test_compiles_for_each_gpu_without_spilling(dtype, target, tmp_path):
         ),
         (
             {"sizes": np.zeros(1, np.int32)},
-            "sizes is int32.1., and must be 2 integers, one for each",
+            "sizes is int32.1., but must be 2 integers, one per matrix",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(pallas_kernels.UnsupportedImplementation, match="neither bfloat16"):
         pallas_kernels.store_norm_retrieve_at(0, *half, implementation="mosaic_tpu")
     large = jax.eval_shape(lambda: site._replace(residual=jnp.zeros((1, 8192, 128))))
-    assert "not fit VMEM" in mosaic_tpu_decode.unsupported("at_layer", large, jnp.int32(0))
+    assert "does not fit in VMEM" in mosaic_tpu_decode.unsupported("at_layer", large, jnp.int32(0))
 
 
 @pytest.mark.compile

@@ -474,7 +474,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="shapes do not fit.*data"):
         run(lambda *args: pallas_kernels.store(*args, key_axis="key"), X, w, y)
     read = lambda X, gain, r: pallas_kernels.norm_retrieve(X, gain, r, key_axis="key")
-    with pytest.raises(ValueError, match="over key_axis='key' of 4 devices"):
+    with pytest.raises(ValueError, match="with key_axis='key' of 4 devices"):
         run(read, X[:3], gain, r)
 
     def undo(X, w, y, gain, r, dz):
@@ -483,7 +483,7 @@ def test_what_does_not_fit_is_named():
         return pallas_kernels.undo(*args, norm="rmsnorm", key_axis="key")
 
     d_z = np.ones((2, case.N, case.P, case.V), np.float32)
-    with pytest.raises(ValueError, match="needs what was retrieved"):
+    with pytest.raises(ValueError, match="needs the argument `retrieved`"):
         run(undo, X, w, y[:2], gain, r, d_z)
 
     def read_again(X, w, y, gain, r, dz, short):

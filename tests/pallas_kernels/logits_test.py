@@ -90,13 +90,13 @@ def test_bad_arguments_are_told_in_a_line(unannotated):
     x, kernel, targets = arguments("float32", tokens=4)
     for told, changed in {
         r"kernel float32[40, 1324] does not fit x float32[4, 39]": (x[:, 1:], kernel, targets),
-        r"targets is int32[3], and must be 4 integers": (x, kernel, targets[1:]),
-        r"targets is float32[4], and must be 4 integers": (x, kernel, x[:, 0]),
+        r"targets is int32[3], but must be 4 integers": (x, kernel, targets[1:]),
+        r"targets is float32[4], but must be 4 integers": (x, kernel, x[:, 0]),
         r"x [tokens, width] must be an array of floats with 2 axes": (x[0], kernel, targets),
     }.items():
         with pytest.raises(ValueError, match=re.escape(told)):
             logits_with_sums(*changed)
-    with pytest.raises(UnsupportedImplementation, match="cannot serve this call: x of float32"):
+    with pytest.raises(UnsupportedImplementation, match="does not support this call: x of float32"):
         logits_with_sums(x, kernel, targets, implementation="mosaic_tpu")
 
 

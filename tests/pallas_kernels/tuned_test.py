@@ -93,17 +93,23 @@ def test_a_table_for_one_number_of_tokens_alone():
 @pytest.mark.parametrize(
     "changes, why",
     [
-        ({"kernel_version": 99}, "version 99 of the kernel, which is at 6; recipes.autotune"),
-        ({"blocks": (("tokens", 128),)}, "blocks of tokens, and not of tokens, slab"),
+        (
+            {"kernel_version": 99},
+            "version 99 of the kernel, whose version is now 6; run recipes.autotune",
+        ),
+        ({"blocks": (("tokens", 128),)}, "blocks have the fields tokens; legal: tokens, slab"),
         ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"keep": 1})}, "keep=1"),
         ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"tokens": 100})}, "tiles of 100 tokens"),
-        ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"slab": 48})}, "slabs of 48, of 64"),
+        (
+            {"blocks": tuned.items(tuned.fields(BLOCKS) | {"slab": 48})},
+            "slabs of 48 entries .legal: divisors of V=64",
+        ),
         ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"tokens": 0})}, "tokens=0"),
     ],
 )
 def test_an_entry_that_cannot_serve_is_passed_over_with_one_warning(changes, why):
     with tuned.tuned(Table("mine", (entry(**changes),))):
-        with pytest.warns(UserWarning, match=f"^mine: an entry of key_vector_forward.*{why}"):
+        with pytest.warns(UserWarning, match=f"^mine: the entry for key_vector_forward.*{why}"):
             assert chosen() == default()
         assert chosen() == default()  # and is not told of again
 
@@ -123,12 +129,12 @@ def test_a_table_is_what_it_was_written_as():
 @pytest.mark.parametrize(
     "content, fault",
     [
-        ("{", "mine is passed over"),
-        ("[" * 100_000, "mine is passed over"),
-        ('{"format": 2, "entries": []}', "no table of"),
-        ('{"format": 1}', "no list of entries"),
-        ('{"format": 1, "entries": [1]}', "entry 1 is passed over: it is no object"),
-        ('{"format": 1, "entries": [{}]}', "entry 1 is passed over: it has no 'device'"),
+        ("{", "mine is ignored"),
+        ("[" * 100_000, "mine is ignored"),
+        ('{"format": 2, "entries": []}', 'not a JSON object with "format": 1'),
+        ('{"format": 1}', 'no list "entries"'),
+        ('{"format": 1, "entries": [1]}', "entry 1 is ignored: it is not a JSON object"),
+        ('{"format": 1, "entries": [{}]}', "entry 1 is ignored: it has no 'device'"),
     ],
 )
 def test_what_is_no_table_is_an_empty_one(content, fault):
@@ -155,13 +161,13 @@ def test_a_bad_entry_costs_itself_alone(field, value):
     good, bad = entry().json(), entry(1024).json() | {field: value}
     table = tuned.parse(json.dumps({"format": 1, "entries": [bad, good]}), "mine")
     assert table.entries == (entry(),)
-    assert table.faults[0].startswith("mine: entry 1 is passed over: ")
+    assert table.faults[0].startswith("mine: entry 1 is ignored: ")
 
 
 def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
     file = tmp_path / "table.json"
     monkeypatch.setenv("RMT_TPU_TUNED", str(file))
-    with pytest.warns(UserWarning, match="table.json is not there"):
+    with pytest.warns(UserWarning, match="table.json does not exist"):
         assert chosen() == default()
     package = dataclasses.replace(BLOCKS, read_unroll=4)
     shipped = {(V5E, FORWARD.name): Table("package", (entry(with_=package),))}
@@ -174,7 +180,7 @@ def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
     assert chosen() == BLOCKS and tuned.fingerprint() != before
     file.write_text("{")
     tuned.read_anew()
-    with pytest.warns(UserWarning, match="table.json is passed over"):
+    with pytest.warns(UserWarning, match="table.json is ignored"):
         assert chosen() == package
     monkeypatch.setenv("RMT_TPU_TUNED", "off")
     assert chosen() == package and tuned.fingerprint() == before
@@ -190,7 +196,7 @@ def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
 def test_files_elsewhere_are_read_by_who_can(monkeypatch):
     monkeypatch.setenv("RMT_TPU_TUNED", "gs://bucket/table.json")
     monkeypatch.setattr(tuned.lookup, "READERS", {})
-    with pytest.warns(UserWarning, match="gs:// needs rmt_tpu"):
+    with pytest.warns(UserWarning, match="gs:// paths need rmt_tpu"):
         assert chosen() == default()
     read = {"gs": lambda url: Table("", (entry(),)).text().encode()}
     monkeypatch.setattr(tuned.lookup, "READERS", read)
@@ -244,7 +250,7 @@ def test_on_a_gpu_the_kernel_is_taken_where_a_table_says_that_it_wins(caplog):
     assert on_a_gpu("xla") == [] and not caplog.records
     assert on_a_gpu() == on_a_gpu() == []
     (record,) = caplog.records  # once
-    assert "plain XLA in place of kernels on NVIDIA H200" in record.getMessage()
+    assert "using plain XLA instead of the kernels on NVIDIA H200" in record.getMessage()
     assert "recipes.autotune --device" in record.getMessage()
 
 

@@ -35,7 +35,7 @@ def test_estimated(tmp_path):
     table = (tmp_path / "decode.md").read_text()
     assert table in done.stdout and "libtpu" in table and "Estimated, not measured" in table
     assert table.index("| llama-tiny | 1 | 64 |") < table.index("| llama-tiny | 2 | 64 |")
-    assert table.count("## Largest instructions of 8 steps: llama-tiny") == 2
+    assert table.count("## Most expensive instructions of 8 steps: llama-tiny") == 2
     assert done.stderr.splitlines()[0].startswith("v5e: 1/2 llama-tiny 1 64: ")
 
 
@@ -67,4 +67,6 @@ def test_usage_errors(flags, message):
 def test_what_does_not_fit_is_an_error_where_nothing_else_is_left():
     flags = ("--presets=gpt2-405m", "--target=host", "--batch=1048576")
     line = cli.fail("decode_report", *flags, code=1)
-    assert line.startswith("error: there is no step: gpt2-405m does not fit: weights and cache are")
+    assert line.startswith(
+        "error: there is no step: gpt2-405m does not fit: weights and cache take"
+    )

@@ -68,7 +68,10 @@ REFUSED = {
     ),
     "short": (
         ["--tasks=lambada_openai", "--data_dir={data}", "--max_length=3"],
-        ["--max_length=3", "6 tokens of a continuation of lambada_openai; legal: 6 or more"],
+        [
+            "--max_length=3",
+            "6 tokens of the longest continuation of lambada_openai; legal: 6 or more",
+        ],
     ),
     "no other": (
         ["--tasks=piqa", "--data_dir={data}", "--against={data}"],

@@ -99,7 +99,7 @@ def test_outcomes_are_carried_to_another_machine(tmp_path):
     assert len(changed) == 26
     (tmp_path / "lines.jsonl").write_text("{}\n")
     error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/three", code=1)
-    assert "lines.jsonl line 1 is no outcome of a run" in error
+    assert "lines.jsonl line 1 is not the outcome of a run" in error
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_usage(tmp_path):
     assert "--only=rmt-16/* matches no run of ladder that can be trained now" in error
     assert "--only=a is of runs" in cli.fail("experiment", "rmt-counts", "--only=a", workdir)
     error = cli.fail("experiment", "rmt-tasks", f"--data_dir={tmp_path}", workdir)
-    assert "has data of none of lambada_openai, arc_easy, " in error
+    assert "has no data for lambada_openai, arc_easy, " in error
     for file in (f"{tmp_path}/lines.jsonl/", str(tmp_path)):
         error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
         assert f"--outcomes={file} is a folder; legal: a file" in error
@@ -182,7 +182,7 @@ def test_usage(tmp_path):
     error = cli.fail("experiment", "ladder", "--seeds=7,100", workdir)
     assert "--seeds has 100, which a search has used" in error
     error = cli.fail("experiment", "growth", "--steps=3", workdir)
-    assert "--steps=3 is too few to grow in: legal: 4 or more" in error
+    assert "--steps=3 is too few for a model that grows; legal: 4 or more" in error
     error = cli.fail("experiment", "ladder", "--commands=gs://a/b", f"--data={cli.TEXT}", workdir)
     assert "--commands=gs:/a/b is no local file" in error
     shutil.rmtree(tmp_path / "new")

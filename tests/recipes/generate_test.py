@@ -144,7 +144,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
         (["--prompts={good}", "--output={out}", "--prompt=a"], "either --prompt or --prompts"),
         (["--mesh=tensor=0"], "--mesh='tensor=0': 'tensor=0' must be axis=size"),
         (["--num_samples=2"], "--num_samples is for a file of --prompts"),
-        (["--prompts={bad}x", "--output={out}"], "bad.jsonlx is not there"),
+        (["--prompts={bad}x", "--output={out}"], "bad.jsonlx does not exist"),
         (["--prompts={bad}", "--output={out}"], 'bad.jsonl:2 is not an object with a "prompt"'),
         (["--prompts={good}", "--output=/proc/x"], "--output=/proc cannot be written"),
         (["--prompts={long}", "--output={out}"], "--prompts: prompt 2 has 101 tokens"),

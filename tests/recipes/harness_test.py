@@ -174,5 +174,5 @@ def test_the_command(offline, trained, sources, tmp_path):
 
 def test_texts_are_not_for_its_files(harness, tmp_path):
     source = documents.Source("text", "text", [documents.whole_text("a")], "")
-    with pytest.raises(UsageError, match="--tasks=text is not made of files"):
+    with pytest.raises(UsageError, match="--tasks=text scores a text, which the harness"):
         harness.write_tasks([source], tmp_path)

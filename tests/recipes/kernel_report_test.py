@@ -71,7 +71,7 @@ def test_tables_fit_a_terminal():
         "| attention | 1.5        | 22.25   |\n\nEnd\n"
     )
     narrow = fitted(text, 30)
-    assert "| attention | 1.5        |\n(1 more in the file)\n" in narrow
+    assert "| attention | 1.5        |\n(columns only in the file: 1)\n" in narrow
     assert max(map(len, narrow.splitlines())) <= 30
 
 
@@ -112,5 +112,5 @@ def test_no_compiler(tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 1
     assert errors.splitlines()[-1] == (
-        "error: libtpu is not installed; pip install 'jax[tpu]' brings the TPU compiler"
+        "error: libtpu is not installed; pip install 'jax[tpu]' installs the TPU compiler"
     )

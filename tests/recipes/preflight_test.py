@@ -80,10 +80,10 @@ def test_a_step_that_does_not_fit(tmp_path):
     ("flags", "message"),
     [
         ([], "--topology='' is unknown; legal: v5e:AxB"),
-        (["--topology=v5e:3x3"], "--topology='v5e:3x3' is no topology of v5e; legal: v5e:AxB"),
+        (["--topology=v5e:3x3"], "--topology='v5e:3x3' is not a topology of v5e; legal: v5e:AxB"),
         (["--topology=v5e:2x2", "--preset=rmt-306m"], "did you mean 'rmt-305m'"),
         (["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"], "give one of them"),
-        ([*SMALL, "--mesh=data=3"], "--mesh='data=3' asks for 3 devices, and there are 4"),
+        ([*SMALL, "--mesh=data=3"], "--mesh='data=3' needs 3 devices, but there are 4"),
         ([*SMALL, "--part=512"], "--part=512 is for a --prompt"),
         (
             [*SMALL, "--prompt=64", "--part=65"],
@@ -94,12 +94,12 @@ def test_a_step_that_does_not_fit(tmp_path):
         *later(
             (
                 [*SMALL, "--prompt=64", "--decode=3"],
-                "--decode=3 does not divide over the 4 devices of data and fsdp; legal: multiples ",
+                "--decode=3 is not divisible over the 4 devices of the axes data and fsdp; legal: ",
             )
         ),
         (
             ["--topology=v5e:2x2", "--preset=rmt-305m", "--prompt=4096"],
-            "--prompt=4096 is beyond the 512 learned positions of the model; legal: up to 512, or",
+            "--prompt=4096 is more than the model's 512 learned positions; legal: up to 512, or",
         ),
         *later(([*SMALL, "--batch_size=6"], "--batch_size=6 is not divisible")),
     ],
@@ -137,4 +137,4 @@ def test_no_compiler_for_gpus():
     _, errors = process.communicate()
     assert process.returncode == 1
     line = errors.splitlines()[-1]
-    assert line.startswith("error: no CUDA plugin of jax is installed; pip install --no-deps jax-")
+    assert line.startswith("error: jax's CUDA plugin is not installed; pip install --no-deps jax-")

@@ -34,7 +34,10 @@ def test_without_the_extra():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--host=192.0.2.1"], "--host=192.0.2.1 is no address of this machine; legal: 127.0.0.1"),
+        (
+            ["--host=192.0.2.1"],
+            "--host=192.0.2.1 is not an address of this machine; legal: 127.0.0.1",
+        ),
         (["--port=65536"], "--port=65536"),
         (["--port=0"], "--workdir=nowhere holds no run"),
     ],

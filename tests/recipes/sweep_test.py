@@ -36,7 +36,7 @@ def test_a_sweep_goes_on_and_survives_what_diverges(tmp_path):
     assert "not finite in 5 steps in a row" in done.stderr
     (found,) = rows(tmp_path)
     assert found["variant"] == "model" and found["losses"] == [None]
-    assert "| model | 1e+30 | 12 | not finite, 1 of 1 |" in done.stdout
+    assert "| model | 1e+30 | 12 | not finite: 1 of 1 |" in done.stdout
     told = (tmp_path / "model" / "learning_rate=1e+30" / "diverged.txt").read_text()
     assert "not finite" in told
     again = cli.succeed("sweep", *flags)

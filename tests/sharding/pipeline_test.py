@@ -438,5 +438,5 @@ def test_the_table_of_the_docstring_is_the_schedule():
 
 
 def test_what_does_not_divide_is_one_line():
-    with pytest.raises(MeshError, match="microbatches=6 .* 4 stages .* legal: 4 or 8"):
+    with pytest.raises(MeshError, match="microbatches=6 .* 4 stages.* legal: 4 or 8"):
         Schedule(4, 2, 6)

@@ -90,7 +90,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(out):
     assert done[0].result.gain == pytest.approx(0.5)
     # And a third time all is there.
     done, third = tune(out, 512, 1024)
-    assert third.asked == [] and [d.note for d in done] == ["in the table already"] * 2
+    assert third.asked == [] and [d.note for d in done] == ["already in the table"] * 2
     done, fourth = tune(out, 512, resume=False, refresh=True)
     assert len(fourth.asked) == 3 and done[0].entry is not None and len(lines(out)) == 3
 
@@ -100,7 +100,9 @@ def test_an_old_entry_is_told_of_and_one_of_another_kernel_tuned_again(out):
     old = {"versions": (("jax", "0.1"),)}
     kernel_tables.add(out, [tuned.Entry(**(vars(done.entry) | old))])
     (again,), compiler = tune(out, 512)
-    assert again.note == "in the table already by other versions: --refresh" and not compiler.asked
+    assert (
+        again.note == "already in the table (other versions; see --refresh)" and not compiler.asked
+    )
     kernel_tables.add(out, [tuned.Entry(**(vars(done.entry) | {"kernel_version": 99}))])
     (again,), _ = tune(out, 512)
     assert again.entry == done.entry
@@ -115,7 +117,9 @@ def test_the_time_is_shared(out):
     done, compiler = tune(out, 512, 1024, seconds=4.0)
     assert [tokens for tokens, _ in compiler.asked] == [512, 512, 1024, 1024]
     assert [d.result.left for d in done] == [1, 2]
-    assert "the search for 2 was not ended" in autotune_report.summary(done, out)
+    assert "2 searches were not finished within --budget_minutes" in autotune_report.summary(
+        done, out
+    )
 
 
 def test_the_report(out, tmp_path):
@@ -130,10 +134,10 @@ def test_the_report(out, tmp_path):
     assert autotune_report.draw(done, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
     same, _ = tune(out, 512)
-    assert "in the table already" in autotune_report.table(same)
+    assert "already in the table" in autotune_report.table(same)
     assert not autotune_report.draw(same, tmp_path / "none.png")
     alone, _ = tune(str(tmp_path / "other.json"), 128)
-    assert "nothing is clearly faster" in autotune_report.summary(alone, out)
+    assert "clearly faster than the default" in autotune_report.summary(alone, out)
 
 
 @pytest.mark.slow
@@ -148,11 +152,11 @@ def test_kernels_of_ops_are_those_of_the_target():
 
 def test_what_can_be_no_table(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match="mend the file, or move it away"):
+    with pytest.raises(UsageError, match="fix the file, or move it away"):
         autotune.check_table(str(tmp_path / "file"))
     with pytest.raises(UsageError, match="cannot be written to"):
         autotune.check_table(str(tmp_path / "file" / "table.json"))
-    with pytest.raises(UsageError, match="names no file"):
+    with pytest.raises(UsageError, match="does not name a file"):
         autotune.check_table(f"{tmp_path}{os.sep}")
 
 

@@ -111,7 +111,7 @@ def test_tables_and_picture(tmp_path):
     assert table[5] == parts[3] == ms and table[7] == "0.75" and parts[3:] == [ms]
     assert "\nrmt-tiny, 32, 64: does not fit.\n" in text
     assert "| gpt2-tiny | 2 | 64 | 0 | 0.001 |" in text and text.count("| 1.5 | 4 |") == 1
-    assert "## Largest instructions of 8 steps: gpt2-tiny, 2, 64, v5e" in text
+    assert "## Most expensive instructions of 8 steps: gpt2-tiny, 2, 64, v5e" in text
     (ratio,) = decode_report.ratios(rows)
     assert ratio["ratio"] == pytest.approx(0.75) and ratio["presets"] == ["rmt-tiny", "gpt2-tiny"]
     values = json.loads(json.dumps([row.json() for row in rows]))
@@ -121,7 +121,7 @@ def test_tables_and_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     slow = [dataclasses.replace(r, least_seconds=None, timed=True, times=(1e-3,)) for r in rows]
     (axes,) = decode_report.figure(slow, "jax 1").axes
-    assert axes.get_ylabel() == "milliseconds a step"
+    assert axes.get_ylabel() == "milliseconds per step"
     assert "Timed on this machine" in decode_report.text(slow, "jax 1")
 
 
@@ -138,9 +138,9 @@ def test_what_cannot_be_is_told_and_not_compiled(monkeypatch):
     rows = estimate(cases, V5E)
     assert asked == [Job("rmt_tpu.analysis.decode:lower", dataclasses.asdict(cases[1]))]
     assert [row.case for row in rows] == cases and not any(row.seconds for row in rows)
-    assert rows[0].fault == "has 512 learned positions"
+    assert rows[0].fault == "has only 512 learned positions"
     assert rows[1].fault == "the compiler has no more of it"
-    assert rows[2].fault.startswith("does not fit: weights and cache are 21.")
+    assert rows[2].fault.startswith("does not fit: weights and cache take 21.")
     with pytest.raises(UsageError, match="rmt-305"):
         estimate([Case("rmt-304m", 1, 8)], V5E)
 
@@ -198,7 +198,7 @@ def test_a_time_is_of_steps_alone(monkeypatch):
     (found,) = measure([Case("rmt-tiny", 2, 64)], 3, told.append)
     assert found.times == (3 / 8,) * 3 and found.timed and found.cost is None
     assert found.least_seconds is None, "nobody knows a CPU's bandwidth"
-    assert told == ["cpu: rmt-tiny 2 64: 375.000 ms a step"]
+    assert told == ["cpu: rmt-tiny 2 64: 375.000 ms per step"]
     (large,) = measure([Case("gpt2-405m", 2**20, 512)], 3)
     assert large.fault.startswith("does not fit") and large.times == ()
 

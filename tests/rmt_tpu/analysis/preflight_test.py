@@ -163,7 +163,7 @@ def test_a_gpu(monkeypatch):
     assert {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")} <= sent
     text = report_text(report, "rmt-tiny")
     assert "it is sold with" in text and "ESTIMATE" not in text
-    assert f"kernels and copies launched: {report.launches:,} a step" in text
+    assert f"kernels and copies launched: {report.launches:,} per step" in text
     for hbm, fits in ((report.used, True), (report.used - 1, False)):
         smaller = dataclasses.replace(target, hbm=hbm)
         outcome(monkeypatch, dataclasses.replace(program, target=smaller))
@@ -195,8 +195,8 @@ def test_names_that_are_the_models(op_name, name):
 
 @pytest.mark.parametrize("error", ["MeshError", "UsageError"])
 def test_mesh_that_cannot_be(monkeypatch, error):
-    outcome(monkeypatch, Failure(f"{error}: --mesh='data=3' asks for 3", error))
-    with pytest.raises(UsageError, match="^--mesh='data=3' asks for 3$"):
+    outcome(monkeypatch, Failure(f"{error}: --mesh='data=3' needs 3", error))
+    with pytest.raises(UsageError, match="^--mesh='data=3' needs 3$"):
         preflight(config(), parse_topology("v5e:2x2"))
 
 
@@ -230,8 +230,8 @@ def test_what_does_not_fit(monkeypatch):
     ]  # fmt: skip
     text = report_text(report, "rmt-tiny")
     first = text.splitlines()[0]
-    assert "DOES NOT FIT, 21.00 GiB where a device has 15.50 GiB" in first
-    assert "5.50 too much" in text and "ESTIMATE" not in text
+    assert "DOES NOT FIT, 21.00 GiB needed, 15.50 GiB per device" in first
+    assert "5.50 over the limit" in text and "ESTIMATE" not in text
     for step in advice(report):
         assert step.flags in text
 
@@ -266,13 +266,13 @@ def report(preset="rmt-305m", mesh=None, topology="v5e:4x4", state=3.0, work=20.
 def test_few_bytes_are_told_in_mib(tmp_path):
     given = dataclasses.replace(report(state=0.03, work=0.02), fits=True, gaps=0)
     text = report_text(given, "rmt-tiny")
-    assert "FITS, 51.20 MiB of 15.75 GiB a device (0%)" in text
-    assert "memory of a device in MiB, of the 15.75 GiB that" in text
+    assert "FITS, 51.20 MiB of 15.75 GiB per device (0%)" in text
+    assert "memory per device in MiB, of 15.75 GiB that" in text
     assert "optimizer    20.48  ################ " in text  # of 40 characters for all of it
     assert "15.70 GiB free" in text and "0.00 G" not in text
     draw_memory(given, tmp_path / "memory.png", "rmt-tiny")
     large = report_text(dataclasses.replace(report(), fits=True), "rmt-305m")
-    assert "FITS, 23.00 of 15.75 GiB" in large and "memory of a device in GiB" in large
+    assert "FITS, 23.00 of 15.75 GiB" in large and "memory per device in GiB" in large
 
 
 @pytest.mark.parametrize(
@@ -281,18 +281,18 @@ def test_few_bytes_are_told_in_mib(tmp_path):
         ("h100:1", {}, "cudnn", "attention, heads of 64: cuDNN's fused kernels\n"),
         (
             *("h100:1", {"model.attention.head_dim": 256}, "xla"),
-            "attention, heads of 256: plain JAX, by an online softmax where logits are many; "
-            "no kernel: heads of size 256 and 11 entries for ALiBi and segments (up to 256 "
-            "together)\n",
+            "attention, heads of 256: plain JAX, with an online softmax if there are many logits; "
+            "no kernel: heads of size 256 plus 11 entries for ALiBi and segments (legal: up "
+            "to 256 in total)\n",
         ),
         (
             *("h100:1", {"model.kernels": "xla"}, "xla"),
-            "where logits are many; no kernel: model.kernels=xla\n",
+            "if there are many logits; no kernel: model.kernels=xla\n",
         ),
         ("v5e:1x1", {}, "mosaic_tpu", "attention, heads of 64: kernels for TPUs\n"),
         (
             *("v5e:1x1", {"model.attention.head_dim": 60}, "xla"),
-            "no kernel: heads of size 60 (multiples of 8)\n",
+            "no kernel: heads of size 60 (legal: multiples of 8)\n",
         ),
     ],
 )
@@ -322,11 +322,9 @@ def test_what_cannot_be_seen_in_a_bar_is_not_in_its_legend(tmp_path, monkeypatch
 def test_a_prompt_has_a_cache_and_no_moments():
     read = dataclasses.replace(report(state=0.0), prompt=Prompt(131072, 2048))
     text = report_text(read, "rmt-305m")
-    assert (
-        "mesh data=16; 2048 tokens at a time of a prompt of 131072, auto, vocabulary 50257" in text
-    )
+    assert "mesh data=16; a prompt of 131072 tokens, 2048 at a time, auto, vocabulary 50257" in text
     assert "  cache " in text and "  optimizer " not in text and "  activations " not in text
-    assert flags(read) == [] and "what to change: more devices of tensor, sequence or key" in text
+    assert flags(read) == [] and "what to change: more devices on tensor, sequence or key" in text
     memory = read.memory | {"cache": 10 * GIB, "temporaries": 12 * GIB, "activations": 0}
     (step,) = advice(dataclasses.replace(read, memory=memory))
     assert step.flags == "--part=512" and step.bytes == 13 * GIB
@@ -342,7 +340,7 @@ def test_time_is_a_range_where_the_model_of_cost_decides():
     assert given.json()["estimated_seconds"]["range"] == time.range
     text = report_text(given, "rmt-305m")
     assert f"  {error_bar(['v5e'])}\n" in text
-    assert "  step          500.00 ms, 440.00 ms if what overlaps costs nothing\n" in text
+    assert "  step          500.00 ms, 440.00 ms if overlapped collectives cost nothing\n" in text
     tokens = given.config.train.batch_size * given.config.data.seq_len
     assert (
         "  least, best guess and most: 290.00, 500.00, 600.00 ms; "

@@ -90,7 +90,7 @@ def a_step(assignment):
 def test_temporary_memory_is_what_the_compiler_sets_apart():
     cost = a_step(Assignment((), (), 7, 2))
     assert (cost.temporary_bytes, cost.argument_bytes) == (7, 32)
-    with pytest.raises(RunError, match="v5e:2x2 did not say"):
+    with pytest.raises(RunError, match="v5e:2x2 did not report its buffer assignment"):
         a_step(None)
 
 
@@ -178,7 +178,7 @@ def test_figures_of_rows():
     assert cost.hbm_bytes == 100 and cost.hbm_cycles == 8
     table = step_report.step_table([cost])
     assert "3 loops of unknown length" in table
-    assert "rmt-tiny, v5e: the compiler left no schedule of kernel.7" in table
+    assert "rmt-tiny, v5e: the compiler wrote no schedule of kernel.7" in table
 
 
 @pytest.mark.parametrize(

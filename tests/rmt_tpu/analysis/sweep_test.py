@@ -33,13 +33,13 @@ def test_spaces():
     [
         ("train.steps", "no path or no values"),
         ("=1,2", "no path or no values"),
-        ("a=log:1..x", "is no range; legal: path=log:1e-4..1e-1:7"),
-        ("a=log:1e-3", "is no range"),
-        ("a=log:0..1:3", "of log from above 0"),
+        ("a=log:1..x", "is not a range; legal: path=log:1e-4..1e-1:7"),
+        ("a=log:1e-3", "is not a range"),
+        ("a=log:0..1:3", "for log: from a number above 0"),
         ("a=linear:2..1:3", "to a larger one"),
         ("a=linear:0..inf:3", "to a larger one"),
-        ("a=linear:0..1:1", "two points or more"),
-        ("a=1,2,1", "a value twice"),
+        ("a=linear:0..1:1", "at least 2 points"),
+        ("a=1,2,1", "repeats a value"),
     ],
 )
 def test_spaces_that_are_none(text, message):
@@ -60,7 +60,7 @@ def test_draws_are_different_within_the_range_and_of_their_seed():
     logs = np.log10([point["a"] for point in points])
     assert -4 <= logs.min() and logs.max() <= -1
     assert -3 < np.mean(logs) < -2  # the middle, of logarithms
-    with pytest.raises(UsageError, match="--trials=3 are more than the 2 points"):
+    with pytest.raises(UsageError, match="--trials=3 is more than the 2 points"):
         sweep.drawn(spaces[1:], 3, seed=0)
 
 
@@ -91,7 +91,7 @@ def test_tables_and_picture(tmp_path):
     rows += [row("x2", 0.1, 2.5, 2.5), row("x2", 0.2, 1.5, 1.7)]
     text = sweep.write_sweep(rows, [sweep.parse_space(f"{RATE}=log:0.1..0.2:2")], tmp_path)
     assert "| x1 | 0.1 | 10 | 2.1000 (2.0000..2.2000) |" in text
-    assert "| x1 | 0.2 | 10 | not finite, 1 of 2 |" in text
+    assert "| x1 | 0.2 | 10 | not finite: 1 of 2 |" in text
     assert "Mean (min..max) over seeds 0, 1." in text
     x1, x2 = text.splitlines()[-2:]
     assert x1 == "| x1 | learning_rate=0.1 | 2.1000 (2.0000..2.2000) | 2.1000 | 0.0000 |"

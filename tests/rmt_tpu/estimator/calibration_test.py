@@ -78,22 +78,22 @@ def test_what_is_said_is_what_the_rows_give():
     line = error_bar(["v6e", "v4", "v6e", "h100"])
     assert line == (
         f"estimates; the best guess was {found.least:.1f} to {found.most:.1f} (mean "
-        f"{found.mean:.2f}) times the measured time of {found.calls} calls on v6e; never compared "
-        "with a measured time on v4, h100 (docs/benchmarks/estimates.md)"
+        f"{found.mean:.2f}) times the measured times of {found.calls} calls on v6e; not compared "
+        "with measured times on v4, h100 (docs/benchmarks/estimates.md)"
     )
-    never = "estimates; never compared with a measured time on v4 (docs/benchmarks/estimates.md)"
+    never = "estimates; not compared with measured times on v4 (docs/benchmarks/estimates.md)"
     assert error_bar(["v4"]) == never
 
 
 def test_rows_are_made_again_only_with_the_kernels_that_were_timed(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert calibrate.main() == 1
-    words = "tokamax is missing; pip install tokamax==0.0.12 brings the kernels\n"
+    words = "tokamax is not installed; pip install tokamax==0.0.12 installs the kernels\n"
     assert capsys.readouterr().err == words
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(sys, "argv", ["calibrate", "v7"])
     assert calibrate.main() == 2
-    assert capsys.readouterr().err == "'v7' has no rows; legal: v5e, v5p, v6e, tpu7x\n"
+    assert capsys.readouterr().err == "'v7' has no calibration rows; legal: v5e, v5p, v6e, tpu7x\n"
 
 
 SLOW = ("cross_entropy", "cross_entropy_gradient", "causal_attention", "causal_attention_gradient")

@@ -139,7 +139,7 @@ def test_no_compiler(monkeypatch):
 
 @pytest.mark.compile
 def test_process_that_dies():
-    with pytest.raises(CompilerError, match=r"compiling for v5e ended with code 3: goodbye"):
+    with pytest.raises(CompilerError, match=r"compiling for v5e exited with code 3: goodbye"):
         list(compile_jobs(TARGETS["v5e"], [job("leave")]))
 
 
@@ -282,7 +282,7 @@ def test_copies_within_vmem_are_told():
 
 
 def test_dump_that_is_not_whole():
-    with pytest.raises(ValueError, match="0 bundles, and the use of units for 0"):
+    with pytest.raises(ValueError, match="0 bundles, but unit usage for 0"):
         schedule()
 
 
@@ -421,7 +421,7 @@ def test_loop_of_unknown_length():
 
 
 def test_text_without_a_program():
-    with pytest.raises(ValueError, match="no ENTRY"):
+    with pytest.raises(ValueError, match="has no ENTRY computation"):
         Module("HloModule empty")
 
 

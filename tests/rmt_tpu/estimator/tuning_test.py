@@ -144,7 +144,7 @@ def test_a_gpus_rating():
     assert rate(usage["key_vector_forward"]).seconds == pytest.approx(3e-6)
     assert rate(Usage(255, 0, 256)).seconds == pytest.approx(2e-6)
     assert rate(Usage(255, 0, 32)).seconds == pytest.approx(2e-6)
-    assert rate(Usage(168, 0, 256)).words == "168 registers, 0 bytes spilled, 8 warps at a time"
+    assert rate(Usage(168, 0, 256)).words == "168 registers, 0 bytes spilled, 8 concurrent warps"
     assert rate(None).seconds is None
 
 
@@ -161,11 +161,11 @@ def test_a_tpus_rating(monkeypatch):
         return tuning.tpu_rating(program, needed)
 
     assert rate(12 * 10**6) == Rating(
-        2e-5, 2**20, "400 cycles, 360 bundles, bytes 16.0 us", pytest.approx(12e-6)
+        2e-5, 2**20, "400 cycles, 360 bundles, memory traffic 16.0 us", pytest.approx(12e-6)
     )
     assert rate(10**9).floor == pytest.approx(16e-6)
-    assert rate(0, cycles=None) == Rating(None, words="a kernel has no schedule")
-    assert rate(0, trips=(None, 4)) == Rating(None, words="a grid of unknown length")
+    assert rate(0, cycles=None) == Rating(None, words="the compiler wrote no schedule of a kernel")
+    assert rate(0, trips=(None, 4)) == Rating(None, words="the length of a grid is unknown")
     assert rate(0, trips=(4, None)).seconds == 2e-5
 
 
@@ -193,7 +193,7 @@ class Outcomes:
         (Failure("Shared memory size limit exceeded", "XlaError"), "no room"),
         (Failure("out of memory is what no candidate says", "RuntimeError"), "failed"),
         (Failure("Not implemented", "NotImplementedError"), "failed"),
-        (CompilerError("compiling for v5e ended with code -11"), "failed"),
+        (CompilerError("compiling for v5e exited with code -11"), "failed"),
     ],
 )
 def test_what_becomes_of_a_candidate_that_does_not_compile(monkeypatch, outcome, fate):
@@ -221,7 +221,7 @@ def test_results_are_held_to_plain_ones():
     (_, error) = timing.errors_of([plain[0], np.array([1.0, 1.0])], plain)
     assert np.isnan(error)
     assert timing.wrong([0.1, 0.2], [0.1, 0.2]) == ""
-    assert timing.wrong([0.1, 0.3], [0.1, 0.2]).startswith("result 1 is off by 0.3 of")
+    assert timing.wrong([0.1, 0.3], [0.1, 0.2]).startswith("result 1 differs by 0.3 of")
     assert timing.wrong([float("nan")], [1.0])
 
 
@@ -281,7 +281,7 @@ def test_a_job_that_hangs_or_dies_ends_with_its_process_alone():
     group = worker._process.pid
     assert worker.compile(job("hang"), 3.0) == Failure("no result within 3 s", "TimeLimit")
     assert alive(group) == []
-    with pytest.raises(CompilerError, match="ended with code 3"):
+    with pytest.raises(CompilerError, match="exited with code 3"):
         worker.compile(job("leave"))
     assert worker.compile(job("nothing")).error == "ValueError"
     worker.close()
@@ -350,7 +350,7 @@ def test_a_call_that_does_not_take_its_blocks_is_refused():
     given = problem("tpu", "attention_forward")
     call = SPACES["tpu", given.kernel].call(dict(given.key), given.tokens)
     call = dataclasses.replace(call, function=lambda module: lambda *arrays: arrays[0])
-    with pytest.raises(RuntimeError, match="is compiled with no look-up, not"):
+    with pytest.raises(RuntimeError, match="was compiled with no look-up of blocks, not"):
         lower_call(jax.devices()[0], given, call, given.default())
 
 

@@ -121,7 +121,7 @@ REFUSED = [
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
         4,
-        "2 sublayers each, no multiple of a block's 4; legal numbers of chunks: 1, 2, 4$",
+        "2 sublayers, not a multiple of a block's 4; legal numbers of chunks: 1, 2, 4$",
     ),
 ]
 

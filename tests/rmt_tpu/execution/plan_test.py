@@ -54,7 +54,7 @@ def test_an_rmt(topology, in_place):
 def test_attention_over_depth():
     narrow = plan("attnres-tiny", model__store__dim=1168, model__norm="rmsnorm")
     assert values(narrow)["schedule"] == "banked"
-    assert values(narrow)["padded_width"] == 1280 and "tiles" in narrow.padded_width.reason
+    assert values(narrow)["padded_width"] == 1280 and "multiple" in narrow.padded_width.reason
     assert values(plan("attnres-tiny", model__store__dim=130))["padded_width"] == 130
     plain = plan("gpt2-tiny")
     assert values(plain)["schedule"] == "scanned" and plain.padded_width is None

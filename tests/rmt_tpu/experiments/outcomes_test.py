@@ -140,7 +140,7 @@ def test_a_search_over_two_values_and_the_mean_of_two():
 
 def test_a_search_without_a_result_gives_no_rate():
     rows = [Row("first", {plan.RATE: rate}, 10, [0], [None]) for rate in (0.1, 0.2)]
-    with pytest.raises(RunError, match="every point of the search first diverged: a has no rate"):
+    with pytest.raises(RunError, match="the search first diverged, so a has no learning rate"):
         results.with_best(CONFIG, plan.Plan((A,)), replace(A, searches=("first",)), {"first": rows})
 
 
@@ -176,7 +176,7 @@ def test_what_was_registered_is_tested_and_nothing_else_is_bold():
     line = next(line for line in page.text.splitlines() if line.startswith("| b | a | **"))
     lost = replace(told[2], losses=(None, 1.8, 1.8))
     table = results.tests_table(replace(of, registered=("b", "c")), [*told[:2], lost])
-    assert "| c | a | none: diverged, or one seed |" in table
+    assert "| c | a | none (diverged, or only one seed) |" in table
     assert "| 0.0033 | 0.0066 |" in table, "of a family of two"
     assert line.startswith("| b | a | **-0.1000 ± 0.0248** | 0.0100 | 0.0033 | 0.0033 |")
 
@@ -238,7 +238,7 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
         b'{"digest": "a", "steps": 5, "losses": "x", "loss": 1}\n',
     ):
         file.write_bytes(damaged)
-        with pytest.raises(RunError, match="line 1 is no outcome of a run; legal: lines that"):
+        with pytest.raises(RunError, match="line 1 is not the outcome of a run; legal: lines that"):
             records.Records(folder, "lines.jsonl", 7)
 
 
@@ -256,7 +256,7 @@ def test_what_is_not_sure_or_diverged(ladder):
     lines = results.arms_table([other, one], SEEDS).splitlines()
     assert "| a | -0.0100 ± 0.2484 |" in lines[3] and "**" not in lines[3]
     lost = replace(one, losses=(None, 2.0, 2.1))
-    assert "| diverged, 1 of 3 | a |  |  |" in results.arms_table([other, lost], SEEDS)
+    assert "| diverged: 1 of 3 | a |  |  |" in results.arms_table([other, lost], SEEDS)
 
 
 PLANS = {

@@ -211,7 +211,7 @@ def test_tokens_without_a_text_are_never_chosen(temperature):
     beyond = lambda text: np.array([257])
     monkeyed = Few()
     monkeyed.encode = beyond
-    with pytest.raises(UsageError, match="has token 257, which .* legal: 0 to 256"):
+    with pytest.raises(UsageError, match="has token 257, for which .* legal: 0 to 256"):
         next(complete(models.byte_decoder(), monkeyed, [("a", Sampling())]))
     engine = Engine(models.byte_decoder(), 256)
     for wrong in (-1, 257):

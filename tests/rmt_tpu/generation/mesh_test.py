@@ -127,10 +127,10 @@ def test_devices_share_a_head_of_keys(store, heads, spec, lengths):
 @pytest.mark.parametrize(
     "store, core, spec, message",
     [
-        ("vector", HEADS_4, "tensor=8", "attention.num_heads is 4; legal: .* 1, 2, 4"),
-        ("vector", LATENT, "sequence=8", "model.mla.num_heads is 4"),
+        ("vector", HEADS_4, "tensor=8", "attention.num_heads.; legal products: 1, 2, 4"),
+        ("vector", LATENT, "sequence=8", "the 4 heads of a cache .model.mla.num_heads"),
         ("vector", GROUPED, "key=2", "key=2 divides D_k, which a vector store does not have"),
-        ("matrix", GROUPED, "stage=2", "stage=2 divides layers for training"),
+        ("matrix", GROUPED, "stage=2", "stage=2 divides layers, which only training"),
         ("matrix", GROUPED, "fsdp=8", "fsdp=8 does not divide .* 'embed' of size 36"),
     ],
 )

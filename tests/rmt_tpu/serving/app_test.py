@@ -181,7 +181,7 @@ def test_more_than_may_wait_are_refused(running, monkeypatch):
     told = json.loads(refused.read())["error"]
     assert (refused.status, refused.headers["retry-after"]) == (429, "1")
     assert told["type"] == "rate_limit_error" and told["code"] == "queue_full"
-    assert told["message"] == "4 texts are open, of at most 5; try again later"
+    assert told["message"] == "4 texts are in progress, of at most 5; try again later"
     running.steps.release(100)
     assert response.read().endswith(b"data: [DONE]\n\n")
     assert running.ask({"n": 5, "max_tokens": 1})[0] == 200
@@ -194,7 +194,7 @@ def test_what_is_refused(running):
     assert message({"n": 9}) == (400, "n=9 must be a whole number from 1 to 5")
     assert message({"model": "x"}) == (404, "model 'x' is unknown; legal: tiny")
     status, words = message(b"x" * 3000)
-    assert status == 413 and words == "the body has more than 2000 bytes, which are legal at most"
+    assert status == 413 and words == "the request body is too large; legal: at most 2000 bytes"
     assert message({}, "/v1/chat/completions")[0] == 404
     status, words = message(None, COMPLETIONS)
     assert status == 405 and "legal: POST /v1/completions" in words
@@ -219,7 +219,7 @@ def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):
     assert status == 500 and told["error"]["message"] == "the model failed: out of memory"
     monkeypatch.undo()
     assert running.ask({"max_tokens": 2})[0] == 200
-    assert capfd.readouterr().err == "error: out of memory: what was open has failed\n"
+    assert capfd.readouterr().err == "error: out of memory: all requests in progress failed\n"
 
 
 def test_a_token_that_no_text_has_is_told_as_nothing(running, monkeypatch):
@@ -297,7 +297,9 @@ def test_what_takes_too_long_is_told_that_the_server_ends(running, monkeypatch):
     for _ in range(2):  # the second does not wait
         running.server.handle_exit(signal.SIGINT, None)
     (line, done, _) = response.read().decode().split("\n\n")
-    assert json.loads(line.removeprefix("data: "))["error"]["message"] == "the server is ending"
+    assert (
+        json.loads(line.removeprefix("data: "))["error"]["message"] == "the server is shutting down"
+    )
     assert done == "data: [DONE]"
     connection.close()
     running.thread.join(SECONDS)
@@ -331,7 +333,9 @@ def test_what_should_not_be_is_told_where(running, monkeypatch, capfd):
 def test_addresses(running):
     with pytest.raises(UsageError, match=f"^--port={running.port} is in use on 127.0.0.1; legal:"):
         address.bind("127.0.0.1", running.port)
-    with pytest.raises(UsageError, match="^--host=192.0.2.1 is no address of this machine; legal"):
+    with pytest.raises(
+        UsageError, match="^--host=192.0.2.1 is not an address of this machine; legal"
+    ):
         address.bind("192.0.2.1", 0)
     with address.bind("0.0.0.0", 0) as everywhere, address.bind("localhost", 0) as here:
         assert address.is_loopback(here) and not address.is_loopback(everywhere)

@@ -55,7 +55,7 @@ def test_ids_that_the_tokenizer_leaves_out_are_refused():
     tokenizer = ByteTokenizer()
     tokenizer.gaps = (98,)
     served = replace(SERVED, tokenizer=tokenizer)
-    with pytest.raises(Refusal, match="token 98; legal: 0 to 256, but for ids that the tokenizer"):
+    with pytest.raises(Refusal, match="token 98; legal: 0 to 256, except ids that the tokenizer"):
         parse(b'{"prompt": [97, 98]}', served, 7)
     assert parse(b'{"prompt": [97, 99]}', served, 7).prompts[0].own == 2
 
@@ -109,7 +109,7 @@ def test_what_changes_nothing_is_taken():
 REFUSED = [
     ({"max_token": 5}, "max_token", "'max_token' is unknown; did you mean 'max_tokens'?"),
     ({f"n{HALF}": 5}, "n?", r"field 'n\ud800' is unknown"),
-    ({"prompt": 5}, "prompt", "prompt=5 must be text, a list of tokens, or"),
+    ({"prompt": 5}, "prompt", "prompt=5 must be text, a list of tokens, a list of texts, or a"),
     ({"prompt": []}, "prompt", "prompt=[] must be text"),
     ({"prompt": [[]]}, "prompt", "prompt=[] must be text"),
     ({"prompt": [1, "a"]}, "prompt", "prompt=1 must be text"),
@@ -118,9 +118,17 @@ REFUSED = [
     ({"prompt": [-1]}, "prompt", "prompt has token -1; legal: 0 to 256"),
     ({"prompt": HALF}, "prompt", r"prompt: the text has half a surrogate pair, '\ud800'"),
     ({"prompt": "a" * 64}, "prompt", "prompt has 65 tokens (with the start token); legal: at most"),
-    ({"prompt": ["a", "a" * 64]}, "prompt", "prompt: number 2 has 65 tokens"),
-    ({"prompt": ["a"] * 7}, "prompt", "prompt has 7, which with n=1 are 7 texts; legal: at most 6"),
-    ({"prompt": ["a"] * 4, "n": 2}, "prompt", "4, which with n=2 are 8 texts; legal: at most 6"),
+    ({"prompt": ["a", "a" * 64]}, "prompt", "prompt number 2 has 65 tokens"),
+    (
+        {"prompt": ["a"] * 7},
+        "prompt",
+        "prompt has 7 prompts, which with n=1 make 7 texts; legal: at most 6",
+    ),
+    (
+        {"prompt": ["a"] * 4, "n": 2},
+        "prompt",
+        "4 prompts, which with n=2 make 8 texts; legal: at most 6",
+    ),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be a whole number from 1 to 50"),
     ({"max_tokens": 51}, "max_tokens", "max_tokens=51 must be a whole number from 1 to 50"),
     ({"max_tokens": "5"}, "max_tokens", "max_tokens='5' must be a whole number"),
@@ -128,7 +136,7 @@ REFUSED = [
     (
         {"prompt": "a" * 40, "max_tokens": 25},
         "max_tokens",
-        "max_tokens=25 is too many behind a prompt of 41 tokens (with the start token); legal: at "
+        "max_tokens=25 is too many after a prompt of 41 tokens (with the start token); legal: at "
         "most 24",
     ),
     ({"n": 0}, "n", "n=0 must be a whole number from 1 to 6"),
@@ -144,15 +152,19 @@ REFUSED = [
     ({"min_p": 2}, "min_p", "min_p=2.0 must be at least 0, at most 1"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0.0 must be positive"),
     ({"seed": -1}, "seed", "seed=-1 must be at least 0, at most 4294967295"),
-    ({"stop": ["a"] * 5}, "stop", "must be text or at most 4 of them, each of 1 to 256"),
-    ({"stop": ""}, "stop", "stop='' must be text or at most 4"),
+    ({"stop": ["a"] * 5}, "stop", "must be text, or a list of at most 4 texts, each of 1 to 256"),
+    ({"stop": ""}, "stop", "stop='' must be text, or a list of at most 4"),
     ({"stop": [5]}, "stop", "stop=[5] must be text"),
     ({"stop": "x" * 257}, "stop", "each of 1 to 256 characters"),
     ({"logprobs": 6}, "logprobs", "logprobs=6 must be a whole number from 0 to 5"),
     ({"logprobs": True}, "logprobs", "logprobs=True must be a whole number"),
     ({"echo": 1}, "echo", "echo=1 must be true or false"),
     ({"stream": "yes"}, "stream", "stream='yes' must be true or false"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "with stream=true"),
+    (
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+        "stream_options needs stream=true",
+    ),
     ({"stream": True, "stream_options": {"usage": 1}}, "stream_options", '{"include_usage": true}'),
     ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty=0.5 is not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "legal: {}, or leave it out"),
@@ -173,10 +185,10 @@ def test_what_is_refused(fields, param, words):
 @pytest.mark.parametrize(
     "body, words",
     [
-        (b"", "the body is not JSON: Expecting value"),
-        (b"\xff", "the body is not JSON: 'utf-8' codec can't decode byte 0xff"),
-        (b"[1]", "the body is [1], and must be an object of JSON"),
-        (b"[" * 100_000, "the body is not JSON: it is nested too deeply"),
+        (b"", "the request body is not JSON: Expecting value"),
+        (b"\xff", "the request body is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b"[1]", "the request body is [1]; legal: a JSON object"),
+        (b"[" * 100_000, "the request body is not JSON: it is nested too deeply"),
     ],
 )
 def test_bodies_that_are_no_requests(body, words):

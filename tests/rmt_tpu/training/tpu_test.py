@@ -93,7 +93,7 @@ V4 = {  # kernels of a layer of each, forward and backward
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:no tpu kernel for this call.*heads of 32 keys")  # KDA's, tiny
+@pytest.mark.filterwarnings("ignore:no tpu kernel for this call.*heads of K=32")  # KDA's, tiny
 @pytest.mark.parametrize("preset", V4)
 def test_steps_of_a_v4_take_kernels(preset):
     """A core of it has 16 MiB of VMEM, a quarter of what the others have at least."""
