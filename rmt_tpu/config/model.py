@@ -107,7 +107,8 @@ class ModelConfig(Checked):
         "reversible" for training an RMT without pipeline stages, and else "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" is the platform's default:
         kernels on a TPU; on a GPU cuDNN's attention, the kernel of grouped matrix products, and
-        kernels listed in a table of measured times. "xla" is plain JAX. "pallas" uses kernels for all operations that have one.
+        kernels listed in a table of measured times. "xla" is plain JAX. "pallas" uses kernels for
+        all operations that have one.
     """
 
     stacks: tuple[Stack, ...]
