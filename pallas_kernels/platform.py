@@ -216,11 +216,7 @@ class Implementations:
         portable = run(self.portable)
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
-        on = self._on
-        unknown = {"tpu": target().unknown}
-        refused = {
-            p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
-        }
+        on, refused = self._on, self._refused(platforms, op, args)
         self._collect(op, [p for p in platforms if refused[p] is None], args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         kernel = lambda platform: _traced(run(on[platform]))
@@ -237,6 +233,32 @@ class Implementations:
             return kernel(platform)(*_with_first(named, args))
         kernels = {p: kernel(p) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
+
+    def chosen(self, op: str, *args: Any) -> dict[Platform, tuple[str, str | None]]:
+        """Return what `run(None, op, *args)` uses on each platform for which there is a kernel.
+
+        Contexts such as `preferring` are not taken into account. Nothing is computed.
+
+        Returns:
+          For each platform, the name of the implementation, and the reason why the kernel does not
+          support the call, or None if it does.
+        """
+        platforms = self._unasked(op, args)
+        names = {_PLATFORMS[name]: name for name in self.kernels}
+        refused = self._refused(names, op, args)
+        return {
+            p: (name if p in platforms and refused[p] is None else "xla", refused[p])
+            for p, name in names.items()
+        }
+
+    def _refused(
+        self, platforms: Iterable[Platform], op: str, args: tuple
+    ) -> dict[Platform, str | None]:
+        """Return the reason why the kernel of each platform does not support a call, or None."""
+        on, unknown = self._on, {"tpu": target().unknown}
+        return {
+            p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
+        }
 
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
         lists = getattr(_collectors, "lists", ())

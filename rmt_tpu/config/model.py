@@ -106,8 +106,9 @@ class ModelConfig(Checked):
         place of the block sums, because they are smaller, and sums them again. "auto" is
         "reversible" for training an RMT without pipeline stages, and else "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" is the platform's default:
-        kernels on a TPU; on a GPU cuDNN's attention, and kernels listed in a table of measured
-        times. "xla" is plain JAX. "pallas" uses kernels for all operations that have one.
+        kernels on a TPU; on a GPU cuDNN's attention, the kernel of grouped matrix products, and
+        kernels listed in a table of measured times. "xla" is plain JAX. "pallas" uses kernels for
+        all operations that have one.
     """
 
     stacks: tuple[Stack, ...]

@@ -1,0 +1,353 @@
+"""The table of the implementation that each op uses by default on each platform.
+
+`python -m rmt_tpu.analysis.implementations docs/implementations.md` writes the tables into that
+page. They are asked of the code that makes the choice (`Implementations.chosen`), for the operands
+of the calls below.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.causal_attention.interface import Attention, Part
+from pallas_kernels.delta_attention.interface import Operands
+from pallas_kernels.depth_attention.interface import Merge, MergeAt, MergeRead, Partial
+from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.platform import Implementations
+from pallas_kernels.shapes import ALL_SITES, RMT_305M, TOKENS, KeyVector, array
+from pallas_kernels.target import lowering_for
+
+# The device kinds of each platform's column.
+DEVICES = {
+    "TPU": {
+        "v4": "TPU v4",
+        "v5e": "TPU v5 lite",
+        "v5p": "TPU v5",
+        "v6e": "TPU v6 lite",
+        "tpu7x": "TPU7x",
+    },
+    "CUDA": {
+        "A100": "NVIDIA A100-SXM4-40GB",
+        "H100": "NVIDIA H100 80GB HBM3",
+        "B200": "NVIDIA B200",
+    },
+}
+_BEGIN, _END = "<!-- The tables below are generated. -->\n", "<!-- End of the tables. -->"
+_PLAIN = "plain JAX"
+_OTHERS = "Calls that use another implementation"
+_NOT_FASTER = "the kernel is not estimated to be faster"
+
+
+class Call(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+      words: the call in words, for the table of calls that differ; "" for an op's usual call.
+      op: the name of the function of the op's implementations.
+      args: its operands, as `ShapeDtypeStruct`s.
+    """
+
+    words: str
+    op: str
+    args: tuple
+
+
+class Row(NamedTuple):
+    """A row of the table: ops that share their implementations.
+
+    Attributes:
+      ops: the names of the public ops.
+      group: the name of their `Implementations`.
+      calls: usual calls, which a training step or decoding in bfloat16 has, and then others.
+      of: what they are ops of, if other rows have the same ops; otherwise "".
+    """
+
+    ops: tuple[str, ...]
+    group: str
+    calls: tuple[Call, ...]
+    of: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first op, and what it is an op of."""
+        return f"`{self.ops[0]}`" + (f" of {self.of}" if self.of else "")
+
+
+def rows() -> list[Row]:
+    """Return all rows, in the order of the table."""
+    return [*_key_vector(), *_depth(), *_attention(), *_experts()]
+
+
+@functools.cache
+def groups() -> dict[str, Implementations]:
+    """Return all groups of implementations in `pallas_kernels` by name."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("pallas_kernels")]
+    values = [value for module in modules for value in vars(module).values()]
+    return {value.name: value for value in values if isinstance(value, Implementations)}
+
+
+def _key_vector() -> Iterator[Row]:
+    def both(words: str, size: KeyVector, tokens=TOKENS, data="bfloat16", residual=None):
+        site = size.site(tokens, data, residual)
+        yield Call(words, "forward", (site,))
+        yield Call(words, "backward", (size.backward(tokens, data, residual),))
+
+    size = RMT_305M
+    ops = "store_norm_retrieve", "store_norm_retrieve_with_statistics", "undo", "store"
+    ops += "store_forward", "store_backward", "norm_retrieve", "norm_retrieve_again"
+    calls = (
+        *both("", size),
+        *both("", size, residual="int16"),
+        *both("float32", size, data="float32"),
+        *both("float16", size, data="float16"),
+        *both("64 tokens", size, (16, 64)),
+        *both("`D_k` of 8192", size._replace(K=8192)),
+    )
+    yield Row(ops, "key_vector", calls)
+    layers = lambda dtype: _layers(size.site((8,), dtype), dtype)
+    calls = (
+        Call("", "at_layer", (layers("bfloat16"), array("int32"))),
+        Call("float16", "at_layer", (layers("float16"), array("int32"))),
+    )
+    yield Row(("store_norm_retrieve_at",), "key_vector_at", calls)
+
+
+def _layers(site: Site, dtype: str) -> Site:
+    """Return the operands at one layer, with the keys and gains of 24 layers in `dtype`."""
+    stacked = lambda x: array(dtype, 24, *x.shape)
+    keys = {name: stacked(getattr(site, name)) for name in ("store_keys", "gain", "read_keys")}
+    return site._replace(**keys)
+
+
+def _depth() -> Iterator[Row]:
+    def both(words: str, dtype: str):
+        given, scored = ALL_SITES.partial((8192,), dtype), ALL_SITES.scored((8192,), dtype)
+        yield Call(words, "partial", (given,))
+        yield Call(words, "partial_backward", (given, scored))
+        yield Call(words, "merge", (ALL_SITES.merge((8192,), dtype),))
+        yield Call(words, "merge_backward", ALL_SITES.merge_backward((8192,), dtype))
+
+    calls = (*both("", "bfloat16"), *both("float32", "float32"), *both("float16", "float16"))
+    ops = "depth_attention", "depth_attention_partial", "depth_attention_partial_backward"
+    ops += ("depth_attention_merge",)
+    yield Row(ops, "depth_attention", calls, of="vectors")
+
+    def matrices(words: str, *size: int, tokens: int = 512, dtype: str = "bfloat16"):
+        given = _partial(dtype, tokens, size)
+        yield Call(words, "partial", (given,))
+        yield Call(words, "merge", (_merge(dtype, tokens, size),))
+
+    calls = (
+        *matrices("", 64, 64),
+        *matrices("float32", 64, 64, dtype="float32"),
+        *matrices("64 tokens", 64, 64, tokens=64),
+        *matrices("matrices of 10 x 10", 10, 10),
+    )
+    yield Row(ops, "depth_attention_matrices", calls, of="matrices")
+
+    def read(words: str, tokens: int = 512, dtype: str = "bfloat16"):
+        merge = _merge(dtype, tokens, (64, 64))
+        keys = array("float32", 64, 64), array("float32", 48, 64)
+        return Call(words, "merge_read", (MergeRead(merge, *keys),))
+
+    yield Row(
+        ("depth_attention_merge_read",),
+        "merge_read",
+        (read(""), read("float16", dtype="float16"), read("64 tokens", 64)),
+    )
+    at = lambda words, dtype: Call(words, "merge_at", (_merge_at(dtype),))
+    yield Row(
+        ("depth_attention_merge_at",),
+        "depth_attention_at",
+        (at("", "bfloat16"), at("float16", "float16")),
+    )
+
+
+def _partial(dtype: str, tokens: int, size: tuple[int, ...]) -> Partial:
+    sources = array(dtype, 9, 4, tokens, *size)
+    return Partial(array("float32", 8, *size), sources, array("int32"))
+
+
+def _merge(dtype: str, tokens: int, size: tuple[int, ...]) -> Merge:
+    mixed, current = array(dtype, 8, 4, tokens, *size), array(dtype, 4, tokens, *size)
+    sums, site, active = array("float32", 4, tokens), array("int32"), array("bool")
+    return Merge(array("float32", *size), mixed, sums, site, current, active)
+
+
+def _merge_at(dtype: str) -> MergeAt:
+    parameters, index, current = (
+        array("float32", 24, 2, 2048),
+        array("int32"),
+        array(dtype, 8, 2048),
+    )
+    mixed, sums = array(dtype, 8, 8, 2048), array("float32", 8, 8)
+    return MergeAt(parameters, index, mixed, sums, index, current, array("bool"))
+
+
+def _attention() -> Iterator[Row]:
+    def whole(words: str, size: int, *, dtype="bfloat16", alibi=False, ids=True):
+        qkv = array(dtype, 4, 2048, 48, size)
+        slopes = array("float32", 16) if alibi else None
+        given = Attention(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
+        return Call(words, "attention_forward", (given,))
+
+    def part(words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512):
+        q, kv = array(dtype, 4, queries, 16, size), array(dtype, 4, 2048, 16, size)
+        ids = array("int32", 4, queries), array("int32", 4, 2048)
+        return Call(words, "part_forward", (Part(q, (kv, kv), 0.1, 0, None, ids),))
+
+    calls = (
+        whole("", 64),
+        whole("float32", 64, dtype="float32"),
+        whole("float16", 64, dtype="float16"),
+        whole("ALiBi over 2048 tokens", 64, alibi=True),
+        whole("heads of 60", 60),
+        whole("heads of 128 in rows of several documents", 128),
+        whole("heads of 128 in rows of one document", 128, ids=False),
+        whole("heads of 192", 192),
+        whole("heads of 256 in rows of several documents", 256),
+    )
+    ops = "causal_attention", "attention_forward", "attention_backward"
+    yield Row(ops, "causal_attention", calls)
+    calls = part(""), part("float32", dtype="float32"), part("one query", queries=1)
+    yield Row(("attention_after", "attention_to"), "causal_attention", calls)
+
+    def delta(words: str, size: int = 128, dtype: str = "bfloat16"):
+        vectors = [array(dtype, 4, 2048, 16, size)] * 3
+        decay, beta = array("float32", 4, 2048, 16, size), array("float32", 4, 2048, 16)
+        operands = Operands(*vectors, decay, beta, array("int32", 4, 2048))
+        return Call(words, "forward", (operands, array("float32", 4, 16, size, size)))
+
+    calls = delta(""), delta("float32", dtype="float32"), delta("heads of 64", 64)
+    yield Row(("delta_attention",), "delta_attention", calls)
+
+
+def _experts() -> Iterator[Row]:
+    def grouped(words: str, dtype: str = "bfloat16"):
+        given = array(dtype, 8192, 1024), array(dtype, 16, 1024, 2048), array("int32", 16)
+        return Call(words, "product", given)
+
+    yield Row(
+        ("grouped_matmul",),
+        "grouped_matmul",
+        (grouped(""), grouped("float32", "float32"), grouped("float16", "float16")),
+    )
+
+    def sums(words: str, count: int = 8192, choices: int = 32768, width: int = 1024):
+        indices = array("int32", count), array("int32", choices)
+        return Call(words, "sums", (array("bfloat16", count, width), *indices))
+
+    calls = (
+        sums(""),
+        sums("more rows than half of the choices", count=20000),
+        sums("fewer than 1024 choices", count=256, choices=1023),
+        sums("rows of fewer than 128 numbers", width=127),
+    )
+    yield Row(("sums_of_rows", "rows_of_tokens"), "token_rows", calls)
+
+    def logits(words: str, dtype: str = "bfloat16", tokens: int = 4096, width: int = 1024):
+        given = array(dtype, tokens, width), array(dtype, width, 2**15), array("int32", tokens)
+        return Call(words, "logits", given)
+
+    calls = (
+        logits(""),
+        logits("float32", "float32"),
+        logits("fewer than 2^20 logits", tokens=31),
+        logits("rows of more than 8192 numbers", width=8193),
+    )
+    yield Row(("logits_with_sums",), "logits", calls)
+
+
+class Choice(NamedTuple):
+    """What a call uses on one device: the implementation, and the reason if the kernel refuses."""
+
+    name: str
+    why: str | None
+
+
+def choice(row: Row, call: Call, platform: str, kind: str) -> Choice:
+    """Return what a call uses by default on a device of `kind`; `platform` is a table's column."""
+    chosen = _choices(kind)[row.name, row.calls.index(call)]
+    return chosen.get(platform.lower(), Choice("xla", None))
+
+
+@functools.cache
+def _choices(kind: str) -> dict[tuple[str, int], dict[str, Choice]]:
+    """Return the choices of all calls by row and index, each by platform, for a kind of device."""
+    every = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
+    found = {}
+
+    def ask(args: dict) -> None:
+        for key, (row, call) in every.items():
+            chosen = groups()[row.group].chosen(call.op, *args[key])
+            found[key] = {platform: Choice(*outcome) for platform, outcome in chosen.items()}
+
+    with lowering_for(kind):
+        jax.eval_shape(ask, {key: call.args for key, (_, call) in every.items()})
+    return found
+
+
+def tables() -> str:
+    """Return both tables as Markdown: usual calls, and calls that use something else."""
+    lines = ["| op | TPU | CUDA | CPU |", "|---|---|---|---|"]
+    others = ["| op | call | device | uses | reason |", "|---|---|---|---|---|"]
+    for number, row in enumerate(rows(), 1):
+        names = ", ".join(f"`{op}`" for op in row.ops) + (f" of {row.of}" if row.of else "")
+        cells = " | ".join(_usual(row, platform) for platform in DEVICES)
+        lines.append(f"| {names} ({number}) | {cells} | {_PLAIN} |")
+        others += [f"| ({number}) {row.name} | {line} |" for line in _others(row)]
+    return "\n".join([*lines, "", f"## {_OTHERS}", "", *others])
+
+
+def _usual(row: Row, platform: str) -> str:
+    """Return the cell of a platform, on whose devices all usual calls use the same."""
+    kinds, usual = DEVICES[platform].values(), [call for call in row.calls if not call.words]
+    names = {choice(row, call, platform, kind).name for call in usual for kind in kinds}
+    if len(names) > 1:
+        raise ValueError(f"{row.ops[0]} uses {sorted(names)} on {platform}: one row for each")
+    (name,) = names
+    if name != "xla":
+        return f"`{name}`"
+    asked = _on_request(groups()[row.group], platform.lower())
+    return f"{_PLAIN}; `{asked}` on request" if asked else _PLAIN
+
+
+def _on_request(group: Implementations, platform: str) -> str | None:
+    """Return the name of the platform's kernel, or None if there is none."""
+    kernels = {n: k for n, k in group.kernels.items() if k is not group.portable}
+    return next((name for name in kernels if group.names[name] == (platform,)), None)
+
+
+def _others(row: Row) -> Iterator[str]:
+    """Yield the cells after the first for calls that use something else than the usual ones."""
+    for words in dict.fromkeys(call.words for call in row.calls if call.words):
+        calls = [call for call in row.calls if call.words == words]
+        for platform, kinds in DEVICES.items():
+            devices: dict[Choice, list[str]] = {}
+            for device, kind in kinds.items():
+                usual = choice(row, row.calls[0], platform, kind).name
+                found = (choice(row, call, platform, kind) for call in calls)
+                if other := next((c for c in found if c.name != usual), None):
+                    devices.setdefault(other, []).append(device)
+            for other, names in devices.items():
+                where = platform if len(names) == len(kinds) else ", ".join(names)
+                uses = _PLAIN if other.name == "xla" else f"`{other.name}`"
+                yield f"{words} | {where} | {uses} | {other.why or _NOT_FASTER}"
+
+
+def write(page: Path) -> None:
+    """Write the tables into a page, in place of the tables that it has."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"{page} has no lines {_BEGIN!r} and {_END!r}")
+    page.write_text(f"{before}{_BEGIN}\n{tables()}\n{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    write(Path(sys.argv[1]))
