@@ -38,7 +38,7 @@ class Trial(NamedTuple):
 
 def define_seeds_flag() -> None:
     """Define the flag --seeds: see `seeds`."""
-    text = "train each once a seed, like 0,1,2; default --seed"
+    text = "seeds, like 0,1,2, with each of which every model is trained; default --seed"
     flags.DEFINE_list("seeds", None, text)
 
 
@@ -62,7 +62,7 @@ def seeds() -> list[int] | None:
     if illegal := [seed for seed in found if seed not in ranges(TrainConfig)["seed"]]:
         raise UsageError(f"--seeds={shown(illegal[0])} must be {ranges(TrainConfig)['seed'].words}")
     if not found or len(set(found)) < len(found):
-        raise UsageError(f"{text} must be different numbers, at least one")
+        raise UsageError(f"{text} must be one or more different numbers")
     return found
 
 

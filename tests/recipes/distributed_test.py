@@ -113,9 +113,9 @@ def test_of_a_complete_run_the_first_process_tells(trained, tmp_path):
 def test_only_the_first_process_tells_and_writes(two):
     workdir, ((_, output, progress), (_, other_output, other_progress)) = two
     assert f"done: {STEPS} steps in {workdir}" in output
-    assert "process 0 of 2 has joined" in progress and "loss on held-out text" in progress
+    assert "process 0 of 2 has connected" in progress and "loss on held-out text" in progress
     assert other_output == "" and "peer ranks" not in output
-    told = [line for line in other_progress.splitlines() if "process 1 of 2 has joined" in line]
+    told = [line for line in other_progress.splitlines() if "process 1 of 2 has connected" in line]
     assert len(told) == 1 and "loss" not in other_progress
     assert len(list(workdir.glob("tensorboard/*"))) == 1
     assert not list(workdir.glob(".*")), "a temporary file is left"
@@ -139,7 +139,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(mesh, one, tmp_path):
     # A signal that only one of them gets stops both, a step later, when both know of it.
     ends = cli.launch(2, *flags, devices=devices, first=("", STOP_IN_STEP.format(step=4)))
     assert [code for code, *_ in ends] == [0, 0], ends
-    assert f"stopped at step 5, saved in {tmp_path}. To go on, on every host:" in ends[0][1]
+    assert f"stopped at step 5, saved in {tmp_path}. To resume, on every host:" in ends[0][1]
     assert all("Traceback" not in errors for *_, errors in ends)
     assert (tmp_path / "checkpoints/5/COMMIT").exists()
     stop = STOP_IN_STEP.format(step=7)
