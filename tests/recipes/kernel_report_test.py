@@ -79,7 +79,7 @@ def test_tables_fit_a_terminal():
     ("flags", "message"),
     [
         (["--targets=v7"], "--targets 'v7' is unknown; legal: v5e, v5p, v6e, tpu7x"),
-        (["--targets="], "--targets= is empty; leave it out, or give "),
+        (["--targets="], "--targets= is empty; leave it out, or give: "),
         (["--op=key_vectors"],
          "--op 'key_vectors' is unknown; did you mean 'key_vector'? legal: all, "),
         (["--op=attention", "--case=H=1"], "--case 'H=1' is unknown; "),

@@ -146,13 +146,13 @@ def test_dry_run(tmp_path):
     assert lines["tokens"].startswith(
         f"{cli.STEPS * 10**9 * 16:,} in 48 steps of 1000000000 x 16; "
     )
-    gradients = 1e3 * float(re.search(r"([\d.]+) kB of gradients", lines["memory"])[1])
+    gradients = 1e3 * float(re.search(r"([\d.]+) kB for gradients", lines["memory"])[1])
     assert 4 * parameters / 2 <= gradients < 4 * parameters, "of two devices, but for small ones"
     assert "--batch_size=1000000000 of --seq_len=16 with " in lines["too large"]
 
 
 DRY = {
-    "tasks": (["--eval_tasks=arc_easy"], "--eval_tasks and --eval_data_dir go together"),
+    "tasks": (["--eval_tasks=arc_easy"], "--eval_tasks and --eval_data_dir must be given together"),
     "no such task": (
         ["--eval_tasks=nope", "--eval_data_dir=x"],
         "eval_tasks 'nope' is unknown",
@@ -195,7 +195,7 @@ REFUSED = {
     "exponent": ("train", ["--seed=1e9"], "--seed=1e9 must be a whole number in digits, like"),
     "boolean": ("train", ["--dry_run=maybe"], "error: flag --dry_run=maybe must be true or false"),
     "null": ("train", ["--set=model.num_layers=null"], "--set=model.num_layers=null must be a wh"),
-    "no text": ("train", ["--set=data.tokenizer=true"], "data.tokenizer=true must be a text"),
+    "no text": ("train", ["--set=data.tokenizer=true"], "data.tokenizer=true must be a string"),
     "flag and set": (
         "train",
         ["--steps=4", "--set=train.steps=5"],
@@ -252,7 +252,7 @@ def test_a_config_nested_too_deeply(tmp_path):
 
 def test_what_a_flag_is_about_is_told(tmp_path):
     """Errors from below know no flags."""
-    with pytest.raises(UsageError, match="^--prompt: the text has half"):
+    with pytest.raises(UsageError, match="^--prompt: the text has an unpaired"):
         with about_flag("prompt", "the text has"):
             ByteTokenizer().encode("\udcff")
     with pytest.raises(UsageError, match="^another"), about_flag("prompt", "the text has"):
