@@ -92,12 +92,12 @@ def _report_ops(folder: Path) -> int:
         if traffic := report.traffic_table(rows):
             kernels += (
                 "\n## Depth attention: elements moved per sublayer, forward\n\nIn units of d, a "
-                "token's elements. Table 1 books a source as a key and a value, and the sublayer's "
-                f"own addition, which the ops leave to it.\n\n{traffic}"
+                "token's elements. Table 1 counts a source as a key and a value, and also the "
+                f"sublayer's own addition, which is not part of the ops.\n\n{traffic}"
             )
     failures = report.failure_lines(rows)
     text = (
-        f"# Ops beside their portable form\n\n{how}. {_versions()}. 8192 tokens, bfloat16.\n"
+        f"# Ops and their portable form\n\n{how}. {_versions()}. 8192 tokens, bfloat16.\n"
         '"training" is both passes. Bytes are as if all arrays lay in HBM; "least" counts every '
         "operand and result once.\n\n"
         f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")
@@ -136,7 +136,7 @@ def _report_steps(folder: Path) -> int:
     )
     text = (
         f"# A train step on one chip\n\n{how}. {note}.\n\n{step_report.step_table(costs)}\n"
-        f"{bar}\n\nFigures are of the best guess where none is named. The models of cost:\n\n"
+        f"{bar}\n\nFigures use the best guess where no cost model is named. The cost models:\n\n"
         f"{step_report.model_lines()}{largest}"
     )
     picture = folder / "step_cost.png"

@@ -135,7 +135,7 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
             print(f"run {number} of {total}: {trial.label}", file=sys.stderr, flush=True)
         outcome = train(trial.config, trial.folder, label=trial.label)
         if outcome is not None and outcome.stopped_by:
-            print(f"stopped; to go on:\n  {program.resume_command()}")
+            print(f"stopped; to resume:\n  {program.resume_command()}")
             return program.exit_code_of(outcome.stopped_by)
     return None
 
@@ -178,7 +178,7 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped or any(codes):
-        print(f"stopped; to go on:\n  {program.resume_command()}")
+        print(f"stopped; to resume:\n  {program.resume_command()}")
         return program.exit_code_of(signal.Signals(stopped[0])) if stopped else max(codes)
     return None
 
