@@ -66,7 +66,7 @@ _REFRESH = flags.DEFINE_bool("refresh", False, "tune again kernels that the tabl
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would be tuned, and exit")
 _JSON = flags.DEFINE_bool("json", False, "print only JSON; progress goes to standard error")
 _KERNEL = flags.DEFINE_multi_string(
-    "kernel", None, "tune only kernels whose name contains this text; may be repeated"
+    "kernel", None, "tune only kernels whose name contains this text"
 )
 common.define_list_presets()
 

@@ -35,7 +35,7 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _LOGPROBS = flags.DEFINE_bool(
     "logprobs", False, "also write tokens and their log-probabilities to --output"
 )
-_STOP = flags.DEFINE_multi_string("stop", [], "text before which a sample ends; may be repeated")
+_STOP = flags.DEFINE_multi_string("stop", [], "text before which a sample ends")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divisor of the logits; 0 means greedy")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "sample from the k most likely tokens; 0 means all")
 _TOP_P = flags.DEFINE_float(

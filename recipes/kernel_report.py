@@ -27,7 +27,7 @@ from rmt_tpu.errors import RunError, UsageError, unknown
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
 _OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string(
-    "case", None, "report only this case of the ops, like 'H=16 D=64'; may be repeated"
+    "case", None, "report only this case of the ops, like 'H=16 D=64'"
 )
 _TARGETS = flags.DEFINE_list(
     "targets",

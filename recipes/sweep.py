@@ -33,7 +33,7 @@ from rmt_tpu.storage import Folder, open_folder
 
 common.define_model_flags()
 _SWEEP = flags.DEFINE_multi_string(
-    "sweep", [], "path=1e-3,1e-2 or path=log:1e-4..1e-1:7; see above; may be repeated"
+    "sweep", [], "path=1e-3,1e-2 or path=log:1e-4..1e-1:7; see above"
 )
 _SEARCH = flags.DEFINE_enum("search", "grid", ["grid", "random", "halving"], "choice of points")
 _TRIALS = flags.DEFINE_integer(
@@ -44,7 +44,7 @@ _FACTOR = flags.DEFINE_integer(
     "halving_factor", 3, "each rung of halving keeps one point in this many", lower_bound=2
 )
 _VARIANT = flags.DEFINE_multi_string(
-    "variant", [], "a name and config changes, like 'x2 model.num_layers=8'; may be repeated"
+    "variant", [], "a name and config changes, like 'x2 model.num_layers=8'"
 )
 _COORDINATES = flags.DEFINE_integer(
     "coordinates", 0, "steps of a coordinate check, which replaces the sweep", lower_bound=0
