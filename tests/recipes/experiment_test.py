@@ -176,7 +176,7 @@ def test_usage(tmp_path):
     assert "has data of none of lambada_openai, arc_easy, " in error
     for file in (f"{tmp_path}/lines.jsonl/", str(tmp_path)):
         error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
-        assert f"--outcomes={file} is a folder; legal: a file" in error
+        assert f"--outcomes={file} is a folder; legal: a new or existing file" in error
     error = cli.fail("experiment", "ladder", "--learning_rate=0.1", workdir)
     assert "--learning_rate: ladder searches train.optimizer.learning_rate; leave it out" in error
     error = cli.fail("experiment", "ladder", "--seeds=7,100", workdir)
