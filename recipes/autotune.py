@@ -26,34 +26,48 @@ from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
-_OP = flags.DEFINE_list("op", None, f"kernels of the papers' sizes: {', '.join(_OPS)}, or all")
+_OP = flags.DEFINE_list("op", None, f"ops, at the papers' sizes: {', '.join(_OPS)}, or all")
 _PRESET = flags.DEFINE_string(
-    "from_preset", None, "kernels of a model's train and decode steps, see --list_presets"
+    "from_preset", None, "preset whose train and decode steps are tuned; see --list_presets"
 )
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences in a step", lower_bound=1)
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens in a sequence", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 16, "sequences per step, with --from_preset", lower_bound=1
+)
+_SEQ_LEN = flags.DEFINE_integer(
+    "seq_len", 512, "tokens per sequence, with --from_preset", lower_bound=1
+)
 _TARGET = flags.DEFINE_list(
-    "target", None, "devices that need not be there, like v5e,v5p,v6e,tpu7x,h100,h200"
+    "target",
+    None,
+    "devices to compile for, which need not be present, like v5e,v5p,v6e,tpu7x,h100,h200",
 )
-_DEVICE = flags.DEFINE_bool("device", False, "time candidates on the device of this machine")
-_TOP = flags.DEFINE_integer("top", 5, "how many candidates to time", lower_bound=1)
+_DEVICE = flags.DEFINE_bool("device", False, "time candidates on this machine's device")
+_TOP = flags.DEFINE_integer(
+    "top", 5, "number of candidates to time per kernel, with --device", lower_bound=1
+)
 _BUDGET = flags.DEFINE_float(
-    "budget_minutes", 30.0, "in all, shared by the kernels; the first candidate of each is free",
+    "budget_minutes", 30.0, "minutes for all kernels together, beyond the first candidate of each",
     lower_bound=0.0,
 )  # fmt: skip
 _LIMIT = flags.DEFINE_float(
-    "limit_seconds", 120.0, "for a candidate to compile, after which it is left", lower_bound=1.0
+    "limit_seconds",
+    120.0,
+    "seconds after which a candidate that still compiles is skipped",
+    lower_bound=1.0,
 )
 _OUT = flags.DEFINE_string(
     "out",
     None,
-    "the table, local or gs://; default $RMT_TPU_TUNED, or else tuned.json in the user's cache",
+    "file of the table, local or gs://; default $RMT_TPU_TUNED, or else tuned.json in the user's "
+    "cache folder",
 )
-_RESUME = flags.DEFINE_bool("resume", True, "go on with what the log has; else begin anew")
-_REFRESH = flags.DEFINE_bool("refresh", False, "tune again what the table has already")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "say what would be tuned, and end")
-_JSON = flags.DEFINE_bool("json", False, "print JSON alone; progress goes to standard error")
-_KERNEL = flags.DEFINE_multi_string("kernel", None, "only kernels whose name has this in it")
+_RESUME = flags.DEFINE_bool("resume", True, "reuse the outcomes in the log; otherwise start again")
+_REFRESH = flags.DEFINE_bool("refresh", False, "tune again kernels that the table already has")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would be tuned, and exit")
+_JSON = flags.DEFINE_bool("json", False, "print only JSON; progress goes to standard error")
+_KERNEL = flags.DEFINE_multi_string(
+    "kernel", None, "tune only kernels whose name contains this text"
+)
 common.define_list_presets()
 
 
@@ -83,8 +97,8 @@ def main() -> int:
     except KeyboardInterrupt:
         _report(done, out)
         raise KeyboardInterrupt(
-            f"stopped; what is done is kept in {out} and {log.name} beside it, and the same "
-            "command goes on"
+            f"stopped; the results so far are in {out} and, next to it, in {log.name}; repeat the "
+            "command to resume"
         ) from None
     _report(done, out)
     return 0
@@ -111,7 +125,9 @@ def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
 def _targets() -> tuple[list[Any], Any]:
     """Return the targets to compile for, and this machine's device, or None without --device."""
     if _DEVICE.value == (_TARGET.value is not None):
-        raise UsageError("give either --target=v5e,... or --device, for this machine's own")
+        raise UsageError(
+            "give either --target=v5e,... or --device, which tunes for this machine's device"
+        )
     from rmt_tpu.estimator import DEVICES
 
     if not _DEVICE.value:
@@ -119,7 +135,7 @@ def _targets() -> tuple[list[Any], Any]:
             if name not in DEVICES:
                 raise UsageError(unknown("--target", name, DEVICES))
         if not _TARGET.value:
-            raise UsageError(f"--target= names no target; legal: {', '.join(DEVICES)}")
+            raise UsageError(f"--target= is empty; legal: {', '.join(DEVICES)}")
         return [DEVICES[name] for name in dict.fromkeys(_TARGET.value)], None
     import jax
 
@@ -130,8 +146,7 @@ def _targets() -> tuple[list[Any], Any]:
     if target is None:
         kinds = ", ".join(t.kind for t in DEVICES.values())
         raise UsageError(
-            f"--device: this machine has {device.device_kind}, which is none that can be tuned "
-            f"on; legal: {kinds}"
+            f"--device cannot tune on this machine's device, {device.device_kind}; legal: {kinds}"
         )
     return [target], device
 
@@ -160,7 +175,7 @@ def _problems(target, asked: Any) -> list[Any]:
     if _KERNEL.value:
         found = [p for p in found if any(part in p.kernel for part in _KERNEL.value)]
     if not found:
-        raise UsageError(f"--target={target.name}: no kernel is taken by what was asked for")
+        raise UsageError(f"--target={target.name} has no kernel of the given ops or preset to tune")
     return found
 
 
@@ -169,7 +184,7 @@ def _out() -> str:
 
     out = _OUT.value if _OUT.value is not None else tuned.user_path()
     if not out:
-        raise UsageError(f"--out is needed where {tuned.VARIABLE} is off")
+        raise UsageError(f"--out is needed when {tuned.VARIABLE} is off")
     return out
 
 
@@ -207,7 +222,7 @@ def _report(done: list[Any], out: str) -> None:
         if report.draw(done, picture):
             _tell(f"picture: {picture}")
     except OSError as error:
-        _tell(f"note: {picture} is not drawn: {error.strerror}")
+        _tell(f"note: {picture} cannot be written: {error.strerror}")
 
 
 def _tell(line: str) -> None:

@@ -19,15 +19,15 @@ from absl import flags
 from recipes import program
 from rmt_tpu.errors import UsageError, unknown
 
-_OP = flags.DEFINE_list("op", ["all"], "key_vector, attention and others of its ops, or all")
+_OP = flags.DEFINE_list("op", ["all"], "ops to check, like key_vector,attention, or all")
 _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation",
     "auto",
     ["auto", "pallas", "xla"],
-    "what programs take here; all kernels there are; or the plain form",
+    "auto: the kernels that programs use on this device; pallas: all kernels; xla: plain JAX",
 )
-_OUTPUT = flags.DEFINE_string("output", None, "a file for the record, in JSON")
-_TIME = flags.DEFINE_bool("time", True, "time a product, a copy and every call")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
+_TIME = flags.DEFINE_bool("time", True, "also time every call, a matrix product and a copy")
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def main() -> int:
         if op not in ("all", *OPS):
             raise UsageError(unknown("--op", op, ["all", *OPS]))
     if not _OP.value:
-        raise UsageError(f"--op= names no op; legal: all, {', '.join(OPS)}")
+        raise UsageError(f"--op= is empty; legal: all, {', '.join(OPS)}")
     output = _output()
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
@@ -56,11 +56,13 @@ def main() -> int:
     wrong = sum(not row.ok for row in rows)
     print(f"{device.device_kind}, jax {jax.__version__}")
     if on_cpu:
-        print("A CPU has no kernels: these are the plain forms, at small sizes.")
+        print("A CPU has no kernels; the plain JAX forms are checked, at small sizes.")
     if rates is not None:
-        print(f"A product: {rates.flops / 1e12:.3g} TFLOP/s. A copy: {rates.bytes / 1e9:.3g} GB/s.")
+        product, copy = f"{rates.flops / 1e12:.3g} TFLOP/s", f"{rates.bytes / 1e9:.3g} GB/s"
+        print(f"Matrix product: {product}. Copy: {copy}.")
     print(device_check.table(rows, rates))
-    print(f"{wrong} of {len(rows)} differ or fail" if wrong else f"all {len(rows)} are right")
+    failed = f"{wrong} of {len(rows)} checks differ or fail"
+    print(failed if wrong else f"all {len(rows)} checks pass")
     if output is not None:
         values = device_check.record(rows, rates, device)
         output.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -16,30 +16,33 @@ from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
 # For each flag: its name, its config path, its type and its help text.
 _RUN_FLAGS = [
-    ("data", "data.source", str, "stdlib, a token store of recipes.prepare_data, or "
+    ("data", "data.source", str, "text: stdlib, a token store of recipes.prepare_data, or "
      "comma-separated .txt and .jsonl files and globs"),
     ("tokenizer", "data.tokenizer", str, "byte, a folder with encoder.json and vocab.bpe, or a "
-     "tokenizer.json"),
-    ("seq_len", "data.seq_len", int, "tokens in a window"),
-    ("steps", "train.steps", int, "optimizer steps"),
-    ("learning_rate", "train.optimizer.learning_rate", float, "at its peak"),
-    ("batch_size", "train.batch_size", int, "sequences a step, over all devices"),
-    ("mesh", "train.mesh", str, "device axes, like data=2,fsdp=4; -1 fills"),
-    ("init_from", "train.init_from", str, "a run folder or one of the hub's form, whose parameters "
-     "are taken"),
-    ("with_optimizer", "train.with_optimizer", bool, "go on as the run of --init_from, in another "
-     "folder: with its optimizer, steps and place in the text"),
-    ("seed", "train.seed", int, "of parameters and data order"),
-    ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
-    ("checkpoint_every", "train.checkpoint_every", int, "steps; 0 is only at the end"),
-    ("eval_every", "train.eval_every", int, "steps; 0 is only at the end"),
-    ("eval_tasks", "train.eval_tasks", str, "tasks of recipes.evaluate that are asked meanwhile"),
-    ("eval_tasks_every", "train.eval_tasks_every", int, "steps; 0 is only at the end"),
-    ("eval_tasks_limit", "train.eval_tasks_limit", int, "the first documents of each"),
-    ("eval_data_dir", "train.eval_data_dir", str, "a folder with <task>.jsonl, or hub"),
-    ("sample_every", "train.sample_every", int, "steps between samples of text; 0 is only at the "
-     "end"),
-    ("tensorboard", "train.tensorboard", str, "auto (where tensorboardX is installed), on or off"),
+      "tokenizer.json"),
+     ("seq_len", "data.seq_len", int, "tokens per sequence"),
+     ("steps", "train.steps", int, "number of optimizer steps"),
+     ("learning_rate", "train.optimizer.learning_rate", float, "peak learning rate"),
+     ("batch_size", "train.batch_size", int, "sequences per step, over all devices"),
+     ("mesh", "train.mesh", str, "mesh axes, like data=2,fsdp=4; -1 means all remaining devices"),
+     ("init_from", "train.init_from", str, "run folder, or folder in Hugging Face format, with the "
+      "initial parameters"),
+     ("with_optimizer", "train.with_optimizer", bool, "continue the run of --init_from in another "
+      "folder, with its optimizer state, step number and position in the text"),
+     ("seed", "train.seed", int, "seed of the parameters and the data order"),
+     ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
+     ("checkpoint_every", "train.checkpoint_every", int, "steps between checkpoints; 0 means only "
+      "at the end"),
+     ("eval_every", "train.eval_every", int, "steps between evaluations on held-out text; 0 means "
+      "only at the end"),
+     ("eval_tasks", "train.eval_tasks", str, "tasks of recipes.evaluate to run during training"),
+     ("eval_tasks_every", "train.eval_tasks_every", int, "steps between runs of the tasks; 0 means "
+      "only at the end"),
+     ("eval_tasks_limit", "train.eval_tasks_limit", int, "documents per task, from the first"),
+     ("eval_data_dir", "train.eval_data_dir", str, "folder with <task>.jsonl files, or hub"),
+     ("sample_every", "train.sample_every", int, "steps between text samples; 0 means only at the "
+      "end"),
+     ("tensorboard", "train.tensorboard", str, "auto (on if tensorboardX is installed), on or off"),
 ]  # fmt: skip
 
 # The flags defined here count as flags of the recipe that calls these functions, so that its --help
@@ -49,8 +52,8 @@ flags.disclaim_key_flags()
 
 def define_model_flags() -> None:
     """Define the flags that select a model's run config: see `model_of_flags`."""
-    flags.DEFINE_string("preset", None, "a model, see --list_presets; default rmt-tiny")
-    flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
+    flags.DEFINE_string("preset", None, "name of a preset, see --list_presets; default rmt-tiny")
+    flags.DEFINE_string("config", None, "config.json of a run, to use instead of a preset")
 
 
 def define_run_flags() -> None:
@@ -63,13 +66,14 @@ def define_run_flags() -> None:
     }
     for name, path, kind, text in _RUN_FLAGS:
         kinds[kind](name, None, f"{text} ({path})")
-    flags.DEFINE_multi_string("set", [], "path=value in the config, like model.store.key_dim=128")
+    text = "path=value to set in the config, like model.store.key_dim=128"
+    flags.DEFINE_multi_string("set", [], text)
     define_list_presets()
 
 
 def define_list_presets() -> None:
     """Define the flag that lists the presets."""
-    flags.DEFINE_flag(Answer("list_presets", "say which models there are, and end", _presets))
+    flags.DEFINE_flag(Answer("list_presets", "list the presets, and exit", _presets))
 
 
 def _presets() -> str:
@@ -97,7 +101,7 @@ def model_of_flags(
     """
     preset, config = flags.FLAGS.preset, flags.FLAGS.config
     if config and preset:
-        raise UsageError(f"--preset={preset} and --config={config}: give one of them")
+        raise UsageError(f"--preset={preset} and --config={config} both set the model; give one")
     init_from = flags.FLAGS.init_from
     if init_from and not (preset or config):
         name = Path(init_from).name

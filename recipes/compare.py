@@ -23,12 +23,14 @@ from rmt_tpu.errors import UsageError, of_flag, unknown
 from rmt_tpu.storage import Folder, open_folder
 
 _PRESETS = flags.DEFINE_list(
-    "presets", ["gpt2-tiny", "rmt-tiny"], "names of models; quoted patterns like '*-tiny' too"
+    "presets", ["gpt2-tiny", "rmt-tiny"], "names of presets, or quoted patterns like '*-tiny'"
 )
 several.define_seeds_flag()
-_BY_LOSS = flags.DEFINE_bool("by_loss", False, "the table's best first, not in the given order")
+_BY_LOSS = flags.DEFINE_bool(
+    "by_loss", False, "sort the table by loss, lowest first, not in the order of --presets"
+)
 _WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/compare", "folder of the run folders, local or gs://"
+    "workdir", "runs/compare", "folder for the run folders, local or gs://"
 )
 common.define_run_flags()
 
@@ -73,7 +75,7 @@ def _names(given: list[str]) -> list[str]:
     """Return the names in --presets, with each pattern replaced by matching presets, once each."""
     plain = [name for name in given if not _is_pattern(name)]
     if not given or len(set(plain)) < len(plain):
-        raise UsageError(f"--presets={','.join(given)} must be different names, at least one")
+        raise UsageError(f"--presets={','.join(given)} must be one or more different names")
     names: list[str] = []
     for name in given:
         if _is_pattern(name):

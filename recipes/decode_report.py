@@ -23,22 +23,25 @@ from recipes import common, program
 from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
 
-_PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of models")
+_PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of presets")
 _TARGET = flags.DEFINE_list(
     "target",
     None,
-    "of v5e, v5p, v6e, tpu7x, host; default host where there is a GPU or TPU, else the first three",
+    "list of v5e, v5p, v6e, tpu7x and host; default host on a machine with a GPU or a TPU, "
+    "otherwise the first three",
 )
-_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "rows, each with a new token")
-_CONTEXT = flags.DEFINE_list("context", ["512"], "tokens of a row, the new one among them")
+_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "numbers of rows, like 1,32,256")
+_CONTEXT = flags.DEFINE_list("context", ["512"], "tokens per row, including the new token")
 _SET = flags.DEFINE_multi_string(
-    "set", [], "path=value in the config; rmt-305m:path=value only for that preset"
+    "set", [], "path=value to set in the config, or rmt-305m:path=value for that preset only"
 )
-_REPEATS = flags.DEFINE_integer("repeats", 5, "of what is timed", lower_bound=1)
-_LARGEST = flags.DEFINE_integer("largest", 0, "so many instructions of each step", lower_bound=0)
-_JSON = flags.DEFINE_bool("json", False, "all figures as JSON on stdout, in place of tables")
-_OUTPUT = flags.DEFINE_string("output", None, "a .md file for the tables, local or gs://")
-_PICTURE = flags.DEFINE_string("picture", None, "a .png file, local or gs://")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "number of timings per step", lower_bound=1)
+_LARGEST = flags.DEFINE_integer(
+    "largest", 0, "number of most expensive instructions to list per step", lower_bound=0
+)
+_JSON = flags.DEFINE_bool("json", False, "print all numbers as JSON instead of tables")
+_OUTPUT = flags.DEFINE_string("output", None, ".md file for the tables, local or gs://")
+_PICTURE = flags.DEFINE_string("picture", None, ".png file for the picture, local or gs://")
 common.define_list_presets()
 
 _HOST = "host"
@@ -73,14 +76,14 @@ def main() -> int:
         raise RunError(str(error)) from None
     _write(rows, *files)
     if all(row.seconds is None for row in rows):
-        raise RunError(f"there is no step: {rows[0].case.preset} {rows[0].fault}")
+        raise RunError(f"no step has a time: {rows[0].case.preset} {rows[0].fault}")
     return 0
 
 
 def _names() -> list[str]:
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
-        raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
+        raise UsageError(f"--presets={','.join(names)} must be one or more different names")
     for name in names:
         if name not in presets():
             raise UsageError(unknown("--presets", name, presets()))
@@ -92,8 +95,8 @@ def _numbers(flag: flags.FlagHolder) -> list[int]:
     for text in flag.value:
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST):
             raise UsageError(
-                f"--{flag.name}={text} must be a whole number from 1 to {_MOST:,}, or several "
-                "with commas between"
+                f"--{flag.name}={text} must be a whole number from 1 to {_MOST:,}, or several, "
+                "separated by commas"
             )
     if not flag.value:
         raise UsageError(f"--{flag.name}= is empty; legal: whole numbers, like {flag.default[0]}")
@@ -114,7 +117,7 @@ def _targets() -> list[Any]:
         if name not in legal:
             raise UsageError(unknown("--target", name, legal))
     if not _TARGET.value:
-        raise UsageError(f"--target= names no target; legal: {', '.join(legal)}")
+        raise UsageError(f"--target= is empty; legal: {', '.join(legal)}")
     return [legal[name] for name in dict.fromkeys(_TARGET.value)]
 
 

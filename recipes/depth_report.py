@@ -28,10 +28,14 @@ from rmt_tpu.storage import Fault, Folder, open_folder
 _WORKDIR = flags.DEFINE_list(
     "workdir", None, "run folders of recipes.train, local or gs://", required=True
 )
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoints; default each run's last good one")
-_BATCHES = flags.DEFINE_integer("batches", 4, "of held-out text, or fewer if there are fewer")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "sequences at a time")
-_OUTPUT = flags.DEFINE_string("output", None, "the picture; default plots/depth.png")
+_STEP = flags.DEFINE_integer(
+    "step", None, "step of the checkpoints; default each run's last undamaged checkpoint"
+)
+_BATCHES = flags.DEFINE_integer("batches", 4, "maximum number of batches of held-out text")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "sequences per batch")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, ".png file for the picture; default plots/depth.png in the first run folder"
+)
 
 
 def main() -> int:

@@ -29,24 +29,29 @@ trained.define_source_flags()
 trained.define_mesh_flag()
 _TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "a folder with <task>.jsonl, local or gs://; or hub"
+    "data_dir", None, "folder with <task>.jsonl files, local or gs://, or hub"
 )
 _TEXT = flags.DEFINE_string(
-    "text", None, "files of text and globs, or a token store's held-out part"
+    "text", None, "text files and globs, or a token store, whose held-out part is scored"
 )
 _STRIDE = flags.DEFINE_integer(
-    "stride", None, "tokens scored in a window of --text; default all of them", lower_bound=1
+    "stride", None, "tokens scored per window of --text; default the whole window", lower_bound=1
 )
 _LIMIT = flags.DEFINE_integer(
-    "limit", None, "of each task the first so many documents", lower_bound=1
+    "limit", None, "documents per task, counted from the first; default all", lower_bound=1
 )
 _MAX_LENGTH = flags.DEFINE_integer(
-    "max_length", None, "tokens read at a time; default as many as in training", lower_bound=1
+    "max_length", None, "tokens per sequence; default the length used in training", lower_bound=1
 )
 _BATCH_TOKENS = flags.DEFINE_integer(
-    "batch_tokens", 16384, "read at once by each device that rows are divided over", lower_bound=1
+    "batch_tokens",
+    16384,
+    "approximate tokens per batch on each device that has its own rows",
+    lower_bound=1,
 )
-_AGAINST = flags.DEFINE_list("against", [], "run folders to compare with; untrained; unigram")
+_AGAINST = flags.DEFINE_list(
+    "against", [], "models to compare with: run folders, untrained, unigram"
+)
 _OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default the run folder")
 
 
@@ -81,12 +86,12 @@ def main() -> int:
         else:
             asked.append(_other(other))
     results = {}
-    with memory.told_if_out("less is taken with a smaller --batch_tokens or --max_length"):
+    with memory.told_if_out("use a smaller --batch_tokens or --max_length"):
         for name, subject in _named(asked).items():
             try:
                 results[name] = evaluate(subject, sources, _STRIDE.value)
             except KeyboardInterrupt:
-                print(f"stopped; to go on:\n  {program.resume_command()}", file=sys.stderr)
+                print(f"stopped; to resume:\n  {program.resume_command()}", file=sys.stderr)
                 return program.INTERRUPTED
     print(write_report(results, folder))
     print(f"picture: {folder}/plots/evaluation.png")
@@ -118,18 +123,18 @@ def _check_flags() -> None:
     if flags.FLAGS.init_from is not None:
         _check_hub_flags()
     if not _TASKS.value and _TEXT.value is None:
-        raise UsageError("--tasks or --text is needed: what to ask")
+        raise UsageError("--tasks or --text is needed")
     if bool(_TASKS.value) != (_DATA_DIR.value is not None):
-        raise UsageError("--tasks and --data_dir go together: what to ask, and where it is")
+        raise UsageError("--tasks and --data_dir, the folder of their data, must be given together")
     if _STRIDE.value is not None and _TEXT.value is None:
-        raise UsageError(f"--stride={_STRIDE.value} is for --text")
+        raise UsageError(f"--stride={_STRIDE.value} needs --text")
 
 
 def _check_hub_flags() -> None:
     """Check the flags that a model from a hub folder needs, or cannot be used with."""
     flag = "--init_from" if flags.FLAGS.init_from is not None else "--workdir with a hub folder"
     if _OUTPUT.value is None:
-        raise UsageError(f"{flag} needs an --output: a folder for answers and results")
+        raise UsageError(f"{flag} needs --output, a folder for the answers and results")
     runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
     if runs:
         raise UsageError(

@@ -40,26 +40,31 @@ from rmt_tpu.storage import Folder, open_folder
 # machines.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
-_SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "sizes of what is trained")
-_JOBS = flags.DEFINE_integer("jobs", 1, "runs at a time, in processes, on CPUs", lower_bound=1)
+_SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "size of the models and runs")
+_JOBS = flags.DEFINE_integer("jobs", 1, "runs to train at the same time, on CPUs", lower_bound=1)
 _ONLY = flags.DEFINE_string(
-    "only", None, "runs whose names match, like 'rmt-32/*', and no page: for several machines"
+    "only",
+    None,
+    "train only runs whose names match, like 'rmt-32/*', and write no results; for use on several "
+    "machines",
 )
-_WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "folder, local or gs://")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/experiments", "folder for runs and results, local or gs://"
+)
 _OUTCOMES = flags.DEFINE_string(
-    "outcomes", None, "a file that gets a line for each run that ends, and whose runs are not "
-    "trained again: local or gs://"
+    "outcomes", None, "file, local or gs://, that gets a line for each finished run; runs with a "
+    "line in it are not trained again"
 )  # fmt: skip
 _COMMANDS = flags.DEFINE_string(
-    "commands", None, "a file that gets the commands of recipes.train that are next, as a shell "
-    "script for every host of a pod, say; nothing is trained, and then this command is given again"
+    "commands", None, "file for a shell script of the recipes.train commands of the next runs, for "
+    "example for every host of a pod; nothing is trained; after the script, repeat this command"
 )  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", "hub", "of tasks: a folder with <task>.jsonl of some of them, or hub"
+    "data_dir", "hub", "data of the tasks: a folder with <task>.jsonl files, or hub"
 )
 several.define_seeds_flag()
 common.define_run_flags()
-flags.DEFINE_flag(program.Answer("list", "say which experiments there are, and end", catalog.table))
+flags.DEFINE_flag(program.Answer("list", "list the experiments, and exit", catalog.table))
 
 
 def main() -> int:
@@ -73,7 +78,7 @@ def main() -> int:
     if experiment.plan is not None:
         return _Trained(experiment, folder).run()
     if _ONLY.value is not None:
-        raise UsageError(f"--only={_ONLY.value} is of runs, and {experiment.name} trains none")
+        raise UsageError(f"--only={_ONLY.value} selects runs, but {experiment.name} trains none")
     with of_flag("workdir"):
         folder.check(write=True)
     page = experiment.compute() if experiment.compute else None
@@ -88,7 +93,9 @@ class _Trained:
         self.plan: Plan = experiment.plan(_SCALE.value)
         self.seeds = several.seeds() or list(self.plan.seeds)
         if flags.FLAGS.seed is not None:
-            raise UsageError(f"--seed={flags.FLAGS.seed}: each arm has several; legal: --seeds=0,1")
+            raise UsageError(
+                f"--seed={flags.FLAGS.seed}: arms have several seeds; legal: --seeds=0,1"
+            )
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
         # Report errors in flags and configs before anything is trained.
         self._check_searched()
@@ -128,7 +135,7 @@ class _Trained:
                 raise UsageError(f"{flag}: {self.experiment.name} searches {path}; leave it out")
         used = {seed for search in searches for seed in search.seeds}
         if both := used.intersection(self.seeds):
-            raise UsageError(f"--seeds has {min(both)}, which a search has used; legal: others")
+            raise UsageError(f"--seeds has {min(both)}, which a search uses; legal: other seeds")
 
     def run(self) -> int:
         started = time.monotonic()
@@ -194,18 +201,18 @@ class _Trained:
 
         script = Path(_COMMANDS.value)
         if "://" in _COMMANDS.value:
-            raise UsageError(f"--commands={script} is no local file; legal: a path on this machine")
+            raise UsageError(f"--commands={_COMMANDS.value} must be a path on this machine")
         if grows := [run.label for run in runs if run.grows_from is not None]:
             raise UsageError(
-                f"--commands has none for runs that grow in training, such as {grows[0]}; legal: "
-                "to train them here, without --commands"
+                f"--commands cannot be used for runs that grow during training, like {grows[0]}; "
+                "legal: train them here, without --commands"
             )
         try:
             write_commands(runs, script)
         except OSError as error:
             raise UsageError(f"--commands={script}: {error.strerror}") from None
         if runs:
-            print(f"runs to train: {len(runs)}, in {script}. When they have ended, give again:")
+            print(f"runs to train: {len(runs)}, in {script}. When they have finished, repeat:")
             print(f"  {program.resume_command()}")
 
     def _matched(self) -> int:
@@ -213,7 +220,7 @@ class _Trained:
             raise UsageError(
                 f"--only={_ONLY.value} matches no run of {self.experiment.name} that can be "
                 "trained now; legal: searches/<name>/<point>/seed-<n>, or <arm>/seed-<n> once the "
-                "arm's searches have ended, with * for any part"
+                "arm's searches have finished; * matches any part"
             )
         return 0
 
@@ -225,7 +232,7 @@ def _outcomes_file(path: str) -> tuple[Folder, str]:
         folder = open_folder(path.removesuffix(name) or ".")
     local = folder.local_path
     if not name or (local is not None and (local / name).is_dir()):
-        raise UsageError(f"--outcomes={path} is a folder; legal: a file, there or not")
+        raise UsageError(f"--outcomes={path} is a folder; legal: a new or existing file")
     with of_flag("outcomes"):
         folder.check(write=True)
     return folder, name
@@ -274,7 +281,7 @@ def _report(command: list[str], experiment: Experiment) -> str:
     )  # fmt: skip
     print(done.stdout)
     if done.returncode:
-        raise RunError(f"{shown} ended with {done.returncode}: see above")
+        raise RunError(f"{shown} failed with exit code {done.returncode}; see its messages above")
     return f"\n```bash\n{shown}\n```\n\n{done.stdout}"
 
 

@@ -16,9 +16,13 @@ from rmt_tpu.errors import arguments_as_flags
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
 )
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+_STEP = flags.DEFINE_integer(
+    "step", None, "step of the checkpoint; default the last undamaged checkpoint"
+)
 _OUTPUT = flags.DEFINE_string("output", None, "a new local folder", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of the tensors")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "dtype of the tensors"
+)
 
 
 def main() -> int:
@@ -30,7 +34,7 @@ def main() -> int:
         found = load_step(_WORKDIR.value, _STEP.value)
     options = {"max_length": found.seq_len, "dtype": _DTYPE.value}
     export(found.decoder, found.tokenizer, _OUTPUT.value, **options)
-    print(f"step {found.step} of {_WORKDIR.value} is in {_OUTPUT.value}")
+    print(f"exported step {found.step} of {_WORKDIR.value} to {_OUTPUT.value}")
     return 0
 
 

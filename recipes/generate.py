@@ -23,22 +23,34 @@ from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, of_flag
 
 trained.define_source_flags()
 trained.define_mesh_flag()
-_PROMPT = flags.DEFINE_string("prompt", "", "text to go on from")
-_PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, local or gs://")
-_OUTPUT = flags.DEFINE_string("output", None, "a .jsonl file to add to, local or gs://")
-_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "of each prompt of a file", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "texts at a time", lower_bound=1)
-_LOGPROBS = flags.DEFINE_bool("logprobs", False, "--output has tokens and their log-probabilities")
-_STOP = flags.DEFINE_multi_string("stop", [], "a text ends before this; may be given often")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divides the logits; 0 is greedy")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "only the k likeliest tokens; 0 is all")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "only the likeliest tokens that reach this probability")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "only tokens so likely, times the likeliest; 0 is all")
-_REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", 1.0, "makes tokens that were there less likely; 1 does not"
+_PROMPT = flags.DEFINE_string("prompt", "", "text to continue")
+_PROMPTS = flags.DEFINE_string("prompts", None, "file of prompts, local or gs://")
+_OUTPUT = flags.DEFINE_string("output", None, ".jsonl file to append to, local or gs://")
+_NUM_SAMPLES = flags.DEFINE_integer(
+    "num_samples", 1, "samples per prompt, with --prompts", lower_bound=1
 )
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "to generate at most")
-_SEED = flags.DEFINE_integer("seed", 0, "of the draws; samples of a file have this and those above")
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 8, "texts generated at the same time, with --prompts", lower_bound=1
+)
+_LOGPROBS = flags.DEFINE_bool(
+    "logprobs", False, "also write tokens and their log-probabilities to --output"
+)
+_STOP = flags.DEFINE_multi_string("stop", [], "text before which a sample ends")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divisor of the logits; 0 means greedy")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "sample from the k most likely tokens; 0 means all")
+_TOP_P = flags.DEFINE_float(
+    "top_p", 1.0, "sample from the most likely tokens whose probabilities sum to this"
+)
+_MIN_P = flags.DEFINE_float(
+    "min_p", 0.0, "sample from tokens with at least this fraction of the highest probability"
+)
+_REPETITION_PENALTY = flags.DEFINE_float(
+    "repetition_penalty", 1.0, "above 1, tokens that have occurred are less likely; 1 means off"
+)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "maximum number of tokens to generate")
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "seed of the sampling; samples of a file use this seed and the following ones"
+)
 
 
 def main() -> int:
@@ -79,12 +91,12 @@ def _check_flags() -> None:
     trained.check_mesh()
     trained.source()
     if (_PROMPTS.value is None) != (_OUTPUT.value is None):
-        raise UsageError("--prompts and --output go together: what is read, and what is written")
+        raise UsageError("--prompts and --output, the file for the samples, must be given together")
     if _PROMPTS.value is not None and _PROMPT.value:
         raise UsageError("give either --prompt or --prompts")
     if _PROMPTS.value is None and (_NUM_SAMPLES.value > 1 or _LOGPROBS.value):
         name = "num_samples" if _NUM_SAMPLES.value > 1 else "logprobs"
-        raise UsageError(f"--{name} is for a file of --prompts")
+        raise UsageError(f"--{name} needs --prompts, a file of prompts")
 
 
 def _one(decoder, tokenizer, sampling) -> int:
@@ -96,11 +108,11 @@ def _one(decoder, tokenizer, sampling) -> int:
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)
     if room < sampling.max_tokens:
         print(
-            f"note: {room} of --max_tokens={sampling.max_tokens} fit the model's positions",
+            f"note: only {room} of --max_tokens={sampling.max_tokens} fit in the model's positions",
             file=sys.stderr,
         )
     print(_PROMPT.value, end="", flush=True)
-    with memory.told_if_out("less is taken with a smaller --max_tokens or a shorter --prompt"):
+    with memory.told_if_out("use a smaller --max_tokens or a shorter --prompt"):
         for piece in generate(decoder, tokenizer, _PROMPT.value, sampling, stop=_STOP.value):
             print(piece, end="", flush=True)
     print()
@@ -123,7 +135,7 @@ def _file(sampling) -> int:
         for sample in range(samples)
         if (number, sample) not in done
     ]
-    print(f"{len(prompts) * samples} texts, {len(left)} to be written", file=sys.stderr)
+    print(f"{len(prompts) * samples} texts, {len(left)} left to generate", file=sys.stderr)
     if not left:
         return 0
     from rmt_tpu.generation import complete, fitting_tokens
@@ -145,7 +157,7 @@ def _file(sampling) -> int:
         for number, sample in left
     )
     progress = _Progress(len(left))
-    with memory.told_if_out("less is taken with a smaller --batch_size or --max_tokens"):
+    with memory.told_if_out("use a smaller --batch_size or --max_tokens"):
         stream = complete(decoder, tokenizer, given, stop=_STOP.value, slots=_BATCH_SIZE.value)
         with contextlib.closing(stream):
             for one in stream:

@@ -26,19 +26,23 @@ from rmt_tpu.errors import RunError, UsageError, unknown
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
 _OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
-_CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")
+_CASES = flags.DEFINE_multi_string(
+    "case", None, "report only this case of the ops, like 'H=16 D=64'"
+)
 _TARGETS = flags.DEFINE_list(
-    "targets", None, "of v5e, v5p, v6e, tpu7x; the first three, if there is no device"
+    "targets",
+    None,
+    "list of v5e, v5p, v6e and tpu7x; default the first three on a machine without a GPU or a TPU",
 )
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
-_STEP = flags.DEFINE_bool("step", False, "whole train steps, and not ops")
-_PRESETS = flags.DEFINE_list("presets", ["rmt-305m", "gpt2-405m"], "models, with --step")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences in a step, with --step")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens in a sequence, with --step")
+_STEP = flags.DEFINE_bool("step", False, "report whole train steps instead of ops")
+_PRESETS = flags.DEFINE_list("presets", ["rmt-305m", "gpt2-405m"], "names of presets, with --step")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences per step, with --step")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens per sequence, with --step")
 _SET = flags.DEFINE_multi_string(
     "set",
     [],
-    "path=value in the config, with --step; rmt-305m:path=value only for that preset",
+    "path=value to set in the config, with --step, or rmt-305m:path=value for that preset only",
 )
 common.define_list_presets()
 
@@ -89,12 +93,12 @@ def _report_ops(folder: Path) -> int:
         if traffic := report.traffic_table(rows):
             kernels += (
                 "\n## Depth attention: elements moved per sublayer, forward\n\nIn units of d, a "
-                "token's elements. Table 1 books a source as a key and a value, and the sublayer's "
-                f"own addition, which the ops leave to it.\n\n{traffic}"
+                "token's elements. Table 1 counts a source as a key and a value, and also the "
+                f"sublayer's own addition, which is not part of the ops.\n\n{traffic}"
             )
     failures = report.failure_lines(rows)
     text = (
-        f"# Ops beside their portable form\n\n{how}. {_versions()}. 8192 tokens, bfloat16.\n"
+        f"# Ops and their portable form\n\n{how}. {_versions()}. 8192 tokens, bfloat16.\n"
         '"training" is both passes. Bytes are as if all arrays lay in HBM; "least" counts every '
         "operand and result once.\n\n"
         f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")
@@ -110,7 +114,7 @@ def _report_steps(folder: Path) -> int:
 
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
-        raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
+        raise UsageError(f"--presets={','.join(names)} must be one or more different names")
     steps = [
         step_cost.Step(
             n, _BATCH_SIZE.value, _SEQ_LEN.value, common.changes_of(n, names, _SET.value)
@@ -133,7 +137,7 @@ def _report_steps(folder: Path) -> int:
     )
     text = (
         f"# A train step on one chip\n\n{how}. {note}.\n\n{step_report.step_table(costs)}\n"
-        f"{bar}\n\nFigures are of the best guess where none is named. The models of cost:\n\n"
+        f"{bar}\n\nFigures use the best guess where no cost model is named. The cost models:\n\n"
         f"{step_report.model_lines()}{largest}"
     )
     picture = folder / "step_cost.png"
@@ -158,7 +162,7 @@ def _targets() -> list[Any]:
         if name not in TPUS:
             raise UsageError(unknown("--targets", name, TPUS))
     if not names:
-        raise UsageError(f"--targets= names no target; legal: {', '.join(TPUS)}")
+        raise UsageError(f"--targets= is empty; legal: {', '.join(TPUS)}")
     return [TPUS[name] for name in dict.fromkeys(names)]
 
 

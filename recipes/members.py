@@ -20,12 +20,12 @@ def define_distributed_flags() -> None:
     flags.DEFINE_bool(
         "distributed",
         False,
-        "one of several processes; which one is found out on TPU slices and in SLURM, Open MPI and "
-        "Kubernetes jobs, and said by --coordinator, --num_processes and --process_id elsewhere",
+        "run as one of several processes; its number is detected on TPU slices and in SLURM, Open "
+        "MPI and Kubernetes jobs; elsewhere, set --coordinator, --num_processes and --process_id",
     )
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same for all")
-    flags.DEFINE_integer("num_processes", None, "how many there are, the same for all")
-    flags.DEFINE_integer("process_id", None, "which one this is, from 0")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same for all processes")
+    flags.DEFINE_integer("num_processes", None, "number of processes, the same for all processes")
+    flags.DEFINE_integer("process_id", None, "number of this process, from 0")
     flags.DEFINE_float(
         "distributed_timeout",
         DEFAULT_TIMEOUT,
@@ -46,7 +46,10 @@ def check_member() -> Member | None:
         check(member)
         return member
     if len(missing) < len(given):
-        raise UsageError(f"{' and '.join(missing)} must be given with the other flags of a process")
+        raise UsageError(
+            "--coordinator, --num_processes and --process_id must be given together; missing: "
+            + ", ".join(missing)
+        )
     return None
 
 
@@ -72,8 +75,8 @@ def join_processes() -> bool:
 
     processes.initialize(member, timeout=timeout, local_device_ids=devices)
     print(
-        f"process {member.process_id} of {member.num_processes} has joined"
-        + ("" if processes.is_first() else "; process 0 tells how the run goes"),
+        f"process {member.process_id} of {member.num_processes} has connected"
+        + ("" if processes.is_first() else "; process 0 prints the progress"),
         file=sys.stderr,
         flush=True,
     )

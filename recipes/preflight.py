@@ -36,25 +36,32 @@ from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError
 
 common.define_model_flags()
-_TOPOLOGY = flags.DEFINE_string("topology", None, "of devices, like v5e:16x16, v5p:4x4x8, h100:8")
-_SLICES = flags.DEFINE_integer(
-    "num_slices", 1, "of the topology, connected by the data center's network", lower_bound=1
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "kind and layout of the devices, like v5e:16x16, v5p:4x4x8 or h100:8"
 )
-_JSON = flags.DEFINE_string("json", None, "a file for all figures as JSON; - is stdout, alone")
+_SLICES = flags.DEFINE_integer(
+    "num_slices", 1, "slices of this topology, linked by the data center's network", lower_bound=1
+)
+_JSON = flags.DEFINE_string(
+    "json", None, "file for all numbers as JSON; - prints only the JSON, to standard output"
+)
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
-_BUFFERS = flags.DEFINE_integer("buffers", 12, "how many buffers to list", lower_bound=1)
+_BUFFERS = flags.DEFINE_integer("buffers", 12, "number of buffers to list", lower_bound=1)
 _PROMPT = flags.DEFINE_integer(
     "prompt",
     None,
-    "tokens of a prompt to read a part of, in place of a train step",
+    "length of a prompt in tokens; compile the reading of its parts instead of a train step",
     lower_bound=1,
     upper_bound=2**30,
 )
 _PART = flags.DEFINE_integer(
-    "part", None, "of them, read at a time; default as recipes.generate, 2048", lower_bound=1
+    "part",
+    None,
+    "tokens of --prompt read at a time; default 2048, as in recipes.generate",
+    lower_bound=1,
 )
 _DECODE = flags.DEFINE_integer(
-    "decode", None, "rows of --prompt tokens that are given new ones, in place", lower_bound=1
+    "decode", None, "rows of --prompt tokens; compile a decode step for them instead", lower_bound=1
 )
 common.define_run_flags()
 
@@ -79,9 +86,9 @@ def main() -> int:
     except ValueError as error:
         raise UsageError(f"--topology={error}") from None
     if _PART.value is not None and _PROMPT.value is None:
-        raise UsageError(f"--part={_PART.value} is for a --prompt")
+        raise UsageError(f"--part={_PART.value} needs --prompt")
     if _DECODE.value is not None and (_PROMPT.value is None or _PART.value is not None):
-        raise UsageError(f"--decode={_DECODE.value} is with a --prompt and without a --part")
+        raise UsageError(f"--decode={_DECODE.value} needs --prompt, without --part")
     prompt = None
     if _PROMPT.value is not None:
         if (_PART.value or 1) > _PROMPT.value:
@@ -94,7 +101,7 @@ def main() -> int:
     if folder:
         with _writing("output", _OUTPUT.value):
             folder.mkdir(parents=True, exist_ok=True)
-    print(f"compiling {name} for {target.label}; minutes, for a large one", file=sys.stderr)
+    print(f"compiling {name} for {target.label}, which may take minutes", file=sys.stderr)
     try:
         report = preflight(config, target, prompt=prompt)
     except CompilerError as error:
@@ -110,7 +117,7 @@ def main() -> int:
         used = versions() if target.platform == "tpu" else {"jax": versions()["jax"]}
         told = ", ".join(f"{package} {version}" for package, version in used.items())
         print(report_text(report, name, _BUFFERS.value))
-        print(f"{told}; compiled for {target.label}, measured on no device")
+        print(f"{told}; compiled for {target.label}, not measured on a device")
     if _JSON.value and _JSON.value != "-":
         with _writing("json", _JSON.value):
             Path(_JSON.value).write_text(content, encoding="utf-8")

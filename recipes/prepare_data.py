@@ -23,16 +23,18 @@ from rmt_tpu.progress import ProgressShown
 from rmt_tpu.training import signals
 
 _INPUT = flags.DEFINE_string(
-    "input", None, "stdlib, or comma-separated .txt and .jsonl files and globs, local or gs://, "
-    "which may end in .gz or .zst", required=True,
+    "input", None, "text: stdlib, or comma-separated .txt and .jsonl files and globs, local or "
+    "gs://, which may end in .gz or .zst", required=True,
 )  # fmt: skip
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "byte", "byte, a folder with encoder.json and vocab.bpe, or a tokenizer.json"
 )
-_OUTPUT = flags.DEFINE_string("output", None, "folder of the store, or gs://...", required=True)
-_EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "share of the documents to hold out")
-_SEED = flags.DEFINE_integer("seed", 0, "of which documents are held out")
-_WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; default one for each CPU")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "folder of the token store, local or gs://", required=True
+)
+_EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "fraction of the documents to hold out")
+_SEED = flags.DEFINE_integer("seed", 0, "seed that selects the held-out documents")
+_WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; default one per CPU")
 members.define_distributed_flags()
 
 
@@ -92,8 +94,8 @@ def main() -> int:
     if team.number:
         return 0
     for name, split in {"train": totals.train, "held out": totals.held_out}.items():
-        print(f"{name}: {split.tokens:,} tokens of {_count(split.documents, 'document')}")
-    kept = f", {totals.kept} of which were there" if totals.kept else ""
+        print(f"{name}: {split.tokens:,} tokens in {_count(split.documents, 'document')}")
+        kept = f", {totals.kept} from an earlier start" if totals.kept else ""
     seconds = time.monotonic() - started
     print(f"{_OUTPUT.value} is complete: {_count(totals.parts, 'part')}{kept}, {seconds:.1f} s")
     return 0

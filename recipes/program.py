@@ -32,7 +32,7 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 _REWORDED = [
     (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
     (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
-    (r": Exceeds the limit \(\d+ digits\).*", " must be a whole number that an array can count"),
+    (r": Exceeds the limit \(\d+ digits\).*", " must be a smaller whole number"),
     (r": could not convert string to float.*", " must be a number"),
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
@@ -88,8 +88,8 @@ def start(
     # absl registers the flags of a program's main module under the path of its file.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
     help_of = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flags_of(module)}"
-    flags.DEFINE_flag(Answer("help", "say this, and end", help_of, short_name="h"))
-    flags.DEFINE_flag(Answer("version", "say which version this is, and end", _version))
+    flags.DEFINE_flag(Answer("help", "print this help, and exit", help_of, short_name="h"))
+    flags.DEFINE_flag(Answer("version", "print the version, and exit", _version))
     _begin()
     argv = _parse_flags(module)
     if operand and argv[1:] and flags.FLAGS[operand].value is None:
@@ -235,8 +235,8 @@ def _no_platform() -> str | None:
         jax.config.update("jax_platforms", None)
         there = dict.fromkeys([jax.default_backend(), "cpu"])
         return (
-            f"JAX_PLATFORMS={wanted} names a platform without a device or a plugin here; legal: "
-            f"{' or '.join(there)}, or leave it out"
+            f"JAX_PLATFORMS={wanted} is a platform without a device or a plugin here; legal: "
+            f"{' or '.join(there)}, or unset"
         )
 
 
@@ -291,10 +291,10 @@ def _check_empty() -> None:
         if not flag.present or name in _MAY_BE_EMPTY:
             continue
         if not values or not any(str(value).strip() for value in values):
-            raise UsageError(f"--{name}= is empty; leave it out, or give {flag.help}")
+            raise UsageError(f"--{name}= is empty; leave it out, or give: {flag.help}")
         if "" in values:
             parts = ",".join(values)
-            raise UsageError(f"--{name}={parts} has an empty part; legal: {flag.help}")
+            raise UsageError(f"--{name}={parts} has an empty item; legal: {flag.help}")
 
 
 def _fail(message: str, code: int) -> int:

@@ -17,35 +17,39 @@ from rmt_tpu.errors import UsageError, arguments_as_flags
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "a run folder of recipes.train, local or gs://, or a folder of the hub's form",
+    "run folder of recipes.train, local or gs://, or folder in Hugging Face format",
     required=True,
 )
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+_STEP = flags.DEFINE_integer(
+    "step", None, "step of the checkpoint; default the last undamaged checkpoint"
+)
 trained.define_mesh_flag()
-_NAME = flags.DEFINE_string("name", None, "of the model for clients; default the folder's")
+_NAME = flags.DEFINE_string("name", None, "model name for clients; default the folder's name")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
 _PORT = flags.DEFINE_integer(
-    "port", 8000, "to serve at; 0 is any that is free", lower_bound=0, upper_bound=2**16 - 1
+    "port", 8000, "port to serve at; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1
 )
-_SLOTS = flags.DEFINE_integer("slots", 8, "texts at a time", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("slots", 8, "texts generated at the same time", lower_bound=1)
 _QUEUE = flags.DEFINE_integer("queue", 64, "texts that may wait for a slot", lower_bound=0)
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
     2048,
-    "tokens of a prompt and of what follows it; at most the model's learned positions",
+    "maximum tokens of a prompt and its completion; at most the model's learned positions",
     lower_bound=1,
 )
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 2048, "that a text may have, at most", lower_bound=1, upper_bound=2**20
+    "max_tokens", 2048, "maximum tokens to generate per text", lower_bound=1, upper_bound=2**20
 )
-_MAX_BODY = flags.DEFINE_integer("max_body", 2**22, "bytes of a request", lower_bound=1)
+_MAX_BODY = flags.DEFINE_integer(
+    "max_body", 2**22, "maximum size of a request in bytes", lower_bound=1
+)
 _DRAIN_SECONDS = flags.DEFINE_float(
-    "drain_seconds", 60, "after SIGTERM, for what is open", lower_bound=0
+    "drain_seconds", 60, "seconds after SIGTERM to finish open requests", lower_bound=0
 )
 _COMPILE_FIRST = flags.DEFINE_bool(
-    "compile_first", False, "programs for all lengths are made before the first request"
+    "compile_first", False, "compile the programs for all lengths before the first request"
 )
-_LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "says a line of each request")
+_LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "print a line for each request")
 
 _STEPS = 4  # tokens per row between checks for new requests and closed connections
 
@@ -68,7 +72,7 @@ def main() -> int:
         url = address.listen(opened)
         if not address.is_loopback(opened):
             print(
-                f"note: --host={_HOST.value} can be reached from elsewhere, and there is no "
+                f"note: --host={_HOST.value} can be reached from other machines, and there is no "
                 "authentication",
                 file=sys.stderr,
             )
@@ -94,7 +98,7 @@ def _front():
     longest = _MAX_LENGTH.value
     if learned is not None:
         longest = min(longest, learned.max_length)
-    with memory.told_if_out("less is taken with fewer --slots or a smaller --max_length"):
+    with memory.told_if_out("use fewer --slots or a smaller --max_length"):
         known = {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
         options = known | {"slots": _SLOTS.value, "steps": _STEPS}
         engine = Engine(cast_once(decoder), tokenizer.ends, **options)

@@ -38,7 +38,7 @@ class Trial(NamedTuple):
 
 def define_seeds_flag() -> None:
     """Define the flag --seeds: see `seeds`."""
-    text = "train each once a seed, like 0,1,2; default --seed"
+    text = "seeds, like 0,1,2, with each of which every model is trained; default --seed"
     flags.DEFINE_list("seeds", None, text)
 
 
@@ -62,7 +62,7 @@ def seeds() -> list[int] | None:
     if illegal := [seed for seed in found if seed not in ranges(TrainConfig)["seed"]]:
         raise UsageError(f"--seeds={shown(illegal[0])} must be {ranges(TrainConfig)['seed'].words}")
     if not found or len(set(found)) < len(found):
-        raise UsageError(f"{text} must be different numbers, at least one")
+        raise UsageError(f"{text} must be one or more different numbers")
     return found
 
 
@@ -135,7 +135,7 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
             print(f"run {number} of {total}: {trial.label}", file=sys.stderr, flush=True)
         outcome = train(trial.config, trial.folder, label=trial.label)
         if outcome is not None and outcome.stopped_by:
-            print(f"stopped; to go on:\n  {program.resume_command()}")
+            print(f"stopped; to resume:\n  {program.resume_command()}")
             return program.exit_code_of(outcome.stopped_by)
     return None
 
@@ -178,7 +178,7 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped or any(codes):
-        print(f"stopped; to go on:\n  {program.resume_command()}")
+        print(f"stopped; to resume:\n  {program.resume_command()}")
         return program.exit_code_of(signal.Signals(stopped[0])) if stopped else max(codes)
     return None
 

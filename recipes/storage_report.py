@@ -31,16 +31,16 @@ from absl import flags, logging
 from recipes import program
 from rmt_tpu.errors import RunError, UsageError, of_flag
 
-_FOLDER = flags.DEFINE_string("folder", None, "to save in, local or gs://; nothing stays there")
-_GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "of float32 to save, 10^9 bytes each")
-_ARRAYS = flags.DEFINE_integer("arrays", 16, "that they are in")
+_FOLDER = flags.DEFINE_string("folder", None, "folder for temporary checkpoints, local or gs://")
+_GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "size of the float32 state, in 10^9 bytes")
+_ARRAYS = flags.DEFINE_integer("arrays", 16, "number of arrays in the state")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "saves and restores of each kind")
-_ORBAX = flags.DEFINE_bool("orbax", True, "whether Orbax is measured too; local folders only")
-_STORE = flags.DEFINE_string("store", None, "a token store to read, in place of checkpoints")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows in a batch of --store")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens in a window of --store")
-_SECONDS = flags.DEFINE_float("seconds", 10.0, "to read --store flat out, and then with steps")
-_OUTPUT = flags.DEFINE_string("output", "reports", "folder for table, JSON and picture")
+_ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; local folders only")
+_STORE = flags.DEFINE_string("store", None, "token store to read, instead of checkpoints")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows per batch of --store")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens per window of --store")
+_SECONDS = flags.DEFINE_float("seconds", 10.0, "seconds to read --store without, then with, steps")
+_OUTPUT = flags.DEFINE_string("output", "reports", "folder for the table, JSON and picture")
 
 
 class Times(NamedTuple):
@@ -74,7 +74,7 @@ Kind = Callable[[Any, str], tuple[float, float, float, Any]]
 def main() -> int:
     """Time checkpoints in a folder, or reads of a token store, and return 0."""
     if bool(_STORE.value) == bool(_FOLDER.value):
-        raise UsageError("--folder, to save checkpoints in, or --store, to read, is needed")
+        raise UsageError("--folder (for checkpoints) or --store (a token store to read) is needed")
     if _STORE.value:
         return _read_store()
     for name, value in (("gigabytes", _GIGABYTES), ("arrays", _ARRAYS), ("rounds", _ROUNDS)):
@@ -107,7 +107,7 @@ def _read_store() -> int:
         raise UsageError(str(error).replace("--data=", "--store=")) from None
     print(
         f"{_STORE.value}, batches of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens: "
-        f"{r.tokens_per_second:,.0f} tokens/s flat out; steps of a million tokens a second waited "
+        f"{r.tokens_per_second:,.0f} tokens/s without steps; steps of a million tokens/s waited "
         f"{r.waited:.3%} of {r.seconds:.1f} s"
     )
     return 0
@@ -128,7 +128,7 @@ def _check_space(path: Path | None) -> None:
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(
             f"--folder={_FOLDER.value} has {free / 1e9:.1f} GB free, and --gigabytes="
-            f"{_GIGABYTES.value:g} needs {needed / 1e9:.1f}"
+            f"{_GIGABYTES.value:g} needs {needed / 1e9:.1f} GB"
         )
 
 
@@ -190,7 +190,7 @@ def _check_equal(name: str, state: Any, restored: Any) -> None:
     import numpy as np
 
     if not jax.tree.all(jax.tree.map(np.array_equal, state, restored)):
-        raise RunError(f"{name}: what was restored is not what was saved")
+        raise RunError(f"{name}: the restored arrays differ from the saved arrays")
 
 
 def _ours(state: Any, root: str, compression: str) -> tuple[float, float, float, Any]:

@@ -32,18 +32,26 @@ from rmt_tpu.errors import UsageError, of_flag, shown
 from rmt_tpu.storage import Folder, open_folder
 
 common.define_model_flags()
-_SWEEP = flags.DEFINE_multi_string("sweep", [], "path=values or path=log:1e-4..1e-1:7; see above")
-_SEARCH = flags.DEFINE_enum("search", "grid", ["grid", "random", "halving"], "which points")
+_SWEEP = flags.DEFINE_multi_string(
+    "sweep", [], "path=1e-3,1e-2 or path=log:1e-4..1e-1:7; see above"
+)
+_SEARCH = flags.DEFINE_enum("search", "grid", ["grid", "random", "halving"], "choice of points")
 _TRIALS = flags.DEFINE_integer(
-    "trials", None, "points drawn at random; of halving, in place of a grid's", lower_bound=1
+    "trials", None, "number of random points; with halving, they replace the grid", lower_bound=1
 )
-_SEARCH_SEED = flags.DEFINE_integer("search_seed", 0, "of the draws", lower_bound=0)
-_FACTOR = flags.DEFINE_integer("halving_factor", 3, "one in so many goes on", lower_bound=2)
-_VARIANT = flags.DEFINE_multi_string("variant", [], "a name, and path=value after spaces")
+_SEARCH_SEED = flags.DEFINE_integer("search_seed", 0, "seed of the random points", lower_bound=0)
+_FACTOR = flags.DEFINE_integer(
+    "halving_factor", 3, "each rung of halving keeps one point in this many", lower_bound=2
+)
+_VARIANT = flags.DEFINE_multi_string(
+    "variant", [], "a name and config changes, like 'x2 model.num_layers=8'"
+)
 _COORDINATES = flags.DEFINE_integer(
-    "coordinates", 0, "steps of a coordinate check, in place of a sweep", lower_bound=0
+    "coordinates", 0, "steps of a coordinate check, which replaces the sweep", lower_bound=0
 )
-_WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "folder of the run folders, local or gs://")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/sweep", "folder for the run folders, local or gs://"
+)
 several.define_seeds_flag()
 common.define_run_flags()
 
@@ -78,7 +86,7 @@ def _variants(config: RunConfig) -> dict[str, RunConfig]:
     found = {}
     changes = dict(map(_parsed_variant, _VARIANT.value)) or {"model": {}}
     if len(changes) < max(1, len(_VARIANT.value)):
-        raise UsageError("--variant: two have the same name; give each its own")
+        raise UsageError("--variant: two variants have the same name; legal: different names")
     for name, of in changes.items():
         if not found:
             first = _changed(config, of, f"--variant={name}")
@@ -91,7 +99,7 @@ def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
         name, *assignments = shlex.split(text)
     except ValueError:
         raise UsageError(
-            f"--variant={shown(text)} is not a name and path=value, with spaces between"
+            f"--variant={shown(text)} is not a name and path=value, separated by spaces"
         ) from None
     if "=" in name or "/" in name:
         raise UsageError(f"--variant={shown(text)} has no name before its values, like 'x2 ...'")
@@ -142,7 +150,7 @@ class _Sweep:
         self.spaces = [sweep.parse_space(text) for text in _SWEEP.value]
         paths = [space.path for space in self.spaces]
         if len(set(paths)) < len(paths):
-            raise UsageError("--sweep: a path is there twice; give it once, with all values")
+            raise UsageError("--sweep has a path twice; give each path once, with all its values")
         for number, path in enumerate(paths):
             several.check_sets(f"--sweep={path}", path, "--sweep=", paths[:number])
         _check_sets(paths, seeds)
@@ -183,11 +191,11 @@ class _Sweep:
     def _points(self) -> list[dict[str, Any]]:
         if _SEARCH.value == "grid" and _TRIALS.value is not None:
             raise UsageError(
-                f"--trials={_TRIALS.value} is not for a grid, which has all its points; legal: "
-                "--search=random or halving"
+                f"--trials={_TRIALS.value} has no effect on a grid, which has all its points; "
+                "legal: --search=random or halving"
             )
         if _SEARCH.value == "random" and _TRIALS.value is None:
-            raise UsageError("--trials is needed with --search=random: how many points are drawn")
+            raise UsageError("--trials, the number of points, is needed with --search=random")
         if _TRIALS.value is None:
             return self.sweep.grid(self.spaces)
         return self.sweep.drawn(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
@@ -252,7 +260,7 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
     from rmt_tpu.analysis import coordinates
 
     if len(variants) < 2:
-        raise UsageError("--coordinates needs two widths or more: give each a --variant")
+        raise UsageError("--coordinates needs two or more widths; give a --variant for each")
     kinds = {"as given": lambda model: model}
     first = next(iter(variants.values())).model
     if isinstance(first.parametrization, MuP):
@@ -269,7 +277,7 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
             config = dataclasses.replace(config, model=model)
             found[kind][width] = coordinates.measure(config, batch, steps=_COORDINATES.value)
         if len(found[kind]) < len(variants):
-            raise UsageError("--coordinates needs variants of different widths, and two are alike")
+            raise UsageError("--coordinates needs different widths; two variants have the same")
     print(coordinates.write_check(found, folder))
     print(f"picture: {folder}/coordinates.png")
     return 0

@@ -23,31 +23,31 @@ from rmt_tpu.training import signals
 
 common.define_model_flags()
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "the run folder, local or gs://bucket/path; default runs/<preset>"
+    "workdir", None, "run folder, local or gs://bucket/path; default runs/<preset>"
 )
 _CHANGE_CONFIG = flags.DEFINE_bool(
     "change_config",
     False,
-    "let the run in the folder go on with another batch size, optimizer, number of steps or dtype, "
-    "or a wider D_k",
+    "let the run in the folder continue with another batch size, optimizer, number of steps or "
+    "dtype, or a larger D_k (model.store.key_dim)",
 )
 _FROM_STEP = flags.DEFINE_integer(
     "from_step",
     None,
-    "begin again from this checkpoint of the run, an older one: later ones are dropped",
+    "resume from the checkpoint of this earlier step; later checkpoints are deleted",
 )
 _PROFILE_STEPS = flags.DEFINE_integer(
-    "profile_steps", 0, "trace so many steps into profile/", lower_bound=0
+    "profile_steps", 0, "number of steps to trace into profile/", lower_bound=0
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "say what would be trained, how large it is and on how much, and end"
+    "dry_run", False, "print the model, its size and the amount of training, and exit"
 )
 _CHECK_KERNELS = flags.DEFINE_enum(
     "check_kernels",
     "auto",
     ["auto", "off"],
-    "hold the step's kernels to their equations, once on a kind of device, and take the plain form "
-    "of an op that differs",
+    "auto: compare the step's kernels with their equations, once per kind of device, and use plain "
+    "JAX for an op that differs; off: do not compare",
 )
 common.define_run_flags()
 members.define_distributed_flags()
@@ -65,7 +65,7 @@ def _train(at_once: signals.AtOnce) -> int:
     name, base = common.model_of_flags(_begun)
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
-        raise UsageError(f"--config={name} needs a --workdir")
+        raise UsageError(f"--config={name} needs --workdir")
     folder = _folder(name)
     if _DRY_RUN.value:
         from rmt_tpu.analysis.dry_run import dry_run
@@ -94,7 +94,7 @@ def _train(at_once: signals.AtOnce) -> int:
     if outcome.stopped_by:
         if processes.is_first():
             everywhere = ", on every host" if processes.num_processes() > 1 else ""
-            print(f"stopped at step {outcome.step}, saved in {folder}. To go on{everywhere}:")
+            print(f"stopped at step {outcome.step}, saved in {folder}. To resume{everywhere}:")
             print(f"  {program.resume_command()}")
         return program.exit_code_of(outcome.stopped_by)
     if processes.is_first():

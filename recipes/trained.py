@@ -19,11 +19,15 @@ flags.disclaim_key_flags()
 
 def define_source_flags() -> None:
     """Define the flags that select a trained model: see `source`."""
-    flags.DEFINE_string("workdir", None, "a run folder of recipes.train, local or gs://")
+    flags.DEFINE_string("workdir", None, "run folder of recipes.train, local or gs://")
     flags.DEFINE_string(
-        "init_from", None, "in its place a folder of the hub's form: config.json and safetensors"
+        "init_from",
+        None,
+        "folder in Hugging Face format (config.json and safetensors), instead of --workdir",
     )
-    flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+    flags.DEFINE_integer(
+        "step", None, "step of the checkpoint; default the last undamaged checkpoint"
+    )
 
 
 def source() -> str:
@@ -35,8 +39,11 @@ def source() -> str:
     workdir, init_from = flags.FLAGS.workdir, flags.FLAGS.init_from
     if (workdir is None) == (init_from is None):
         if workdir is None:
-            raise UsageError("--workdir is needed, or --init_from with a folder of the hub's form")
-        raise UsageError(f"--workdir={workdir} and --init_from={init_from}: give one of them")
+            raise UsageError(
+                "--workdir is needed, or --init_from with a folder in Hugging Face format"
+            )
+            given = f"--workdir={workdir} and --init_from={init_from}"
+            raise UsageError(f"{given} both set the model; give one")
     if init_from is not None:
         from rmt_tpu.hub.models import describe
 
@@ -51,7 +58,7 @@ def tell_start(tokenizer) -> None:
     """Print a note to standard error if the tokenizer puts no start token before texts."""
     if not tokenizer.starts:
         print(
-            "note: no start token is put before texts: the model's own tokenizer puts none",
+            "note: texts get no start token, because the model's own tokenizer adds none",
             file=sys.stderr,
         )
 
@@ -59,7 +66,10 @@ def tell_start(tokenizer) -> None:
 def define_mesh_flag() -> None:
     """Define the flag for the mesh on which text is generated: see `check_mesh`."""
     flags.DEFINE_string(
-        "mesh", None, "device axes, like tensor=4 or key=2,sequence=2; -1 fills; default one device"
+        "mesh",
+        None,
+        "mesh axes, like tensor=4 or key=2,sequence=2; -1 means all remaining devices; default one "
+        "device",
     )
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from rmt_tpu.errors import RmtError, RunError
 
 TRAIN_ADVICE = (
-    "less is taken with a smaller --batch_size, --set=train.accumulate=2 or more, "
-    "--set=model.remat=full, and on several devices --mesh=fsdp=-1; `python -m recipes.preflight` "
-    "shows what takes how much"
+    "use a smaller --batch_size, --set=train.accumulate=2 or more, --set=model.remat=full, or, on "
+    "several devices, --mesh=fsdp=-1; `python -m recipes.preflight` shows what uses the memory"
 )
 
 

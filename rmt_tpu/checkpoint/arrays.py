@@ -268,7 +268,7 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
         wrap = partial(jax.random.wrap_key_data, impl=array.prng)
         placed = jax.jit(wrap, out_shardings=sharding)(placed)
     if placed.dtype != leaf.dtype:
-        raise UsageError(f"{array.name}: {leaf.dtype} needs jax_enable_x64, or numpy in its place")
+        raise UsageError(f"{array.name}: {leaf.dtype} needs jax_enable_x64, or a numpy array")
     return placed
 
 

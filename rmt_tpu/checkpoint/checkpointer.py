@@ -253,7 +253,7 @@ class Checkpointer:
         """Return a timer that reports a slow save, because requests may be retried for minutes."""
         line = (
             f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
-            "does not answer, and is tried further"
+            "does not answer; the save continues"
         )
         timer = threading.Timer(_SLOW_SECONDS, self._report, [line])
         timer.daemon = True
@@ -393,14 +393,14 @@ class Checkpointer:
             except Fault as fault:
                 problems.append(f"step {candidate}: {fault}")
             if step is None:
-                self._report(f"damaged checkpoint in {self.root} passed over: {problems[-1]}")
+                self._report(f"damaged checkpoint in {self.root} skipped: {problems[-1]}")
         raise RunError(f"no undamaged checkpoint in {self.root}: {'; '.join(problems)}")
 
     def _check_step(self, steps: list[int], step: int) -> None:
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none"
             what = (
-                "is no checkpoint" if type(step) is int else "must be a whole number, a checkpoint"
+                "is not a checkpoint" if type(step) is int else "must be the number of a checkpoint"
             )
             raise ArgumentError(f"step={shown(step)} {what} in {self.root}; available: {there}")
 

@@ -96,9 +96,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
             raise Fault("manifest.json is damaged: its checksum does not match")
         version = content["version"]
         if version != FORMAT_VERSION:
-            raise UsageError(
-                f"checkpoint format {version} is not {FORMAT_VERSION}, which is read here"
-            )
+            raise UsageError(f"checkpoint format {version} cannot be read; legal: {FORMAT_VERSION}")
         arrays, meta = list(map(_array, content["arrays"])), content["meta"]
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
         raise Fault("manifest.json is damaged: it is not a manifest") from None
@@ -120,7 +118,7 @@ def _array(entry: dict) -> StoredArray:
     try:
         storage.join(name)
     except UsageError:
-        raise Fault(f"manifest.json has an array named {name!r}, which is refused") from None
+        raise Fault(f"manifest.json has an array with the illegal name {name!r}") from None
     if array.dtype not in DTYPES:
         raise Fault(f"manifest.json: array {name} has the unknown dtype {array.dtype!r}")
     if array.compression not in COMPRESSIONS:

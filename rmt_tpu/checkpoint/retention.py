@@ -132,7 +132,7 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
         return int(json.loads(found.data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Fault(
-            f"{folder}/{_BACK} is damaged: it says no step; delete it, and the later steps"
+            f"{folder}/{_BACK} is damaged: it contains no step; delete it and the later steps"
         ) from None
 
 

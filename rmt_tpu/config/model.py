@@ -166,8 +166,8 @@ class ModelConfig(Checked):
         for index, stack in enumerate(self.stacks):
             if stack.repeat > 1 and self._written(before) != self._written(stack.cores[-1].writes):
                 raise UsageError(
-                    f"ModelConfig.stacks.{index} repeats, and its last core writes otherwise than "
-                    "what comes before it; legal: its first period as a stack of its own"
+                    f"ModelConfig.stacks.{index} repeats, but its last core has other write keys "
+                    "than what precedes it; legal: its first period as a separate stack"
                 )
             for core in stack.cores:
                 for port in (core.reads, core.writes):
@@ -203,12 +203,12 @@ class ModelConfig(Checked):
         mixer, kind = self.mixer, self.mixer.kind
         if mixer.by_layers and any(len(stack.cores) % 2 for stack in self.stacks):
             raise UsageError(
-                f"ModelConfig.mixer={kind} counts layers of two sublayers; legal: stacks whose "
+                f"ModelConfig.mixer={kind} needs layers of two sublayers; legal: stacks whose "
                 "periods have an even number of cores"
             )
         if mixer.second_input > 1 and any(getattr(c, "gated", False) for c in self.cores):
             raise UsageError(
-                f"ModelConfig.mixer={kind} norms the hidden layer, which has no gate; legal for "
+                f"ModelConfig.mixer={kind} needs a feed-forward layer without a gate; legal for "
                 "feed_forward.activation: gelu_tanh, gelu_exact, relu2"
             )
         mixer.check(self.num_sublayers, self.residual_size)
@@ -219,7 +219,7 @@ class ModelConfig(Checked):
             )
         if self.remat not in ("auto", *mixer.remats):
             raise UsageError(
-                f"ModelConfig.remat={self.remat!r} is not for mixer={kind}; legal: "
+                f"ModelConfig.remat={self.remat!r} cannot be used with mixer={kind}; legal: "
                 f"{', '.join(mixer.remats)}, auto"
             )
 
@@ -232,8 +232,8 @@ class ModelConfig(Checked):
         ]
         if kinds(self.base_model) != kinds(self):
             raise UsageError(
-                "ModelConfig.parametrization.base is a model of another store, mixer or other "
-                "cores; legal: sizes of this one, like store.dim=128"
+                "ModelConfig.parametrization.base has another store, mixer or cores than the "
+                "model; legal: other sizes only, like store.dim=128"
             )
 
     # The short form -----------------------------------------------------------------------------
@@ -279,9 +279,8 @@ class ModelConfig(Checked):
         cores = [name for name in names if name != "num_layers"]
         if len(cores) != 2 or "num_layers" not in names:
             raise UsageError(
-                "a model of one repeated layer has num_layers and two cores, like attention and "
-                f"feed_forward, and this has {', '.join(names)}; legal: these three, or "
-                "model.stacks"
+                f"the model has {', '.join(names)}; legal: num_layers and two cores, like "
+                "attention and feed_forward, or model.stacks"
             )
 
     def replace(self, **changes: Any) -> "ModelConfig":

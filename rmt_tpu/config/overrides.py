@@ -105,7 +105,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     if isinstance(node, list):
         if not keys[0].isdecimal() or int(keys[0]) >= len(node):
             legal = ", ".join(map(str, range(len(node))))
-            raise UsageError(f"{path}: {keys[0]} is none of the list's; legal: {legal}")
+            raise UsageError(f"{path}: {keys[0]} is not an index of the list; legal: {legal}")
         found = [(node, int(keys[0]))]
     elif keys[0] in node:
         found = [(node, keys[0])]
@@ -287,4 +287,4 @@ def _told(value: Any) -> str:
 
 
 _BEYOND_FLOAT = 2**1023  # larger integers do not fit a float
-_ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

@@ -295,16 +295,16 @@ _ABOUT = {
     "attnres": "Block Attention Residuals",
     "attnres-full": "Full Attention Residuals",
     "prenorm": "Transformer with RMSNorm and RoPE",
-    "llama": "Transformer of today: RMSNorm, RoPE, SwiGLU, grouped queries",
-    "llama-attnres": "Block Attention Residuals in a Transformer of today",
+    "llama": "Llama-style Transformer: RMSNorm, RoPE, SwiGLU, grouped queries",
+    "llama-attnres": "Block Attention Residuals in a Llama-style Transformer",
     "kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "kimi-linear-48b": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "prenorm-kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "attnres-kimi": "Block Attention Residuals in Kimi Linear",
     "attnres-full-kimi": "Full Attention Residuals in Kimi Linear",
     "rmt-kimi": "Residual Matrix Transformer with the cores of Kimi Linear",
-    "rmt-llama": "Residual Matrix Transformer with the cores of today",
-    "rmt-llama-attnres": "Block Attention Residuals on a residual matrix, with the cores of today",
+    "rmt-llama": "Residual Matrix Transformer with Llama-style cores",
+    "rmt-llama-attnres": "Block Attention Residuals on a residual matrix, with Llama-style cores",
     "rmt-attnres": "Block Attention Residuals on a residual matrix",
     "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",
@@ -315,7 +315,7 @@ def about(name: str) -> str:
     """Return a phrase that describes a preset's architecture and the source of its sizes."""
     system = _ABOUT.get(name.rpartition("-")[0])
     if name in _TINY:
-        return f"{system}; for a laptop, over bytes"
+        return f"{system}; laptop size, on bytes"
     if name in _WITH_DEPTH:
         return f"{_ABOUT['attnres']} in {_WITH_DEPTH[name]}, 8 blocks"
     if name.startswith("rmt-134m-k"):

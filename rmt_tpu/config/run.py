@@ -213,9 +213,8 @@ class RunConfig:
     def __post_init__(self):
         if isinstance(self.train.optimizer, Muon) and isinstance(self.model.parametrization, MuP):
             raise UsageError(
-                "train.optimizer=muon with model.parametrization=mup is not defined: the rates are "
-                "Adam's, and Muon's matrices would need others; legal: train.optimizer=adamw, or "
-                "model.parametrization=standard"
+                "train.optimizer=muon is not defined with model.parametrization=mup, whose rates "
+                "are for Adam; legal: train.optimizer=adamw, or model.parametrization=standard"
             )
         match self.model.learned_positions:
             case Learned(max_length=max_length) if self.data.seq_len > max_length:

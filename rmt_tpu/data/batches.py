@@ -322,8 +322,8 @@ def _too_short(source: str, tokens: int, seq_len: int, *, held_out: bool) -> str
     data = f"--data={source}" if source else "--data"
     if held_out:
         return (
-            f"the held-out part of {data} has {tokens} tokens, none with another after it; legal: "
-            "more text or a larger data.eval_fraction"
+            f"the held-out part of {data} has {tokens} tokens, and none is followed by another; "
+            "legal: more text or a larger data.eval_fraction"
         )
     shorter = f"--seq_len of at most {tokens - 1}, or " if tokens > 1 else ""
     return (

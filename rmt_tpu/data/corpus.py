@@ -49,9 +49,7 @@ def documents(source: str, flag: str = "data") -> list[str]:
     with problems(flag, source):
         found = [text for span in files(source) for text in read_span(span)]
     if not found:
-        raise UsageError(
-            f"--{flag}={source!r} has no text: legal is at least one non-empty document"
-        )
+        raise UsageError(f"--{flag}={source!r} has no text; legal: at least one non-empty document")
     return found
 
 
@@ -158,9 +156,9 @@ def _separated(span: Span, seen: Seen) -> Iterator[str]:
             document += line.content
             if len(document) > _LONGEST_DOCUMENT:
                 raise Problem(
-                    f"{span.path!r} has in line {_line_number(span, begin)} the beginning of a "
-                    f"document of more than {_LONGEST_DOCUMENT} bytes; legal: shorter ones, with "
-                    f"lines {_SEPARATOR.decode()} between"
+                    f"{span.path!r} has a document of more than {_LONGEST_DOCUMENT} bytes, which "
+                    f"starts in line {_line_number(span, begin)}; legal: shorter documents, "
+                    f"separated by lines {_SEPARATOR.decode()}"
                 )
     yield _decode(document, span, begin)
 
@@ -245,7 +243,7 @@ def _json_text(line: str) -> str:
         value["text"].encode("utf-8")
     except UnicodeEncodeError as error:
         raise Problem(
-            f'has half a surrogate pair at character {error.start} of "text"; legal: Unicode text'
+            f'has an unpaired surrogate at character {error.start} of "text"; legal: Unicode text'
         ) from None
     return value["text"]
 

@@ -93,7 +93,7 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
         pieces = pieces[count:]
         for span in spans:
             if not span.path.lower().endswith(SUFFIXES):
-                raise Problem(f"{span.path!r} is of an unknown kind; legal: {', '.join(SUFFIXES)}")
+                raise Problem(f"{span.path!r} has an unknown suffix; legal: {', '.join(SUFFIXES)}")
             found.setdefault(span.path if span.in_bucket else os.path.realpath(span.path), span)
     return list(found.values())
 
@@ -108,7 +108,7 @@ def whole(path: str) -> Span:
         status = os.stat(path)
     # Reading a pipe that nobody writes to would block forever.
     if not stat.S_ISREG(status.st_mode):
-        raise Problem(f"{path!r} is no regular file; legal: files")
+        raise Problem(f"{path!r} is not a regular file; legal: files")
     return Span(path, 0, status.st_size, _version(status))
 
 
@@ -207,8 +207,8 @@ def check_unchanged(span: Span) -> None:
 
 def _changed(span: Span) -> RunError:
     return RunError(
-        f"{span.path!r} was edited while it was read; make it again what it was and run the same "
-        "command, or give another --output"
+        f"{span.path!r} was edited while it was read; restore its content and repeat the command, "
+        "or give another --output"
     )
 
 
@@ -263,8 +263,8 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
 def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
     if not buckets:
         raise Problem(
-            f"{pattern!r} is text in a bucket, which a run does not read; make a token store of it "
-            f"with recipes.prepare_data --input={pattern!r} --output=gs://..., and give that store"
+            f"{pattern!r} is text in a bucket, which training cannot read; convert it with "
+            f"recipes.prepare_data --input={pattern!r} --output=gs://..., and give that token store"
         )
     try:
         found = find_objects(pattern)
@@ -282,10 +282,10 @@ def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
 
 
 def _no_file(pattern: str) -> _NoFile:
-    named = repr(pattern) if pattern.strip() else "an empty part beside a comma"
+    named = repr(pattern) if pattern.strip() else "an empty item next to a comma"
     return _NoFile(
         f"{named} matches no file; legal: {STDLIB!r} alone, or existing paths and globs of "
-        f"{', '.join(SUFFIXES)} with commas between"
+        f"{', '.join(SUFFIXES)}, separated by commas"
     )
 
 

@@ -165,9 +165,9 @@ def check_inputs(
             tick(span.stop - span.start)
         elif not same_number or digest_of(span, lambda block: tick(len(block))) != digests[number]:
             raise UsageError(
-                f"--output={url} is of another command: the content of "
-                f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to go "
-                "on, or another --output"
+                f"--output={url} is from another command: the content of "
+                f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
+                "resume, or another --output"
             )
 
 
@@ -211,7 +211,7 @@ class Worker:
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
                 # Another process was faster. Its part is identical, so use that.
                 if (done := self._finished(job)) is None:
-                    raise RunError(f"{self._folder.url}/{name} is written by another command too")
+                    raise RunError(f"{self._folder.url}/{name} is also written by another command")
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
                 self._folder.delete_folder(f"{name}/{attempt.rstrip('/')}")

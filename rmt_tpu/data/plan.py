@@ -96,24 +96,24 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
     ]
     if (tokenizer := old.get("tokenizer")) != new["tokenizer"]:
         tokenizer = tokenizer.get("name") if isinstance(tokenizer, dict) else None
-        again = " of other files" if tokenizer == new["tokenizer"]["name"] else ""
+        again = " with other files" if tokenizer == new["tokenizer"]["name"] else ""
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
     changed = "the content of its input has changed"  # so that it is divided differently
     raise UsageError(
-        f"--output={folder.url} is of another command: {'; '.join(different) or changed}. "
-        "Give the same input and flags to go on, or another --output"
+        f"--output={folder.url} is from another command: {'; '.join(different) or changed}. "
+        "Give the same input and flags to resume, or another --output"
     )
 
 
 def _different_input(old: Any, new: list[list[Any]]) -> str:
     if not isinstance(old, list) or len(old) != len(new):
         count = len(old) if isinstance(old, list) else 0
-        return f"the input of {count} files is now of {len(new)}"
+        return f"the input had {count} files and now has {len(new)}"
     was, now = next((was, now) for was, now in zip(old, new, strict=True) if was != now)
     if was[:2] != now[:2]:
-        return f"the input {was[0]!r} of {was[1]} bytes is now {now[0]!r} of {now[1]}"
+        return f"the input {was[0]!r} of {was[1]} bytes is now {now[0]!r} of {now[1]} bytes"
     if len(was) == len(now) and was[2] == now[2]:
-        return f"{now[0]!r} was written again, if with the same content"
+        return f"{now[0]!r} was written again, with the same content"
     return f"the content of {now[0]!r} has changed"

@@ -58,8 +58,8 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
         return [future.result() for future in futures]
     except BrokenProcessPool:
         raise RunError(
-            "a process that tokenises was killed, most likely for want of memory; run the same "
-            "command again, with fewer --workers"
+            "a tokenising process was killed, probably because memory ran out; repeat the command "
+            "with fewer --workers"
         ) from None
     finally:
         stop.set()

@@ -142,13 +142,13 @@ def prepare(
     _agree(team, plan, parts)
     if team.number == 0:
         _begin(folder, plan, tokenizer)
-    team.gather("", "the plan")
+    team.gather("", "writing the plan")
     _check_shared(folder, plan, team)
     workers = workers or os.cpu_count() or 1
     own = _share([sum(span.stop - span.start for span in part) for part in parts], team)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         _compare(folder.url, source, parts, complete["inputs"], own, workers, progress)
-        team.gather("", "the input, compared")
+        team.gather("", COMPARING)
         return _totals([Part.from_json(value) for value in complete["parts"]], len(parts))
     work = Work(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
     jobs = [Job(number, parts[number], None) for number in own]
@@ -162,8 +162,8 @@ def prepare(
     with problems("input", source):
         if files(source, buckets=True) != found:
             raise RunError(
-                f"--input={source!r} was edited meanwhile: make it again what it was and run the "
-                "same command, or give another --output"
+                f"--input={source!r} was edited during the command; restore its content and repeat "
+                "the command, or give another --output"
             )
     kept = sum(int(value) for value in team.gather(str(kept), "the parts"))
     told = ""
@@ -202,13 +202,13 @@ def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> N
     own = {f"--{name}": digest(plan[name]) for name in ("tokenizer", "eval_fraction", "seed")}
     sizes = [[span[1:3] for span in part] for part in parts]
     own["--input"] = digest([plan["sources"], plan["part_bytes"], sizes])
-    first, *others = map(json.loads, team.gather(json.dumps(own), "the plan, compared"))
+    first, *others = map(json.loads, team.gather(json.dumps(own), "comparing the plan"))
     for number, other in enumerate(others, 1):
         for name in own:
             if other[name] != first[name]:
                 raise UsageError(
-                    f"{name} is not the same on process {number} as on process 0; start all with "
-                    "the same flags and the same files"
+                    f"{name} differs between process {number} and process 0; start all processes "
+                    "with the same flags and the same files"
                 )
 
 
@@ -225,7 +225,7 @@ def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
         if time.monotonic() > until:
             raise UsageError(
                 f"--output={folder.url} is another folder on process {team.number} than on process "
-                "0; give one on a file system that all hosts share, or gs://"
+                "0; legal: a folder on a file system that all hosts share, or gs://"
             )
         time.sleep(0.1)
 
@@ -260,7 +260,7 @@ def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None
         "lowest": lowest,
         "lowest_characters": sum(d.lowest_characters for d in done if d.lowest == lowest),
     }
-    every = list(map(json.loads, team.gather(json.dumps(own), "all text, tokenised")))
+    every = list(map(json.loads, team.gather(json.dumps(own), "tokenising the text")))
     lowest = min((each["lowest"] for each in every if each["lowest"]), default="")
     if not lowest or any(each["below"] for each in every):
         return None
@@ -280,7 +280,7 @@ def _complete(
         until = time.monotonic() + _SHARED_SECONDS
         while (found := read_done(folder, number)) is None:
             if time.monotonic() > until:
-                raise RunError(f"{folder.url} has no part {number}, which another process wrote")
+                raise RunError(f"{folder.url} lacks part {number}, which another process wrote")
             time.sleep(0.1)
         return found
 
@@ -341,17 +341,15 @@ def _totals(parts: list[Part], kept: int) -> Totals:
 
 def _check_totals(source: str, eval_fraction: float, seed: int, totals: Totals) -> None:
     if not totals.train.documents + totals.held_out.documents:
-        raise UsageError(
-            f"--input={source!r} has no text: legal is at least one non-empty document"
-        )
+        raise UsageError(f"--input={source!r} has no text; legal: at least one non-empty document")
     if not totals.held_out.documents:
         raise UsageError(
-            f"nothing of --input={source!r} can be held out: no document has two characters; "
-            "legal: more text, in another --output"
+            f"--input={source!r} has no document of two or more characters, so nothing can be "
+            "held out; legal: more text, in another --output"
         )
     if not totals.train.documents:
         raise UsageError(
             f"all {totals.held_out.documents} documents of --input={source!r} are held out at "
-            f"--eval_fraction={eval_fraction} --seed={seed}; legal: more documents, or less to "
-            "hold out, in another --output"
+            f"--eval_fraction={eval_fraction} --seed={seed}; legal: more documents, or a smaller "
+            "--eval_fraction, in another --output"
         )

@@ -90,7 +90,7 @@ class Part(NamedTuple):
                 return cls(value["attempt"], *splits)
         except (TypeError, KeyError):
             pass
-        raise Fault("it lists a part that cannot be")
+        raise Fault("it lists an impossible part")
 
     def json(self) -> dict[str, Any]:
         """Return a JSON value that describes the part, for `from_json`."""
@@ -138,7 +138,7 @@ class TokenStore:
             parts = [Part.from_json(value) for value in content["parts"]]
             vocabulary, bos = self.tokenizer.vocab_size, self.tokenizer.bos
             if not (type(vocabulary) is type(bos) is int and 0 <= bos < vocabulary <= 2**31):
-                raise Fault("it lists a tokenizer that cannot be")
+                raise Fault("it lists an impossible tokenizer")
             if len(parts) != content["plan"]["num_parts"]:
                 raise Fault("it does not list all parts")
         except (Fault, KeyError, TypeError) as error:
@@ -156,7 +156,7 @@ class TokenStore:
             raise UsageError(
                 f"--data={self.url} was made with the tokenizer {self.tokenizer.name!r} of "
                 f"{self.tokenizer.vocab_size} tokens, and --tokenizer={tokenizer.name} of "
-                f"{tokenizer.vocab_size} encodes otherwise; legal: --tokenizer={self.url}"
+                f"{tokenizer.vocab_size} encodes text differently; legal: --tokenizer={self.url}"
             )
 
 
@@ -222,7 +222,7 @@ class TokenStream:
             with faults(f"{self._name(number, 'tokens')}: "):
                 out[row, at : at + b - a] = read.result()
         if out.size and not (0 <= out.min() and out.max() < self._vocab_size):
-            raise Fault(f"{self._folder.url} has tokens that are not of its tokenizer")
+            raise Fault(f"{self._folder.url} has tokens that are not in its vocabulary")
         return out
 
     def document(self, number: int) -> Int32[np.ndarray, " tokens"]:
@@ -243,7 +243,7 @@ class TokenStream:
             start, stop = self._array(part, "offsets")[at : at + 2].read().result().tolist()
         tokens = int(self._begins[part + 1] - self._begins[part])
         if not 0 <= start < stop <= tokens:
-            raise Fault(f"{name}: document {number} cannot be of tokens {start} to {stop}")
+            raise Fault(f"{name}: document {number} has impossible bounds, {start} to {stop}")
         start = np.array([start + self._begins[part]], np.int64)
         return self.read(start, stop - int(start[0] - self._begins[part]))[0]
 
@@ -317,7 +317,7 @@ def open_store(source: str | Folder) -> TokenStore:
                 f"--data={folder.url} holds no token store: there is no {MANIFEST}; legal: the "
                 "--output of recipes.prepare_data"
             )
-        raise UsageError(f"--data={folder.url} is not complete: run prepare_data again")
+        raise UsageError(f"--data={folder.url} is not complete; run recipes.prepare_data again")
     return TokenStore(folder, content)
 
 
@@ -410,11 +410,11 @@ def read_sealed(folder: Folder, name: str) -> dict[str, Any] | None:
     try:
         sealed = json.loads(found.data)
         if type(sealed) is dict and sealed.get("kind") != _KIND:
-            raise UsageError(f"{folder.url}/{name} is not of a token store; legal: another folder")
+            raise UsageError(f"{folder.url}/{name} is from another program; legal: another folder")
         if sealed["version"] != VERSION:
             raise UsageError(
-                f"{folder.url}: token store version {sealed['version']!r} is not {VERSION}, which "
-                "is read here"
+                f"{folder.url}: token store version {sealed['version']!r} cannot be read; "
+                f"legal: {VERSION}"
             )
         content = sealed["content"]
         if sealed["crc32"] == _crc32(content) and type(content) is dict:

@@ -121,7 +121,7 @@ class Tokenizer(ABC):
         array = np.asarray(tokens, np.int64)
         if (foreign := array[(array < 0) | (array >= self.vocab_size)]).size:
             raise UsageError(
-                f"token {foreign[0]} is not of --tokenizer={self.name}; "
+                f"token {foreign[0]} is not in --tokenizer={self.name}; "
                 f"legal: 0 to {self.vocab_size - 1}"
             )
         return array
@@ -164,7 +164,7 @@ def utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise UsageError(
-            f"the text has half a surrogate pair, {half!a}, at character {error.start}; "
+            f"the text has an unpaired surrogate, {half!a}, at character {error.start}; "
             "legal: Unicode text"
         ) from None
 

@@ -170,7 +170,7 @@ class Channel:
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise RunError(f"process 0 is not to be reached at '{what}': {reason}") from None
+            raise RunError(f"process 0 cannot be reached at '{what}': {reason}") from None
         return [values[p] for p in range(count)]
 
     def _meet(self, client: Any, folder: str, what: str, timeout: int | float) -> None:
@@ -182,14 +182,14 @@ class Channel:
             missing = [p for p in range(count) if p not in there]
             if missing:
                 raise RunError(
-                    f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
+                    f"{roll_call.listed(missing)} of {count} did not reach '{what}' within "
                     f"{timeout:g} s; see their logs"
                 ) from None
             # All processes have stored their values, but the barrier has failed for at least one of
             # them.
             raise RunError(
-                f"the {count} processes missed each other at '{what}': one came later than "
-                f"{timeout:g} s, or was lost while it waited; see their logs"
+                f"the {count} processes did not meet at '{what}': one arrived later than "
+                f"{timeout:g} s, or died while it waited; see their logs"
             ) from None
 
     def from_first(self, value: Any, what: str) -> Any:
@@ -298,7 +298,7 @@ def lost(reason: str) -> NoReturn:
     """Stop after the devices' communication has broken, usually because another process died."""
     time.sleep(3 * _LOOK_SECONDS)  # that process's own report of the cause is better
     fail(
-        f"the devices' computation broke, most likely because another process died: {reason}",
+        f"the computation on devices failed, probably because another process died: {reason}",
         RunError.exit_code,
     )
 

@@ -134,9 +134,9 @@ class _Caller:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     self._give_up(
-                        f"{listed(missing)} of {self._member.num_processes} did not come to "
-                        f"{self._member.coordinator} within {self._timeout:g} s; start all of "
-                        "them, with the same coordinator, or wait longer with "
+                        f"{listed(missing)} of {self._member.num_processes} did not connect to "
+                        f"{self._member.coordinator} within {self._timeout:g} s; start all "
+                        "processes with the same --coordinator, or wait longer with "
                         "--distributed_timeout"
                     )
                 for key, _ in selector.select(remaining):
@@ -191,9 +191,9 @@ class _Caller:
         theirs, own = Tables(*hello["tables"]), Tables(*self._hello["tables"])
         if theirs.fingerprint != own.fingerprint:
             self._give_up(
-                f"process {process} on {hello['host']} has other block sizes for kernels, with "
-                f"{theirs.file or 'no file'}, than process 0, with {own.file or 'no file'}; give "
-                "all the same RMT_TPU_TUNED, in one version of rmt_tpu",
+                f"process {process} on {hello['host']} has other kernel block sizes (from "
+                f"{theirs.file or 'no file'}) than process 0 (from {own.file or 'no file'}); give "
+                "all the same RMT_TPU_TUNED and the same version of rmt_tpu",
                 connection,
             )
         self._there[process] = connection, hello
@@ -235,8 +235,8 @@ def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadlin
             why = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)
     raise RunError(
-        f"process 0 is not to be reached at {where} within {timeout:g} s: {why}; is it running, is "
-        "this its address, and may this host connect to that port?"
+        f"process 0 cannot be reached at {where} within {timeout:g} s: {why}; is it running, is "
+        "this its address, and can this host connect to that port?"
     )
 
 
@@ -260,7 +260,7 @@ def _listen_for_go(
             return False
         *lines, unread = (unread + piece).split(b"\n")
         if any(not line.startswith(b"{") for line in (*lines, unread or b"{")):
-            raise RunError(f"what answers at {where} is not process 0 of a run that starts")
+            raise RunError(f"the program that answers at {where} is not process 0 of a new run")
         for news in map(json.loads, lines):
             if "error" in news:
                 raise RunError(news["error"])
@@ -269,9 +269,11 @@ def _listen_for_go(
             missing = news["missing"]
     if missing is None:
         raise RunError(
-            f"process 0 does not answer at {where} within {timeout:g} s; is it of this run?"
+            f"process 0 does not answer at {where} within {timeout:g} s; is it in this run?"
         )
-    raise RunError(f"{listed(missing)} did not come to {where} within {timeout:g} s; start all")
+    raise RunError(
+        f"{listed(missing)} did not connect to {where} within {timeout:g} s; start all processes"
+    )
 
 
 def _listen(member: Member) -> socket.socket:

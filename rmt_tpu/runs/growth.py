@@ -227,7 +227,7 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
     old, new = overrides.to_json(before), overrides.to_json(after)
     different = overrides.differences(old, new | {name: old[name] for name in _FREE}, "model")
     if different:
-        raise UsageError(f"a checkpoint grows in D_k alone: {'; '.join(different)}")
+        raise UsageError(f"a checkpoint can grow only in D_k: {'; '.join(different)}")
     size, wanted = before.store.key_dim, after.store.key_dim
     parts = getattr(after.mixer, "num_heads", 1)
     if wanted != size and size % parts:
@@ -238,7 +238,7 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
     if wanted != size and (wanted < 2 * size or wanted % parts):
         multiples = f" in multiples of {parts}" if parts > 1 else ""
         raise UsageError(
-            f"model.store.key_dim={wanted} cannot be the same function as the checkpoint's {size}; "
+            f"model.store.key_dim={wanted} cannot compute the same as the checkpoint's {size}; "
             f"legal: {size}, or {2 * size} and more{multiples}"
         )
 

@@ -36,8 +36,8 @@ def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
     other = _claimed(folder)
     if other:
         say(
-            f"note: {other} seems to train in {folder} too; the one that comes later to a "
-            "checkpoint will fail, and metrics are mixed"
+            f"note: {other} also seems to train in {folder}; the process that saves a checkpoint "
+            "second will fail, and the metrics of both are mixed"
         )
     ended = threading.Event()
 
@@ -74,8 +74,8 @@ def _claimed(folder: Folder) -> str | None:
             other, is_here = _other(found.data) if found else (None, False)
             if is_here:
                 raise UsageError(
-                    f"--workdir={folder} is that of a run that {other} trains; wait for it, stop "
-                    "it, or give another --workdir"
+                    f"--workdir={folder} is in use by {other}; wait for it, stop it, or give "
+                    "another --workdir"
                 )
             if found is None:
                 left = folder.create(FILE, _word())

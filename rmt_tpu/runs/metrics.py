@@ -118,7 +118,7 @@ class _Growing:
                 self._folder.append(self._name, b"".join(lacks))
             except Fault as fault:
                 if self._try_again == -math.inf:
-                    self._report(f"note: {fault}; the run goes on, and tries this again")
+                    self._report(f"note: {fault}; the run continues, and retries this")
                 self._try_again = time.monotonic() + _APPEND_SECONDS
                 return
             self._try_again = -math.inf
@@ -153,10 +153,8 @@ def read_metrics(
         else:
             rows.setdefault(row["step"], {}).update(row)
     if bad:
-        lines = "1 line is no row" if len(bad) == 1 else f"{len(bad)} lines are no rows"
-        report(
-            f"note: {folder}/{FILE}: {lines} of metrics, the first is line {bad[0]}; passed over"
-        )
+        lines = "1 line is not a row" if len(bad) == 1 else f"{len(bad)} lines are not rows"
+        report(f"note: {folder}/{FILE}: {lines} of metrics, the first is line {bad[0]}; skipped")
     return [rows[step] for step in sorted(rows)]
 
 
@@ -196,4 +194,4 @@ def _drop_from(folder: Folder, first_step: int, report: Callable[[str], None]) -
         if kept != found.data:
             folder.write(FILE, kept)
     except Fault as fault:
-        report(f"note: {fault}; the run goes on")
+        report(f"note: {fault}; the run continues")

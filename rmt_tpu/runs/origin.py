@@ -92,10 +92,10 @@ class Origin:
         }
         read = self._of_hub(like) if self._is_hub else self._of_run(like)
         count = sum(x.size for x in read.values())
-        told = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are those of "
+        told = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are loaded from "
         drawn = ", ".join(_name(path) for path in self._drawn[:8])
         more = f" and {len(self._drawn) - 8} more" if len(self._drawn) > 8 else ""
-        say(told + self._location + (f"; drawn anew: {drawn}{more}" if drawn else ""))
+        say(told + self._location + (f"; initialised: {drawn}{more}" if drawn else ""))
         return traverse_util.unflatten_dict(flat | read)
 
     def _of_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
@@ -146,8 +146,8 @@ class Copied:
         what = f"--init_from={location} --with_optimizer"
         if is_hub(self.folder.local_path):
             raise UsageError(
-                f"{what}: a folder of the hub's form has weights alone; legal: a run folder, or "
-                "without --with_optimizer"
+                f"{what}: a folder in Hugging Face format has only weights; legal: a run folder, "
+                "or no --with_optimizer"
             )
         try:
             self.config = read_config(self.folder)
@@ -158,8 +158,8 @@ class Copied:
         fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"
         if different := [line for line, path in paths.items() if fixed(path)]:
             raise UsageError(
-                f"{what}: the run there is another one: {'; '.join(different[:8])}; give the same, "
-                "or leave out --with_optimizer to take its weights"
+                f"{what}: the run there has another config: {'; '.join(different[:8])}; give the "
+                "same config, or leave out --with_optimizer to load only its weights"
                 f"{_growth(location, self.config.model, config.model)}"
             )
         self.checkpoints = open_checkpoints(self.folder)
@@ -169,8 +169,8 @@ class Copied:
             raise UsageError(f"{what}: {error}") from None
         if step >= config.train.steps:
             raise UsageError(
-                f"{what}: that run is at step {step}, so that of --steps={config.train.steps} none "
-                f"is left; legal: more than {step}"
+                f"{what}: that run is at step {step}, and --steps={config.train.steps} leaves no "
+                f"step to train; legal: more than {step}"
             )
 
 

@@ -49,10 +49,10 @@ class SideFiles:
             self._metrics = MetricsWriter(
                 folder, first_step=step + 1, board=wants_board(board), report=self._tell
             )
-            with self._harmless(f"{folder}/{STARTS} is not written"):
+            with self._harmless(f"{folder}/{STARTS} cannot be written"):
                 start = json.dumps({"from_step": step} | describe())
                 folder.append(STARTS, f"{start}\n".encode())
-            with self._harmless(f"what came after step {step} is not forgotten"):
+            with self._harmless(f"the samples after step {step} cannot be deleted"):
                 self._forget_samples(step)
                 if (done := self._completed()) is not None and done > step:
                     folder.delete(COMPLETE)
@@ -64,7 +64,7 @@ class SideFiles:
         if self._metrics:
             self._metrics.close()
             if isinstance(error, DivergedError):
-                with self._harmless(f"{self._folder}/{DIVERGED} is not written"):
+                with self._harmless(f"{self._folder}/{DIVERGED} cannot be written"):
                     self._folder.write(DIVERGED, f"{error}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -80,13 +80,13 @@ class SideFiles:
     def draw(self) -> None:
         """Plot the loss up to now."""
         if self._metrics:
-            with self._harmless("the loss curve is not drawn"):
+            with self._harmless("the loss curve cannot be drawn"):
                 self._metrics.flush()
                 self._say(f"loss curve: {plot_loss(self._folder, report=self._tell)}")
 
     def sample(self, step: int, make: Callable[[], str | None]) -> None:
         """Append the text that `make` returns on the first process to `samples.txt`."""
-        with self._harmless("no sample of text"):
+        with self._harmless("no text sample"):
             if (text := make()) is not None:
                 self._say(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
                 self._folder.append(SAMPLES, f"== step {step} ==\n{text}\n".encode())
@@ -103,7 +103,7 @@ class SideFiles:
                 yield
             finally:
                 jax.profiler.stop_trace()
-            with self._harmless(f"{self._folder}/profile is not written"):
+            with self._harmless(f"{self._folder}/profile cannot be written"):
                 for path in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
                     name = path.relative_to(scratch).as_posix()
                     self._folder.write(f"profile/{name}", path.read_bytes())
@@ -112,14 +112,14 @@ class SideFiles:
         """Return whether `complete` was called for step `steps`, consistently on all processes."""
         found = False
         if processes.is_first():
-            with self._harmless(f"{self._folder}/{COMPLETE} is passed over"):
+            with self._harmless(f"{self._folder}/{COMPLETE} is ignored"):
                 found = self._completed() == steps
         return processes.from_first(found, "the last step")
 
     def complete(self, step: int) -> None:
         """Record in a file that the final evaluation and sample after `step` are done."""
         if processes.is_first():
-            with self._harmless(f"{self._folder}/{COMPLETE} is not written"):
+            with self._harmless(f"{self._folder}/{COMPLETE} cannot be written"):
                 done = json.dumps({"step": step, "time": time.time()})
                 self._folder.write(COMPLETE, f"{done}\n".encode())
 
@@ -151,7 +151,7 @@ class SideFiles:
         try:
             yield
         except Exception as error:
-            self._tell(f"note: {what}: {one_line(error)[:300]}; the run goes on")
+            self._tell(f"note: {what}: {one_line(error)[:300]}; the run continues")
 
     def _tell(self, note: str) -> None:
         if note not in self._told:

@@ -28,7 +28,7 @@ def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise UsageError(f"{where} is damaged; legal: an object of JSON, or no file")
+        raise UsageError(f"{where} is damaged; legal: a JSON object, or no file")
     return Fields(values, where).tokens("eos_token_id", tokenizer.vocab_size)
 
 

@@ -83,7 +83,7 @@ def open_workdir(
             opened = _compare(folder, found.data, config, change_config)
             if other and opened.changes:
                 raise UsageError(
-                    f"--workdir={folder} is that of a run that {other} trains with another config: "
+                    f"--workdir={folder} is in use by {other}, with another config: "
                     f"{'; '.join(opened.changes[:8])}; wait for it, stop it, or give another "
                     "--workdir"
                 )
@@ -124,27 +124,27 @@ def _check_kinds(folder: Folder) -> None:
         return
     names = folder.names()
     if CHECKPOINTS in names:
-        raise UsageError(f"{folder}: {CHECKPOINTS} there is no folder; move it away")
+        raise UsageError(f"{folder}: {CHECKPOINTS} is not a folder; move it away")
     for name in (CONFIG, TOKENIZER):
         if f"{name}/" in names:
-            raise UsageError(f"{folder}: {name} there is a folder and no file; move it away")
+            raise UsageError(f"{folder}: {name} is a folder, not a file; move it away")
 
 
 def _check_shared(folder: Folder) -> None:
     mark = f".seen-{processes.from_first(uuid.uuid4().hex, 'the run folder')}"
     if processes.is_first():
         folder.write(mark, b"")
-    processes.exchange("", "the run folder, written")
+    processes.exchange("", "writing to the run folder")
     until = time.monotonic() + _SHARED_SECONDS
     while not (seen := folder.read(mark) is not None) and time.monotonic() < until:
         time.sleep(0.1)
-    answers = processes.exchange("seen" if seen else "", "the run folder, looked into")
+    answers = processes.exchange("seen" if seen else "", "reading the run folder")
     if processes.is_first():
         folder.delete(mark)
     if blind := [process for process, answer in enumerate(answers) if not answer]:
         raise UsageError(
-            f"--workdir={folder} is another folder on {listed(blind)} than on process 0; give one "
-            "on a file system that all hosts share, or gs://"
+            f"--workdir={folder} is another folder on {listed(blind)} than on process 0; legal: a "
+            "folder on a file system that all hosts share, or gs://"
         )
 
 
@@ -178,7 +178,7 @@ def kept(folder: Folder) -> dict[str, Any]:
             if open_checkpoints(folder).steps():
                 paths = (*KEPT, "train.depth_rate", *(f"train.{name}" for name in BEGAN))
                 values = {path: overrides.value_at(config, path) for path in paths}
-    return processes.from_first(values, "what the run keeps")
+    return processes.from_first(values, "reading the config that the run keeps")
 
 
 def begun_from(folder: Folder) -> RunConfig | None:
@@ -319,7 +319,7 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
 
 
 def _no_step(step: int, folder: Folder) -> ArgumentError:
-    return ArgumentError(f"step={step} is of a run folder, and {folder} is one of the hub's form")
+    return ArgumentError(f"step={step} needs a run folder, and {folder} is in Hugging Face format")
 
 
 def _check_finite(params: Any, where: str) -> None:
@@ -353,8 +353,8 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
         values = overrides.parse_json(content)
     except ValueError as error:
         raise UsageError(
-            f"{folder}: {CONFIG} is damaged: it is not JSON: {error}. Put it back, or delete it "
-            "and give the run's own flags again"
+            f"{folder}: {CONFIG} is damaged: it is not JSON: {error}. Restore it, or delete it "
+            "and repeat the run's original command"
         ) from None
     try:
         return overrides.from_json(RunConfig, values)
@@ -413,7 +413,7 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     shown, more = what[:8], len(what) - 8
     shown += [f"and {more} more"] if more > 0 else []
     ways = "Give the same flags to resume it, " + (
-        "" if fixed else "--change_config to go on with these, "
+        "" if fixed else "--change_config to continue with these, "
     )
     raise UsageError(
         f"--workdir={folder} holds a run with another config: {'; '.join(shown)}. "
@@ -455,8 +455,8 @@ def check_saved_with(
         if path.startswith(within) and resume_rule(config, path) == "fixed"
     ]:
         raise UsageError(
-            f"{folder}: {CONFIG} is not that of the run that saved checkpoint {step}: "
-            f"{'; '.join(different[:8])}. Put the run's own back, or give another folder"
+            f"{folder}: {CONFIG} does not match the run that saved checkpoint {step}: "
+            f"{'; '.join(different[:8])}. Restore the run's own, or give another folder"
         )
 
 
@@ -477,8 +477,8 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
         return
     if saved.fingerprint() != tokenizer.fingerprint():
         raise UsageError(
-            f"--tokenizer={name} is another one than that of the run in --workdir={folder}; give "
-            "the same one, or another --workdir"
+            f"--tokenizer={name} differs from the tokenizer of the run in --workdir={folder}; "
+            "give the same one, or another --workdir"
         )
 
 
@@ -507,7 +507,8 @@ def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) 
                 return None
     if from_step not in steps:
         there = f"legal: {', '.join(map(str, steps))}" if steps else "it has none"
-        raise UsageError(f"--from_step={from_step} is no checkpoint of --workdir={folder}; {there}")
+        what = f"--from_step={from_step} is not a checkpoint of --workdir={folder}"
+        raise UsageError(f"{what}; {there}")
     return from_step
 
 
@@ -533,5 +534,5 @@ def check_workdir(
     while there is not None and not os.path.lexists(there):
         there = there.parent
     if there is not None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "may not be written to" if there.is_dir() else "is no folder"
+        why = "is not writable" if there.is_dir() else "is not a folder"
         raise UsageError(f"--workdir={folder} cannot be written to: {there} {why}")

@@ -343,8 +343,8 @@ def _parts(url: str) -> tuple[str, str]:
     bucket, _, name = url.removeprefix("gs://").partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(
-            f"{url!r} names no bucket that can be; legal: gs://bucket/path, the bucket of 3 to "
-            "222 small letters, digits, dots, dashes and underscores"
+            f"{url!r} has an illegal bucket name; legal: gs://bucket/path, with a bucket name of 3 "
+            "to 222 lower-case letters, digits, dots, dashes and underscores"
         )
     return bucket, name
 
@@ -433,7 +433,7 @@ def _told(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
     except RetryError as error:
         reason = _reason(error.cause, what)
     except DataCorruption:
-        raise kind(f"{what}: what arrived has another checksum than what is stored") from None
+        raise kind(f"{what}: the data received do not match the stored checksum") from None
     except (GoogleAPICallError, GoogleAuthError, OSError) as error:
         reason = _reason(error, what)
     else:
@@ -458,7 +458,7 @@ def _reason(error: Any, what: str) -> str:
                 f"the credentials do not work ({type(error).__name__}); run `gcloud auth "
                 "application-default login` again"
             )
-    return f"the service is not to be reached ({type(error).__name__})"
+    return f"the service cannot be reached ({type(error).__name__})"
 
 
 def _message(error: Any) -> str:

@@ -62,10 +62,10 @@ class LocalFolder(Folder):
             why = error.strerror
             if write and isinstance(error, FileNotFoundError):  # for example in /proc
                 there = next(path for path in self.local_path.parents if path.exists())
-                why = f"{there} takes no new folders or files"
+                why = f"{there} does not allow new folders or files"
             for path in (self.local_path, *self.local_path.parents):
                 if path.is_symlink() and not path.exists():
-                    why = f"{path} is a link to nowhere"
+                    why = f"{path} is a broken link"
             raise UsageError(f"{self.url} cannot be {what}: {why}") from None
 
     def kvstore(self) -> dict[str, Any]:
@@ -193,5 +193,5 @@ def _check_path(url: str, path: str) -> None:
         if character in path and character != os.sep:
             within = "" if character in url else f", in {path!r}"
             raise UsageError(
-                f"{url!r} cannot be opened: it has a {name}{within}; legal: a path without"
+                f"{url!r} cannot be opened: it has a {name}{within}; legal: a path without it"
             )

@@ -28,7 +28,7 @@ def open_folder(url: Location) -> Folder:
     given, url = url, os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(url, str):
         raise UsageError(
-            f"{shown(given)} is no text; legal: a local path, or gs://bucket/path, as text"
+            f"{shown(given)} is not a string; legal: a local path, or gs://bucket/path"
         )
     if url.startswith("gs://"):
         return _gcs(url).GcsFolder.open(url)

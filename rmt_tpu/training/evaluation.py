@@ -96,7 +96,7 @@ class TaskMetrics:
         train, seq_len = config.train, config.data.seq_len
         tasks = find_tasks(filter(None, train.eval_tasks.split(",")), "eval_tasks")
         if bool(tasks) != bool(train.eval_data_dir):
-            raise UsageError("--eval_tasks and --eval_data_dir go together: what, and where it is")
+            raise UsageError("--eval_tasks and --eval_data_dir must be given together")
         given = train.eval_data_dir, train.eval_tasks_limit, "eval_data_dir"
         self._asked = [ask(read_task(task, *given), tokenizer, seq_len, None) for task in tasks]
         devices = lambda axes: math.prod(run.mesh.shape[axis] for axis in axes)

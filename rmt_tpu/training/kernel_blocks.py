@@ -47,10 +47,10 @@ class KernelBlocks:
         try:
             self._folder.write(FILE, self._own.text().encode())
         except RunError as error:
-            self._say(f"note: block sizes of kernels are not kept: {error}; the run goes on")
+            self._say(f"note: kernel block sizes cannot be saved: {error}; the run continues")
         if found := [e for e in new if e.source != "heuristic"]:
             names = ", ".join(dict.fromkeys(f"{e.kernel} ({e.source})" for e in found))
-            self._say(f"block sizes of tables, kept in {self._folder}/{FILE}: {names}")
+            self._say(f"kernel block sizes from tables, saved in {self._folder}/{FILE}: {names}")
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def decided(
         yield {}
         return
     kept = processes.from_first(
-        _read(folder, say) if processes.is_first() else {}, "what was decided of kernels"
+        _read(folder, say) if processes.is_first() else {}, "reading earlier kernel checks"
     )
     found = {}
     if how == "auto":
@@ -85,13 +85,13 @@ def decided(
         )
     kind = jax.local_devices()[0].device_kind
     for name, why in found.items():
-        say(f"kernels of {name} are not taken on {kind}, its plain form is: {why}")
+        say(f"{name} uses plain JAX on {kind}, because a kernel failed its check: {why}")
     plain = kept | found
     if found and processes.is_first():
         try:
             folder.write(FILE, (json.dumps({"plain": plain}, indent=1) + "\n").encode())
         except RunError as error:
-            say(f"note: what was decided of kernels is not kept: {error}; the run goes on")
+            say(f"note: the kernel checks cannot be saved: {error}; the run continues")
     with taking_plain(plain):
         yield plain
 

@@ -210,7 +210,7 @@ class Loop:
             if not self.outgrown:
                 self.progress.say(
                     f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
-                    f"({fixed_point.described(self.config.model)}) and goes on in float32"
+                    f"({fixed_point.described(self.config.model)}) and continues in float32"
                 )
             self.outgrown = True
         elif in_a_row >= most:
@@ -255,7 +255,7 @@ class Loop:
             self.good_step = saved.step
             self.progress.say(
                 f"saved step {saved.step}: {saved.num_bytes / 1e6:,.1f} MB in {saved.seconds:.2f} "
-                f"s, of which training waited {saved.blocked_seconds:.3f} s"
+                f"s; training waited {saved.blocked_seconds:.3f} s"
             )
 
     def _last_good_step(self) -> str:
@@ -287,7 +287,7 @@ class Loop:
         if not self.config.train.eval_tasks:
             return
         self._report()
-        self.progress.doing("asking tasks")
+        self.progress.doing("evaluating on tasks")
         found = self.tasks(self.state.params)
         self.side_files.write(self.step, found)
         told = (f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
@@ -334,7 +334,7 @@ def _range_hint(config: RunConfig) -> str:
         return ""
     fixed = fixed_point.described(config.model)
     return (
-        f"; or the residual does not fit int16 fixed point, {fixed}, in which case "
-        "--change_config --set=model.store.dtype=float32 goes on from there, or another "
-        "--set=model.store.fraction_bits, fewer where it grew too large"
+        f"; or the residual does not fit int16 fixed point, {fixed}; in that case, continue with "
+        "--change_config --set=model.store.dtype=float32, or with another "
+        "--set=model.store.fraction_bits, fewer if the residual grew too large"
     )

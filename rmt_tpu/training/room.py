@@ -93,9 +93,9 @@ def lack(config: RunConfig, run: Run) -> str | None:
 def described(needs: Least) -> str:
     """Return a text that lists the memory of each part."""
     return (
-        f"on a device {memory.told(needs.state)} of parameters and optimizer, "
-        f"{memory.told(needs.gradients)} of gradients, at least {memory.told(needs.activations)} "
-        f"of activations; on the host {memory.told(needs.batch)} of a batch"
+        f"per device {memory.told(needs.state)} for parameters and optimizer, "
+        f"{memory.told(needs.gradients)} for gradients, at least {memory.told(needs.activations)} "
+        f"for activations; on the host {memory.told(needs.batch)} for a batch"
     )
 
 

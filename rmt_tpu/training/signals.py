@@ -68,7 +68,7 @@ def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
             signal.signal(warning, signal.SIG_IGN)
         # Python raises an error if the signal interrupted another write to the same stream.
         with contextlib.suppress(RuntimeError):
-            say("stopping after this step; once more to stop at once, without checkpoint")
+            say("stopping after this step; another signal stops at once, without a checkpoint")
 
     for number in usual:
         signal.signal(number, on_signal)
@@ -92,13 +92,13 @@ class AtOnce:
 
     def __init__(self):
         self.after = (
-            " at once, without a checkpoint: what was saved is there, and the same command goes on"
+            " at once, without a checkpoint; repeat the command to resume from the last checkpoint"
         )
         self.saved = False
 
     def all_is_saved(self, step: int) -> None:
         """Record that a checkpoint of `step` has all progress, so that the exit code becomes 0."""
-        self.after = f"; step {step} is saved, and the same command does what is left"
+        self.after = f"; step {step} is saved; repeat the command to finish what is left"
         self.saved = True
 
 

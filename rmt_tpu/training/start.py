@@ -87,7 +87,7 @@ def restore_or_init(
         if isinstance(origin, Copied):
             from_there = f"--init_from={origin.folder}"
             start = _at(config, run, origin, from_there, text, None)
-            say(f"going on as {origin.folder} from step {start.step}, with its optimizer")
+            say(f"continuing {origin.folder} from step {start.step}, with its optimizer")
             return start._replace(branch=None, is_saved=False)
         state = run.jitted_init()()
         if origin is not None:
@@ -130,14 +130,14 @@ def _at(
     fingerprint = text.tokenizer.fingerprint()
     if meta.get("tokenizer", fingerprint) != fingerprint:
         raise UsageError(
-            f"--tokenizer={config.data.tokenizer} is another one than that of checkpoint {step} in "
-            f"{flag}; give the same one, or another {name}"
+            f"--tokenizer={config.data.tokenizer} differs from the tokenizer of checkpoint {step} "
+            f"in {flag}; give the same one, or another {name}"
         )
     if meta["data_checksum"] != text.checksum:
         raise UsageError(
             f"--data={config.data.source} does not give the tokens that the run in {flag} was "
-            f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the Python has "
-            f"changed; give the same ones, or another {name}"
+            f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version of "
+            f"Python has changed; give the same ones, or another {name}"
         )
     return Start(run.with_copies(state), step, meta["windows_read"], meta.get("branch"))
 
@@ -157,8 +157,8 @@ def go_back(
     checkpoints.go_back(step)
     dropped = "there is no later checkpoint"
     if later:
-        dropped = f"checkpoints {', '.join(later)} are dropped, and metrics and samples after it"
-    say(f"going back: {folder} begins again from step {step}; {dropped}")
+        dropped = f"checkpoints {', '.join(later)} and later metrics and samples are deleted"
+        say(f"going back: {folder} resumes from step {step}; {dropped}")
 
 
 def origin_of(config: RunConfig, folder: Folder) -> Origin | Copied | None:

@@ -193,7 +193,7 @@ def _open(
     """Register this run's config in the folder, and print how it differs from the earlier one."""
     opened = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if opened.changes:
-        how = "starting anew" if opened.anew else "going on"
+        how = "starting again" if opened.anew else "continuing"
         say(f"{how} with another config: {'; '.join(opened.changes)}")
     if note := _untrained_positions(config):
         say(note)
@@ -221,7 +221,7 @@ def _introduction(config: RunConfig, run: Run) -> str:
     rates = f"rates over depth: {told}; " if told else ""
     return (
         f"{parameters:,} parameters on {len(devices)} {devices[0].device_kind} device{plural}, "
-        f"{tokens:,} tokens a step, {tokens * config.train.steps:,} in {config.train.steps:,} "
+        f"{tokens:,} tokens per step, {tokens * config.train.steps:,} in {config.train.steps:,} "
         f"steps; {rates}reading data"
     )
 
@@ -255,7 +255,7 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
     if first["data"] != own["data"]:
         raise UsageError(
             f"--data={config.data.source} gives other tokens on process "
-            f"{processes.process_id()} than on process 0; give all the same files"
+            f"{processes.process_id()} than on process 0; give all processes the same files"
         )
 
 

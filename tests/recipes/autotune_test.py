@@ -20,16 +20,19 @@ from tests import cli
         (["--op=atention", "--target=v5e"], "--op 'atention' is unknown; did you mean 'attention'"),
         (["--op=", "--target=v5e"], "--op= is empty; leave it out"),
         (["--from_preset=rmt-1b", "--target=v5e"], "rmt-1b' is unknown"),
-        (["--op=attention", "--device"], "--device: this machine has cpu, which is none that can"),
+        (
+            ["--op=attention", "--device"],
+            "--device cannot tune on this machine's device, cpu; legal",
+        ),
         pytest.param(
             ["--op=attention", "--target=h100", "--dry_run"],
-            "--target=h100: no kernel is taken by what was",
+            "--target=h100 has no kernel of the given ops",
             marks=pytest.mark.slow,
         ),
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
         (
             ["--op=attention", "--target=v5e"],
-            "--out is needed where RMT_TPU_TUNED is off",
+            "--out is needed when RMT_TPU_TUNED is off",
         ),
         (["--op=attention", "--target=v5e", "--out=/proc/t.json"], "--out=/proc cannot be written"),
         (["--op=attention", "--target=v5e", "--out=s3://b/t.json"], "--out='s3://b' cannot be op"),

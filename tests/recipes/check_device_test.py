@@ -11,7 +11,7 @@ def test_check(tmp_path):
     file = tmp_path / "new" / "device.json"
     flags = ("--op=token_rows,logits", "--notime", f"--output={file}")
     done = cli.succeed("check_device", *flags)
-    assert "A CPU has no kernels" in done.stdout and "all 4 are right" in done.stdout
+    assert "A CPU has no kernels" in done.stdout and "all 4 checks pass" in done.stdout
     rows = json.loads(file.read_text())["rows"]
     assert [row["op"] for row in rows] == ["token_rows"] * 2 + ["logits"] * 2
     assert all(row["ok"] and row["implementation"] == "xla" for row in rows)

@@ -67,7 +67,7 @@ TRAIN = {
         ],
         ["--seq_len=40", "at most 32", "max_length=40", "alibi"],
     ),
-    "workdir": (["--workdir={files}/short.txt/run"], ["--workdir=", "is no folder"]),
+    "workdir": (["--workdir={files}/short.txt/run"], ["--workdir=", "is not a folder"]),
     "no config": (["--config={files}/nothing.json"], ["--config=", "No such file"]),
     "not JSON": (["--config={files}/config.txt"], ["--config=", "config.txt is not JSON"]),
     "no object": (["--config={files}/list.json"], ["--config=", "list.json", "object"]),

@@ -116,7 +116,7 @@ def test_commands_for_the_hosts_of_a_pod(tmp_path):
     assert "960 steps of 16 x 64" in out and f"{tmp_path}/runs/tiny/text" in out
     made_up(*flags, "--only=searches/*")
     grows = cli.fail("experiment", *flags, f"--commands={script}")
-    assert f"none for runs that grow in training, such as {SMALL}-held/seed-0" in grows
+    assert f"cannot be used for runs that grow during training, like {SMALL}-held/seed-0" in grows
     # Where nothing is left, nothing is in the script.
     flags = ["rmt-largest", *flags[1:]]
     made_up(*flags)
@@ -171,20 +171,20 @@ def test_usage(tmp_path):
     assert "argument 'x' is not a flag" in cli.fail("experiment", "ladder", "x", workdir)
     error = cli.fail("experiment", "ladder", "--only=rmt-16/*", workdir)
     assert "--only=rmt-16/* matches no run of ladder that can be trained now" in error
-    assert "--only=a is of runs" in cli.fail("experiment", "rmt-counts", "--only=a", workdir)
+    assert "--only=a selects runs" in cli.fail("experiment", "rmt-counts", "--only=a", workdir)
     error = cli.fail("experiment", "rmt-tasks", f"--data_dir={tmp_path}", workdir)
     assert "has no data for lambada_openai, arc_easy, " in error
     for file in (f"{tmp_path}/lines.jsonl/", str(tmp_path)):
         error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
-        assert f"--outcomes={file} is a folder; legal: a file" in error
+        assert f"--outcomes={file} is a folder; legal: a new or existing file" in error
     error = cli.fail("experiment", "ladder", "--learning_rate=0.1", workdir)
     assert "--learning_rate: ladder searches train.optimizer.learning_rate; leave it out" in error
     error = cli.fail("experiment", "ladder", "--seeds=7,100", workdir)
-    assert "--seeds has 100, which a search has used" in error
+    assert "--seeds has 100, which a search uses" in error
     error = cli.fail("experiment", "growth", "--steps=3", workdir)
     assert "--steps=3 is too few for a model that grows; legal: 4 or more" in error
     error = cli.fail("experiment", "ladder", "--commands=gs://a/b", f"--data={cli.TEXT}", workdir)
-    assert "--commands=gs:/a/b is no local file" in error
+    assert "--commands=gs://a/b must be a path on this machine" in error
     shutil.rmtree(tmp_path / "new")
     assert not (tmp_path / "new").exists() and not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
@@ -212,7 +212,7 @@ def test_jobs_and_growth(tmp_path):
     flags = ["growth", "--jobs=2", "--seeds=0", "--steps=4", "--data=" + str(cli.TEXT)]
     done = cli.succeed("experiment", *flags, f"--workdir={tmp_path}", env=cli.KEEP_NONE)
     assert f"run 4 of 4: {LARGE}/seed-0" in done.stderr
-    assert "going on with another config: model.store.key_dim is 4 there, 16 here" in done.stderr
+    assert "continuing with another config: model.store.key_dim is 4 there, 16 here" in done.stderr
     again = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
     assert "compiling" not in again.stderr
     tables = lambda text: [line for line in text.splitlines() if line.startswith("|")]

@@ -238,7 +238,7 @@ def test_errors_are_one_line(server):
     for recipe, given in (("train", flags(new)), ("generate", [f"--workdir={new}"])):
         assert f"{new}: no permission: bot@p does not have access" in failed(recipe, *given)
     server.faults[:] = [gcs_server.fault(gcs_server.LOST_REQUEST)]
-    assert f"{new}: the service is not to be reached" in failed("train", *flags(new))
+    assert f"{new}: the service cannot be reached" in failed("train", *flags(new))
     nowhere = {"STORAGE_EMULATOR_HOST": "", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": "/nowhere"}
     assert " needs credentials, and" in failed("train", *flags(new), env=nowhere)
     assert server.names(BUCKET, "runs/new") == []

@@ -115,7 +115,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
     flags = [f"--workdir={trained}", f"--prompts={prompts}", f"--output={out}", "--num_samples=2"]
     flags += ["--max_tokens=12", "--stop=.", "--seed=5", "--logprobs", "--batch_size=4"]
     done = cli.succeed("generate", *flags)
-    assert "6 texts, 6 to be written" in done.stderr and "6 of 6 texts" in done.stderr
+    assert "6 texts, 6 left to generate" in done.stderr and "6 of 6 texts" in done.stderr
     key = lambda line: (line["number"], line["sample"])
     lines = sorted(map(json.loads, out.read_text().splitlines()), key=key)
     assert [key(line) for line in lines] == [(n, s) for n in range(3) for s in range(2)]
@@ -131,7 +131,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
         assert len(line["tokens"]) == len(line["logprobs"]) and max(line["logprobs"]) < 0
     kept = out.read_text().splitlines()[:4]
     out.write_text("\n".join(kept) + '\n{"number": 2, "sam')
-    assert "6 texts, 2 to be written" in cli.succeed("generate", *flags).stderr
+    assert "6 texts, 2 left to generate" in cli.succeed("generate", *flags).stderr
     again = [line for line in out.read_text().splitlines() if line != '{"number": 2, "sam']
     assert again[:4] == kept and sorted(map(json.loads, again), key=key) == lines
     assert "other prompts" in cli.fail("generate", *flags, "--temperature=1", code=1)
@@ -140,10 +140,10 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--prompts={good}"], "--prompts and --output go together"),
+        (["--prompts={good}"], "--prompts and --output, the file"),
         (["--prompts={good}", "--output={out}", "--prompt=a"], "either --prompt or --prompts"),
         (["--mesh=tensor=0"], "--mesh='tensor=0': 'tensor=0' must be axis=size"),
-        (["--num_samples=2"], "--num_samples is for a file of --prompts"),
+        (["--num_samples=2"], "--num_samples needs --prompts"),
         (["--prompts={bad}x", "--output={out}"], "bad.jsonlx does not exist"),
         (["--prompts={bad}", "--output={out}"], 'bad.jsonl:2 is not an object with a "prompt"'),
         (["--prompts={good}", "--output=/proc/x"], "--output=/proc cannot be written"),
@@ -167,5 +167,5 @@ def test_usage_of_files(trained, tmp_path, flags, words):
 def test_note_when_positions_end(trained, loaded):
     done = cli.succeed("generate", f"--workdir={trained}", "--prompt=the", "--temperature=0")
     # Four tokens with the start; the 64th position reads the last token but one.
-    assert done.stderr == "note: 61 of --max_tokens=256 fit the model's positions\n"
+    assert done.stderr == "note: only 61 of --max_tokens=256 fit in the model's positions\n"
     assert done.stdout == f"the{text(loaded, 'the', temperature=0.0, max_tokens=61)}\n"

@@ -82,15 +82,18 @@ def test_a_step_that_does_not_fit(tmp_path):
         ([], "--topology='' is unknown; legal: v5e:AxB"),
         (["--topology=v5e:3x3"], "--topology='v5e:3x3' is not a topology of v5e; legal: v5e:AxB"),
         (["--topology=v5e:2x2", "--preset=rmt-306m"], "did you mean 'rmt-305m'"),
-        (["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"], "give one of them"),
+        (
+            ["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"],
+            "both set the model; give one",
+        ),
         ([*SMALL, "--mesh=data=3"], "--mesh='data=3' needs 3 devices, but there are 4"),
-        ([*SMALL, "--part=512"], "--part=512 is for a --prompt"),
+        ([*SMALL, "--part=512"], "--part=512 needs --prompt"),
         (
             [*SMALL, "--prompt=64", "--part=65"],
             "--part=65 is more than --prompt=64; legal: up to 64",
         ),
         ([*SMALL, f"--prompt={2**40}"], "--prompt=1099511627776: 1099511627776 is not an integer"),
-        ([*SMALL, "--decode=4"], "--decode=4 is with a --prompt and without a --part"),
+        ([*SMALL, "--decode=4"], "--decode=4 needs --prompt, without --part"),
         *later(
             (
                 [*SMALL, "--prompt=64", "--decode=3"],

@@ -102,7 +102,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_store(source, store
         wait_until(lambda p=process: not members(p.pid))
         kept.append(manifests())
     assert kept[1] >= 1 and kept == sorted(kept)
-    assert f"10 parts, {kept[-1]} of which were there" in prepare(source, output).stdout
+    assert f"10 parts, {kept[-1]} from an earlier start" in prepare(source, output).stdout
     assert content(output) == content(store)
     assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in store.iterdir())
     for part in output.glob("parts/*"):
@@ -233,7 +233,7 @@ def test_errors_are_one_line(store, source, tmp_path):
         ),
         ("prepare_data", ["--input=stdlib", "--output=s3://b/x"], "gs://bucket/path"),
         ("prepare_data", ["--input=stdlib", "--output=x", "--seed=a"], "must be a whole number"),
-        ("train", [*run, f"--data={half}"], "is not complete: run prepare_data again"),
-        ("train", [*run, f"--data={store}", f"--tokenizer={words}"], "encodes otherwise"),
+        ("train", [*run, f"--data={half}"], "is not complete; run recipes.prepare_data again"),
+        ("train", [*run, f"--data={store}", f"--tokenizer={words}"], "encodes text differently"),
     ]:
         assert said in cli.fail(recipe, *command), command

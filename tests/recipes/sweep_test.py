@@ -70,10 +70,10 @@ ERRORS = {
     "value": (["--sweep=train.steps=1,x"], ["--sweep=train.steps=x", "whole number"]),
     "twice": (["--sweep=train.seed=1,2", "--sweep=train.seed=3"], ["--sweep", "twice"]),
     "trials": ([RATES, "--trials=3"], ["--trials=3", "grid"]),
-    "no trials": ([RATES, "--search=random"], ["--trials is needed"]),
+    "no trials": ([RATES, "--search=random"], ["--trials, the number of points, is needed"]),
     "variant": ([RATES, "--variant=model.num_layers=2"], ["--variant=", "no name"]),
     "variants": ([RATES, "--variant=a", "--variant=a"], ["--variant", "same name"]),
-    "one width": (["--coordinates=2"], ["--coordinates", "two widths"]),
+    "one width": (["--coordinates=2"], ["--coordinates", "two or more widths"]),
 }
 NOW = ["path", "variant"]
 

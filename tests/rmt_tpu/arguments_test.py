@@ -55,7 +55,9 @@ def test_tokens_are_integers_of_two_axes(tokens, error, message):
 
 @pytest.mark.parametrize("folder", [None, 3, b"runs/a"])
 def test_a_folder_is_given_as_text(folder, unannotated):
-    with pytest.raises(UsageError, match="^workdir=.* is no text; legal: a local path, or gs://"):
+    with pytest.raises(
+        UsageError, match="^workdir=.* is not a string; legal: a local path, or gs://"
+    ):
         rmt_tpu.load(folder)
 
 

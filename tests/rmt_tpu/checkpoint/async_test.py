@@ -442,11 +442,11 @@ def test_of_copies_that_all_hold_each_process_writes_its_half(root):
 def test_a_process_that_does_not_come_is_named_and_nothing_is_committed(root):
     first, second = map(told, run_two(ONE_IS_LATE, root))
     where = f"error: cannot save step 1 in {root}: "
-    missing = "did not come to 'checkpoint 1: write' within 2 s; see their logs"
+    missing = "did not reach 'checkpoint 1: write' within 2 s; see their logs"
     assert first == [f"{where}process 1 of 2 {missing}", "[]"]
     late = (
-        "the 2 processes missed each other at 'checkpoint 1: write': one came later than 2 s, or "
-        "was lost while it waited; see their logs"
+        "the 2 processes did not meet at 'checkpoint 1: write': one arrived later than 2 s, or "
+        "died while it waited; see their logs"
     )
     assert second == [where + late, "[]"]
 
@@ -465,6 +465,6 @@ def test_process_0_that_is_gone_is_told_in_one_line(root, monkeypatch):
     with pytest.raises(RunError) as failure:
         saver.wait()
     assert str(failure.value) == (
-        f"cannot save step 1 in {root}: process 0 is not to be reached at 'checkpoint 1: begin': "
+        f"cannot save step 1 in {root}: process 0 cannot be reached at 'checkpoint 1: begin': "
         "UNAVAILABLE: recvmsg: Connection reset"
     )

@@ -291,10 +291,10 @@ def first_array(**changes):
 
 
 HOSTILE = {
-    "leaves": (first_array(name="../../../2/w"), "an array named '../../../2/w', which is refused"),
-    "absolute": (first_array(name="/etc/w"), "an array named '/etc/w', which is refused"),
-    "scheme": (first_array(name="gs://other/w"), "an array named 'gs://other/w', which is refused"),
-    "driver": (first_array(name="a|zip:x"), "an array named 'a|zip:x', which is refused"),
+    "leaves": (first_array(name="../../../2/w"), "an array with the illegal name '../../../2/w'"),
+    "absolute": (first_array(name="/etc/w"), "an array with the illegal name '/etc/w'"),
+    "scheme": (first_array(name="gs://other/w"), "an array with the illegal name 'gs://other/w'"),
+    "driver": (first_array(name="a|zip:x"), "an array with the illegal name 'a|zip:x'"),
     "no_name": (first_array(name=3), "it is not a manifest"),
     "twice": (first_array(name="b"), "names an array twice"),
     "object": (first_array(dtype="object"), "a/w has the unknown dtype 'object'"),

@@ -197,7 +197,7 @@ def test_what_is_gone_is_named_and_passed_over(saver, server, reports, url, reas
     assert (step, meta) == (1, {"tokens": 1})
     assert_same(tree, small_tree(1))
     (line,) = reports
-    assert "passed over: step 2: " in line and reason in line and "\n" not in line
+    assert "skipped: step 2: " in line and reason in line and "\n" not in line
 
 
 @of_each_file

@@ -246,17 +246,17 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GROUPED,), 2),), STORES["vector"]),
-            "stacks.0 repeats, and its last core writes otherwise than what comes before it",
+            "stacks.0 repeats, but its last core has other write keys than what precedes it",
         ),
         (
             lambda: cfg.ModelConfig(
                 (cfg.Stack((GROUPED, GATED, GATED), 2),), STORES["vector"], cfg.Dense()
             ),
-            "mixer=dense counts layers of two sublayers",
+            "mixer=dense needs layers of two sublayers",
         ),
         (
             lambda: model("vector", "sum", mixer=cfg.DepthLstm()),
-            "mixer=depth_lstm norms the hidden layer, which has no gate",
+            "mixer=depth_lstm needs a feed-forward layer without a gate",
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GATED,)),), cfg.MatrixStore(6)),

@@ -191,7 +191,7 @@ def test_damaged_zstandard(write, damage):
         ('{"Text": "a", "n": 1}', "fields: 'Text' (str), 'n' (int)"),
         ('{"text": null}', "fields: 'text' (NoneType)"),
         ("{}", "fields: none"),
-        (r'{"text": "ab\ud800"}', "half a surrogate pair at character 2"),
+        (r'{"text": "ab\ud800"}', "an unpaired surrogate at character 2"),
     ],
 )
 def test_bad_json_lines_name_file_and_line(write, line, said):

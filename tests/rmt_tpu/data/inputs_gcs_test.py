@@ -112,9 +112,9 @@ def test_what_is_not_there_and_what_is_stored_otherwise(server, tmp_path, monkey
     server.replace("bucket", "in/a.csv", b"text")
     for source, said in {
         "gs://bucket/in/b.txt": "'gs://bucket/in/b.txt' matches no file",
-        "gs://bucket/in/*.csv": "'gs://bucket/in/a.csv' is of an unknown kind",
+        "gs://bucket/in/*.csv": "'gs://bucket/in/a.csv' has an unknown suffix",
         "gs://no-such-bucket/a.txt": "no bucket gs://no-such-bucket",
-        "gs://No/a.txt": "names no bucket that can be",
+        "gs://No/a.txt": "has an illegal bucket name",
     }.items():
         with pytest.raises(UsageError, match="--input=") as error:
             make(source, tmp_path / "store")
@@ -129,7 +129,7 @@ def test_another_object_of_the_same_name_is_another_input(both, server, tmp_path
     make(both[1], tmp_path / "store")
     content = server.read("bucket", "in/a.jsonl")
     server.replace("bucket", "in/a.jsonl", content)
-    with pytest.raises(UsageError, match="'a.jsonl' was written again, if with the same content"):
+    with pytest.raises(UsageError, match="'a.jsonl' was written again, with the same content"):
         make(both[1], tmp_path / "store")
     server.replace("bucket", "in/a.jsonl", content.replace(b"stone", b"stein"))
     with pytest.raises(UsageError, match="the content of 'a.jsonl' has changed"):
@@ -160,7 +160,7 @@ def test_an_object_that_is_replaced_behind_the_reader_is_noticed(
         return check(*arguments)
 
     monkeypatch.setattr(prepare, "_cut", late)
-    with pytest.raises(RunError, match="was edited meanwhile"):
+    with pytest.raises(RunError, match="was edited during the command"):
         make(both[1], tmp_path / "store")
 
 

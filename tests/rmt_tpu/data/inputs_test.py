@@ -33,16 +33,16 @@ def test_a_name_may_have_commas(here):
     assert documents(source) == ["a,b.txt", "c.txt", "d, e,f.txt"]
     assert documents("?,b.txt,c.txt") == ["a,b.txt", "c.txt"]
     assert "'x.txt' matches no file" in refusal("a,b.txt,x.txt,c.txt")
-    assert ": an empty part beside a comma matches no file" in refusal("c.txt,")
+    assert ": an empty item next to a comma matches no file" in refusal("c.txt,")
     (here / "a").write_text("")
-    assert "'a' is of an unknown kind" in refusal("a,b.txt")
+    assert "'a' has an unknown suffix" in refusal("a,b.txt")
 
 
 def test_a_pipe_is_refused_at_once(here):
     os.mkfifo("x.txt")
-    assert "'x.txt' is no regular file" in refusal("x.txt")
+    assert "'x.txt' is not a regular file" in refusal("x.txt")
     os.symlink("/dev/null", "null.txt")
-    assert "'null.txt' is no regular file" in refusal("null.txt")
+    assert "'null.txt' is not a regular file" in refusal("null.txt")
     (here / "y.txt").write_text("text")
     assert documents("*.txt") == ["text"]
 
@@ -85,7 +85,7 @@ def test_a_document_that_is_too_long_is_refused_with_its_line(here, monkeypatch,
     assert documents("a.txt.zst")[0] == "one\n"
     (here / "a.txt.zst").write_bytes(zstandard.compress(first + line * 2000))
     message = refusal("a.txt.zst")
-    assert "in line 3 the beginning of a document of more than 1000 bytes" in message
+    assert "a document of more than 1000 bytes, which starts in line 3;" in message
 
 
 def test_little_is_unpacked_at_a_time(here):

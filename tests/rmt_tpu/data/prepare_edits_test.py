@@ -133,7 +133,7 @@ def test_an_edit_that_moves_the_ends_of_lines_is_noticed(path, tmp_path):
     make(path, tmp_path / "store", eval_fraction=0.5, seed=3)
     path.write_text(make_lines(1900) + make_lines(2100) + make_lines(3000))
     message = refusal(UsageError, path, tmp_path / "store", eval_fraction=0.5, seed=3)
-    assert "of another command" in message and "content of" in message
+    assert "from another command" in message and "content of" in message
 
 
 EDITS = {"read": 0, "reading": 3 * PART, "to be read": 6 * PART}
@@ -167,7 +167,7 @@ def test_an_edit_meanwhile_is_an_error(path, tmp_path, monkeypatch, at, workers)
 def test_a_file_that_comes_to_a_glob_meanwhile_is_an_error(path, tmp_path, monkeypatch):
     stop_after(monkeypatch, 3, lambda: (tmp_path / "b.jsonl").write_text(some_lines(1)))
     message = refusal(RunError, tmp_path / "*.jsonl", tmp_path / "store")
-    assert "*.jsonl' was edited meanwhile" in message
+    assert "*.jsonl' was edited during the command" in message
 
 
 def test_what_another_version_left_unfinished_is_written_over(path, tmp_path, monkeypatch):

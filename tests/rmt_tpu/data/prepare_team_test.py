@@ -147,10 +147,10 @@ def test_a_team_that_does_not_agree_says_in_what(source, tmp_path):
     for path in Path(source).parent.iterdir():
         (other / path.name).write_text(path.read_text().replace("stone", "rock"))
     for said, options in {
-        "--seed is not the same on process 1 as on process 0": {"seed": 3},
+        "--seed differs between process 1 and process 0": {"seed": 3},
         "--eval_fraction is not": {"eval_fraction": 0.3},
         "--input is not": {"source": str(other / "*.jsonl")},
-        "--input is not the same": {"part_bytes": 3000},
+        "--input differs between": {"part_bytes": 3000},
     }.items():
         usual = {"source": source, "output": tmp_path / "store"}
         calls = [

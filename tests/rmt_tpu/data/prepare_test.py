@@ -240,7 +240,7 @@ def test_too_little_text_is_told(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     assert "has no text" in refusal(str(tmp_path / "empty.txt"), tmp_path / "a")
     (tmp_path / "one.txt").write_text("x")
-    assert "nothing of" in refusal(str(tmp_path / "one.txt"), tmp_path / "b")
+    assert "nothing can be held out" in refusal(str(tmp_path / "one.txt"), tmp_path / "b")
     # Both of these are below a half with this seed.
     source = write_lines(tmp_path / "two.jsonl", ["same", "same"])
     seed = next(s for s in range(50) if not expected(source, fraction=0.5, seed=s)[0])
@@ -277,7 +277,7 @@ def test_the_same_command_goes_on_and_leaves_nothing_behind(source, tmp_path, mo
     output = tmp_path / "store"
     for after in 3, 2:
         interrupt(monkeypatch, source, output, after=after)
-    message = "is not complete: run prepare_data again"
+    message = "is not complete; run recipes.prepare_data again"
     with pytest.raises(UsageError, match=message):
         open_store(str(output))
     totals = make(source, output)
@@ -355,7 +355,7 @@ def test_another_command_on_half_a_store_is_refused(source, tmp_path, monkeypatc
     interrupt(monkeypatch, source, output, after=3)
     assert "seed 0 is now 1" in refusal(source, output, seed=1)
     assert "eval_fraction 0.2 is now 0.3" in refusal(source, output, eval_fraction=0.3)
-    assert "of 3 files is now of 2" in refusal(source.rpartition(",")[0], output)
+    assert "had 3 files and now has 2" in refusal(source.rpartition(",")[0], output)
     make(source, output)
     assert "seed 0 is now 1" in refusal(source, output, seed=1)
 
@@ -429,7 +429,7 @@ def test_bad_input_names_file_and_line_in_whichever_process(source, tmp_path, wo
 def test_a_folder_of_something_else_is_refused(source, tmp_path):
     for name in MANIFEST, PLAN:
         (tmp_path / name).write_text('{"crc32": 1}')
-        assert f"{name} is not of a token store" in refusal(source, tmp_path)
+        assert f"{name} is from another program" in refusal(source, tmp_path)
         (tmp_path / name).unlink()
 
 

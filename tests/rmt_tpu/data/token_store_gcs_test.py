@@ -67,7 +67,7 @@ def test_a_command_that_ends_in_the_midst_goes_on(server, source, local):
     with pytest.raises(RunError, match="no more") as error:
         make(source)
     assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="is not complete: run prepare_data again"):
+    with pytest.raises(UsageError, match="is not complete; run recipes.prepare_data again"):
         open_store(URL)
     server.faults.clear()
     assert make(source).kept == 4
@@ -124,7 +124,7 @@ def test_damage_in_a_bucket_names_the_array(server, source):
     [
         ("gs://no-such-bucket/store", None, "no bucket gs://no-such-bucket"),
         (URL, (403, "not yours"), "no permission: .*not yours"),
-        ("gs://Bucket/store", None, "names no bucket"),
+        ("gs://Bucket/store", None, "has an illegal bucket name"),
         ("s3://bucket/store", None, "legal: a local path, or gs://"),
     ],
 )

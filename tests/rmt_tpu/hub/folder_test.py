@@ -246,7 +246,9 @@ def test_weights_are_told_apart_without_reading_them(folder):
     assert before[0] == "hub" and identity(folder) == before
     (folder / "config.json").write_text(json.dumps(VALUES | {"rms_norm_eps": 1e-2}))
     assert identity(folder) != before
-    with pytest.raises(ArgumentError, match="step=3 is of a run folder, and .* the hub's form"):
+    with pytest.raises(
+        ArgumentError, match="step=3 needs a run folder, and .* Hugging Face format"
+    ):
         identity(folder, 3)
 
 

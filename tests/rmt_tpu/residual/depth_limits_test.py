@@ -98,10 +98,12 @@ def test_mixers_and_policies_that_do_not_go_together_are_refused():
     with pytest.raises(UsageError, match="mixer=mhc is defined for a vector store only; legal"):
         models.model("matrix", mixer=cfg.Mhc())
     with pytest.raises(
-        UsageError, match="remat='dots' is not for mixer=dense; legal: full, blocks"
+        UsageError, match="remat='dots' cannot be used with mixer=dense; legal: full, blocks"
     ):
         models.model("vector", mixer=cfg.Dense(), remat="dots")
-    with pytest.raises(UsageError, match="remat='blocks' is not for mixer=sum; legal: none, dots"):
+    with pytest.raises(
+        UsageError, match="remat='blocks' cannot be used with mixer=sum; legal: none, dots"
+    ):
         models.model("vector", remat="blocks")
 
 

@@ -62,7 +62,7 @@ def test_of_two_that_begin_at_a_time_one_is_refused(tmp_path, monkeypatch):
         return create(self, name, data)
 
     monkeypatch.setattr(LocalFolder, "create", later)
-    with pytest.raises(UsageError, match="is that of a run"), lease.held(folder, pytest.fail):
+    with pytest.raises(UsageError, match="is in use by"), lease.held(folder, pytest.fail):
         pass
 
 

@@ -78,7 +78,7 @@ def test_lines_that_are_no_rows_are_passed_over_and_counted(tmp_path):
     told = []
     rows = read_metrics(tmp_path, report=told.append)
     assert rows == [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": None}]
-    assert len(told) == 1 and f"{len(BAD)} lines are no rows" in told[0] and "line 2" in told[0]
+    assert len(told) == 1 and f"{len(BAD)} lines are not rows" in told[0] and "line 2" in told[0]
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_written_later(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_written_later(tmp_path, 
     for step in range(1, 40):  # more than any queue of TensorBoard's has room for
         writer.write(step, {"train/loss": 1.0})
     writer.flush()
-    said = [line for line in told if "goes on, and tries" in line]
+    said = [line for line in told if "continues, and retries" in line]
     assert ["metrics.jsonl: Is a directory" in line for line in said] == [True, False]
     assert ["board: Is a directory" in line for line in said] == [False, True]
     (tmp_path / "metrics.jsonl").rmdir()

@@ -69,7 +69,7 @@ def test_another_residual_takes_what_it_shares(config, hub, mesh):
             assert "mix" in path
             np.testing.assert_array_equal(array, drawn[path])
     assert said[0].startswith(f"10 of {len(found)} arrays, ") and hub in said[0]
-    assert ("drawn anew: " in said[0]) == ("stage" not in mesh)
+    assert ("initialised: " in said[0]) == ("stage" not in mesh)
 
 
 @pytest.mark.slow

@@ -46,12 +46,12 @@ def test_nothing_of_it_ends_a_run_and_each_is_told_once(tmp_path, told):
         assert not files.is_complete(2)
     notes = [line for line in told if line.startswith("note: ")]
     for piece in (
-        "metrics.jsonl: Is a directory; the run goes on, and tries this again",
-        "starts.jsonl is not written",
-        "the loss curve is not drawn",
-        "no sample of text: MemoryError: no room for the cache; the run goes on",
-        "no sample of text: " + str(tmp_path),
-        "complete.json is not written",
+        "metrics.jsonl: Is a directory; the run continues, and retries this",
+        "starts.jsonl cannot be written",
+        "the loss curve cannot be drawn",
+        "no text sample: MemoryError: no room for the cache; the run continues",
+        "no text sample: " + str(tmp_path),
+        "complete.json cannot be written",
     ):
         assert len([note for note in notes if piece in note]) == 1, (piece, told)
 

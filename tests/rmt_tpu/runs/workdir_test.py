@@ -50,7 +50,7 @@ def test_with_a_checkpoint_it_must_be_the_same(folder):
     with pytest.raises(UsageError, match="train.seed is 0 there, 1 here"):
         workdir.open_workdir(folder, changed(train__seed=1), change_config=True)
     bigger = changed(train__batch_size=128)
-    with pytest.raises(UsageError, match="--change_config to go on with these"):
+    with pytest.raises(UsageError, match="--change_config to continue with these"):
         workdir.open_workdir(folder, bigger)
     opened = workdir.open_workdir(folder, bigger, change_config=True)
     assert opened.changes == ["train.batch_size is 16 there, 128 here"] and not opened.anew
@@ -161,7 +161,7 @@ def test_a_step_to_go_back_to_is_there(folder):
 @pytest.mark.parametrize("name", ["checkpoints", "config.json", "tokenizer.json"])
 def test_what_is_of_the_wrong_kind_is_told_before_a_run(tmp_path, name):
     (tmp_path / name).write_text("") if name == "checkpoints" else (tmp_path / name).mkdir()
-    kind = "no folder" if name == "checkpoints" else "a folder and no file"
+    kind = "no folder" if name == "checkpoints" else "is a folder, not a file"
     for look in (workdir.check_access, lambda f: workdir.check_workdir(f, CONFIG)):
         with pytest.raises(UsageError, match=f"^--workdir=.*: {name} there is {kind}; move it aw"):
             look(open_folder(tmp_path))

@@ -96,17 +96,17 @@ class TestCheck:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-        refused(gs.url, "not to be reached")
+        refused(gs.url, "cannot be reached")
 
     def test_a_server_that_does_not_answer(self, gs, refused, monkeypatch):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-            refused(gs.url, "not to be reached")
+            refused(gs.url, "cannot be reached")
 
     def test_a_server_that_ends_every_connection(self, server, gs, refused):
         server.faults.append(gcs_server.fault(gcs_server.LOST_REQUEST))
-        refused(gs.url, "not to be reached")
+        refused(gs.url, "cannot be reached")
 
 
 OPEN = """

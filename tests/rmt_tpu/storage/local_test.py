@@ -30,12 +30,14 @@ def test_a_working_folder_with_a_backslash_is_told(tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_takes_nothing_is_told():
-    with pytest.raises(UsageError, match="^/proc/run cannot be written to: /proc takes no new fo"):
+    with pytest.raises(
+        UsageError, match="^/proc/run cannot be written to: /proc does not allow new fo"
+    ):
         open_folder("/proc/run").check(write=True)
 
 
 def test_a_link_to_nowhere_is_told(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone/away")
     for folder in (tmp_path / "link", tmp_path / "link/run"):
-        with pytest.raises(UsageError, match="cannot be written to: .*link is a link to nowhere"):
+        with pytest.raises(UsageError, match="cannot be written to: .*link is a broken link"):
             open_folder(folder).check(write=True)

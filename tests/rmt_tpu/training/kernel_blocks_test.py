@@ -59,4 +59,4 @@ def test_a_damaged_or_refused_file_is_told_and_no_more(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(folder), "write", refuse)
     chosen, (note,) = start(folder)
-    assert chosen == 512 and "No space left on device; the run goes on" in note
+    assert chosen == 512 and "No space left on device; the run continues" in note

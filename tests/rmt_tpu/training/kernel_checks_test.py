@@ -159,7 +159,7 @@ def test_a_folder_that_refuses_ends_no_run(device, tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(open_folder(tmp_path)), "write", refuse)
     taken, (_, note) = start(tmp_path)
-    assert "grouped_matmul" not in taken and "not kept" in note
+    assert "grouped_matmul" not in taken and "cannot be saved" in note
     with contextlib.suppress(FileNotFoundError):
         monkeypatch.setenv(kernel_checks.VARIABLE, "/dev/null")
         assert start(tmp_path)[0] == taken

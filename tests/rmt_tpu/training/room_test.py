@@ -50,7 +50,7 @@ def test_a_batch_that_a_host_cannot_hold(tiny, monkeypatch):
     assert room.lack(config, run) is None
     monkeypatch.setattr(memory, "of_machine", lambda: on_both - 1)
     line = r"^--batch_size=8 of --seq_len=16 with .* on this machine, which has .* a batch\)"
-    with pytest.raises(RunError, match=f"{line}: less is taken with a smaller --batch_size"):
+    with pytest.raises(RunError, match=f"{line}: use a smaller --batch_size"):
         room.check(config, run)
 
 

@@ -65,7 +65,7 @@ def test_a_warning_while_no_step_is_under_way_is_one_line(name):
 def test_sigterm_after_the_last_save_says_what_is_saved():
     done = run(AFTER_THE_LAST_SAVE.format(name="SIGTERM"))
     assert done.returncode == 0, done.stderr
-    line = "stopped by SIGTERM; step 400 is saved, and the same command does what is left\n"
+    line = "stopped by SIGTERM; step 400 is saved; repeat the command to finish what is left\n"
     assert done.stderr == line
 
 

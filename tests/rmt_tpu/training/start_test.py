@@ -81,8 +81,8 @@ def test_a_run_goes_back_to_an_older_checkpoint(config, whole, tmp_path, capsys,
         trainer.train(config, run, from_step=2)
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "going back" in line]
     assert told == (
-        f"going back: {run} begins again from step 2; checkpoints 4, 6 are dropped, and metrics "
-        "and samples after it"
+        f"going back: {run} resumes from step 2; checkpoints 4, 6 and later metrics and "
+        "samples are deleted"
     )
     assert steps_of(run) == [2]
     trainer.train(config, run)
@@ -119,7 +119,7 @@ def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, c
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainer, "SideFiles", killed)
         trainer.train(on, copy)
-    assert f"going on as {origin} from step 4, with its optimizer" in capsys.readouterr().err
+    assert f"continuing {origin} from step 4, with its optimizer" in capsys.readouterr().err
     shutil.rmtree(origin)
     trainer.train(on, copy)
     assert f"resuming {copy} from step 4" in capsys.readouterr().err
@@ -139,18 +139,21 @@ def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, c
     [
         (
             {"model.num_layers": 2},
-            "another one: model.num_layers is 1 there, 2 here; give the same",
+            "another config: model.num_layers is 1 there, 2 here; give the same",
         ),
         (
             {"model.store.key_dim": 64},
-            "another one: model.store.key_dim is 16 there, 64 here; .*grows in its own folder",
+            "another config: model.store.key_dim is 16 there, 64 here; .*grows in its own folder",
         ),
         (
             {"train.optimizer": "muon"},
-            'another one: train.optimizer.kind is "adamw" there, "muon" here',
+            'another config: train.optimizer.kind is "adamw" there, "muon" here',
         ),
-        ({"train.seed": 3}, "another one: train.seed is 0 there, 3 here; give the same"),
-        ({"train.steps": 4}, "is at step 4, so that of --steps=4 none is left; legal: more than 4"),
+        ({"train.seed": 3}, "another config: train.seed is 0 there, 3 here; give the same"),
+        (
+            {"train.steps": 4},
+            "is at step 4, and --steps=4 leaves no step to train; legal: more than 4",
+        ),
     ],
 )
 def test_a_copy_of_another_run_is_refused(config, origin, tmp_path, changes, reason):
@@ -170,7 +173,7 @@ def test_what_has_no_state_is_not_copied(config, whole, tmp_path):
     llama = overrides.apply(preset_run("llama-tiny"), {"model.num_layers": 1}).model
     export(models.decoder(llama), ByteTokenizer(), tmp_path / "hub", max_length=64)
     shutil.copytree(whole, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
-    reasons = {"hub": "weights alone; legal: a run folder", "empty": "no checkpoint in .*"}
+    reasons = {"hub": "only weights; legal: a run folder", "empty": "no checkpoint in .*"}
     for name, reason in reasons.items():
         began = {"train.init_from": str(tmp_path / name), "train.with_optimizer": True}
         with pytest.raises(UsageError, match=f"^--init_from=.*{name} --with_optimizer: .*{reason}"):

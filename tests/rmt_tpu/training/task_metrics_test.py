@@ -63,7 +63,7 @@ def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
     "changes, message",
     [
         ({"train.eval_tasks": "pika"}, "--eval_tasks 'pika' is unknown; did you mean 'piqa'"),
-        ({"train.eval_data_dir": ""}, "--eval_tasks and --eval_data_dir go together"),
+        ({"train.eval_data_dir": ""}, "--eval_tasks and --eval_data_dir must be given together"),
         ({"train.eval_data_dir": "nowhere"}, "--eval_data_dir='nowhere': has no piqa.jsonl"),
     ],
 )

@@ -92,7 +92,8 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert order == ["save 2", "draw", "save 4", "draw", "save 6"]
     said = capsys.readouterr().err.splitlines()
     assert (
-        said[0].startswith("tiny: ") and " parameters on 1 cpu device, 32 tokens a step" in said[0]
+        said[0].startswith("tiny: ")
+        and " parameters on 1 cpu device, 32 tokens per step" in said[0]
     )
     assert said[0].endswith("192 in 6 steps; reading data")
     # Each save that ended well is told, also one that ended between two looks.
@@ -100,8 +101,8 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
         "saved step 2",
         "saved step 4",
     ]
-    assert len([line for line in said if "1 line is no row of metrics" in line]) == 1
-    assert len([line for line in said if "the loss curve is not drawn" in line]) == 1
+    assert len([line for line in said if "1 line is not a row of metrics" in line]) == 1
+    assert len([line for line in said if "the loss curve cannot be drawn" in line]) == 1
 
     monkeypatch.setattr(LocalFolder, "create", create)
     (tmp_path / "moved").mkdir()
@@ -119,7 +120,7 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert saved == [6, 2, 4, 6] and not (run / "samples.txt").exists()
     said = capsys.readouterr().err
     assert outcome == (6, None) and f"resuming {run} from step 4" in said
-    assert "note: no sample of text: MemoryError: no room for the cache; the run goes on" in said
+    assert "note: no text sample: MemoryError: no room for the cache; the run continues" in said
     assert [row["step"] for row in read_metrics(run, report=order.append)] == list(range(1, 7))
     assert json.loads((run / "config.json").read_text())["data"]["source"].endswith("//text.txt")
     assert trainer.train(elsewhere, run, all_is_saved=saved.append).step == saved.pop() == 6
@@ -135,7 +136,7 @@ def test_a_run_that_lives_keeps_its_folder(config, tmp_path):
     run.write("running.json", json.dumps(word).encode())
     run.write("metrics.jsonl", b'{"step": 1}\n')
     before = {name: run.read(name).data for name in run.names()}
-    with pytest.raises(UsageError, match=f"is that of a run that process {os.getppid()} on "):
+    with pytest.raises(UsageError, match=f"is in use by process {os.getppid()} on "):
         trainer.train(config, run)
     assert {name: run.read(name).data for name in run.names()} == before
 
@@ -150,7 +151,7 @@ def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, cap
     said = capsys.readouterr().err
     assert (
         "step 2: 2 steps skipped; the residual has outgrown int16 (steps of 2^-15, up to +-1) and "
-        "goes on in float32" in said
+        "continues in float32" in said
     )
     assert f"resuming {run} from step 3" in said
     assert json.loads((run / "config.json").read_text())["model"]["store"]["dtype"] == "float32"
@@ -187,7 +188,7 @@ def test_what_no_machine_can_hold_is_refused(config, tmp_path, path):
 def test_memory_that_is_out_is_one_line(config, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "of_machine", lambda: 2**80)
     huge = overrides.apply(config, {"model.num_layers": 10**9})
-    with pytest.raises(RunError, match=r"^out of memory \(.*bytes\): less is taken with .*--batch"):
+    with pytest.raises(RunError, match=r"^out of memory \(.*bytes\): use a smaller .*--batch"):
         trainer.train(huge, tmp_path / "run")
     # Nothing of it is there, so that a smaller one may take its place.
     assert not open_folder(tmp_path / "run").names("checkpoints")
