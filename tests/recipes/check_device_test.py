@@ -45,7 +45,7 @@ def test_what_differs_is_exit_code_1():
         timeout=cli.TIMEOUT,
     )
     assert done.returncode == 1
-    assert "differs: " in done.stdout and "2 of 2 differ or fail" in done.stdout
+    assert "differs: " in done.stdout and "2 of 2 checks differ or fail" in done.stdout
 
 
 def test_mistakes(tmp_path):

@@ -79,7 +79,7 @@ GENERATE = {
     "no run": (["--workdir={files}"], ["--workdir=", "holds no run", "config.json"]),
     "no step": (
         ["--workdir={run}", "--step=7"],
-        ["--step=7 is no checkpoint", "available: 20, 40, 48"],
+        ["--step=7 is not a checkpoint", "available: 20, 40, 48"],
     ),
     "prompt": (["--workdir={run}", f"--prompt={LONG}"], ["--prompt", "601 tokens", "at most 64"]),
     "temperature": (["--workdir={run}", "--temperature=-1"], ["--temperature=-1", "at least 0"]),

@@ -145,7 +145,10 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
         (["--mesh=tensor=0"], "--mesh='tensor=0': 'tensor=0' must be axis=size"),
         (["--num_samples=2"], "--num_samples needs --prompts"),
         (["--prompts={bad}x", "--output={out}"], "bad.jsonlx does not exist"),
-        (["--prompts={bad}", "--output={out}"], 'bad.jsonl:2 is not an object with a "prompt"'),
+        (
+            ["--prompts={bad}", "--output={out}"],
+            "bad.jsonl:2 is not a JSON object with",
+        ),
         (["--prompts={good}", "--output=/proc/x"], "--output=/proc cannot be written"),
         (["--prompts={long}", "--output={out}"], "--prompts: prompt 2 has 101 tokens"),
     ],

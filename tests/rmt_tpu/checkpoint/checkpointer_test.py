@@ -264,7 +264,7 @@ def test_one_array_or_a_slice_of_it(root, saver):
         saver.array("a/w")[0].read().result()
     with pytest.raises(UsageError, match="in step 3, array 'c' is unknown; legal: a/w, b"):
         saver.array("c")
-    with pytest.raises(UsageError, match="step=9 is no checkpoint in"):
+    with pytest.raises(UsageError, match="step=9 is not a checkpoint in"):
         saver.arrays(9)
     with pytest.raises(ValueError, match="does not support writing"):
         saver.array("b").write(0).result()
@@ -278,7 +278,7 @@ def test_like_may_depend_on_what_a_step_has(saver):
 
 
 def test_absent_steps_and_an_empty_root(root, saver, tmp_path):
-    with pytest.raises(UsageError, match=r"^step=7 is no checkpoint in .*; available: 1, 2, 3$"):
+    with pytest.raises(UsageError, match=r"^step=7 is not a checkpoint in .*; available: 1, 2, 3$"):
         saver.restore(small_tree(0), step=7)
     empty = Checkpointer(str(tmp_path / "empty"))
     assert empty.steps() == []

@@ -35,7 +35,7 @@ def test_later_steps_are_gone_and_may_be_saved_again(saver, root):
     assert_same(saver.restore(small_tree(0))[1], small_tree(2))
     saver.save(3, small_tree(30), {"branch": "new"})
     assert saver.meta() == {"branch": "new"} and saver.meta(2) == {"branch": "old"}
-    with pytest.raises(UsageError, match=r"^step=4 is no checkpoint in .*; available: 1, 2, 3$"):
+    with pytest.raises(UsageError, match=r"^step=4 is not a checkpoint in .*; available: 1, 2, 3$"):
         saver.go_back(4)
     assert Checkpointer(root).steps() == [1, 2, 3]
 

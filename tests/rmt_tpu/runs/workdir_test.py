@@ -41,7 +41,7 @@ def test_without_a_checkpoint_any_config_is_taken_and_said(folder):
 
 def test_what_another_process_may_train_does_not_become_another_run(folder):
     assert workdir.open_workdir(folder, CONFIG, other="process 7 on h") == ([], False)
-    with pytest.raises(UsageError, match="process 7 on h trains .*: train.seed is 0 there, 1 here"):
+    with pytest.raises(UsageError, match="by process 7 on h, .*: train.seed is 0 there, 1 here"):
         workdir.open_workdir(folder, changed(train__seed=1), other="process 7 on h")
 
 
@@ -72,7 +72,7 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
     check(other, within="model.")
     with pytest.raises(
         UsageError,
-        match=f"^{folder}: config.json is not .* that saved checkpoint "
+        match=f"^{folder}: config.json does not match the run that saved checkpoint "
         "4: train.seed is 0 there, 1 here",
     ):
         check(other)
@@ -149,23 +149,23 @@ def test_which_checkpoint_a_run_goes_back_to(folder, branch, from_step, changes,
 
 
 def test_a_step_to_go_back_to_is_there(folder):
-    none = r"^--from_step=3 is no checkpoint of --workdir=.*; it has none$"
+    none = r"^--from_step=3 is not a checkpoint of --workdir=.*; it has none$"
     with pytest.raises(UsageError, match=none):
         workdir.check_workdir(folder, CONFIG, from_step=3)
     commit(folder, 2)
     commit(folder, 4)
-    with pytest.raises(UsageError, match=r"^--from_step=3 is no checkpoint .*; legal: 2, 4$"):
+    with pytest.raises(UsageError, match=r"^--from_step=3 is not a checkpoint .*; legal: 2, 4$"):
         workdir.check_workdir(folder, CONFIG, from_step=3)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "config.json", "tokenizer.json"])
 def test_what_is_of_the_wrong_kind_is_told_before_a_run(tmp_path, name):
     (tmp_path / name).write_text("") if name == "checkpoints" else (tmp_path / name).mkdir()
-    kind = "no folder" if name == "checkpoints" else "is a folder, not a file"
+    kind = "is not a folder" if name == "checkpoints" else "is a folder, not a file"
     for look in (workdir.check_access, lambda f: workdir.check_workdir(f, CONFIG)):
-        with pytest.raises(UsageError, match=f"^--workdir=.*: {name} there is {kind}; move it aw"):
+        with pytest.raises(UsageError, match=f"^--workdir=.*: {name} {kind}; move it aw"):
             look(open_folder(tmp_path))
-    with pytest.raises(UsageError, match=f"^workdir=.*: {name} there is {kind}"):
+    with pytest.raises(UsageError, match=f"^workdir=.*: {name} {kind}"):
         workdir.read_config(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_another_tokenizer_is_refused(folder):
     workdir.check_tokenizer(folder, Other(), "other.json")  # none is saved yet
     ByteTokenizer().save(folder)
     workdir.check_tokenizer(folder, ByteTokenizer(), "byte")
-    with pytest.raises(UsageError, match=f"--tokenizer=other.json is another .*{folder}"):
+    with pytest.raises(UsageError, match=f"--tokenizer=other.json differs from .*{folder}"):
         workdir.check_tokenizer(folder, Other(), "other.json")
     folder.write("tokenizer.json", b"damaged")
     workdir.check_tokenizer(folder, Other(), "other.json")
