@@ -281,7 +281,7 @@ def test_other_format_versions(saver, reports, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_manifest, "FORMAT_VERSION", 4)
         saver.save(4, small_tree(4), {})
-    with pytest.raises(UsageError, match="format 4 is not 3"):
+    with pytest.raises(UsageError, match="format 4 cannot be read; legal: 3"):
         saver.restore(small_tree(0))
     assert reports == []
 
