@@ -72,7 +72,7 @@ def test_a_token_that_the_model_lacks_is_told(decoder):
     """Its score would be no number."""
     for wrong in (-1, 257):
         for one in (Request(np.array([wrong]), np.array([4])), Request(*np.array([[4], [wrong]]))):
-            with pytest.raises(UsageError, match=f"token {wrong}, which .* legal: 0 to 256"):
+            with pytest.raises(UsageError, match=f"token {wrong}, for which .* legal: 0 to 256"):
                 answers(Scorer.of(decoder, LENGTH), [one])
 
 
@@ -124,7 +124,7 @@ def test_what_is_too_long(decoder):
     with pytest.raises(UsageError, match="--max_length=97 is more than the model's 96 learned pos"):
         Scorer.of(decoder, 97)
     scorer = Scorer.of(decoder, 39)
-    with pytest.raises(UsageError, match="--max_length=39 is less than the 95 tokens of a .* x;"):
+    with pytest.raises(UsageError, match="--max_length=39 is less than the 95 tokens of the .* x;"):
         scorer.check("x", requests())
     scorer.check("x", requests()[:1])
 
