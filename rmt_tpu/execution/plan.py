@@ -109,7 +109,9 @@ def _of_dtype(config: RunConfig, schedule: str) -> str:
 
 def _for_decoding(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
     fused = model.mixer.banked and getattr(model.mixer, "fused", False)
-    if not (model.mixer.kind == "sum" if model.store.has_keys else fused):
+    # As the reversible schedule, they are for mixers that pass on nothing but the residual.
+    alone = "reversible" in model.mixer.remats
+    if not (alone if model.store.has_keys else fused):
         return Choice(False, "this store and mixer have none")
     if divided:
         return Choice(False, "they do not support a mesh that divides D_k")

@@ -148,8 +148,8 @@ def test_a_team_that_does_not_agree_says_in_what(source, tmp_path):
         (other / path.name).write_text(path.read_text().replace("stone", "rock"))
     for said, options in {
         "--seed differs between process 1 and process 0": {"seed": 3},
-        "--eval_fraction is not": {"eval_fraction": 0.3},
-        "--input is not": {"source": str(other / "*.jsonl")},
+        "--eval_fraction differs between": {"eval_fraction": 0.3},
+        "--input differs between process": {"source": str(other / "*.jsonl")},
         "--input differs between": {"part_bytes": 3000},
     }.items():
         usual = {"source": source, "output": tmp_path / "store"}
