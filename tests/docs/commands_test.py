@@ -128,7 +128,7 @@ def wait_for_server(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("recipes")
+@pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize("page", RUN)
 def test_commands_run(page, tmp_path):
     """A server runs until the end of the page; `make test` is what runs this."""
