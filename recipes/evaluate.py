@@ -56,7 +56,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default t
 
 
 def main() -> int:
-    """Evaluate the model of the flags on tasks and texts, write the report, and return 0."""
+    """Evaluate the model that the flags name on tasks and texts, write the report, and return 0."""
     _check_flags()
     started = time.monotonic()
     from rmt_tpu.evaluation import documents, subjects

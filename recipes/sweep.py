@@ -39,7 +39,9 @@ _SEARCH = flags.DEFINE_enum("search", "grid", ["grid", "random", "halving"], "ch
 _TRIALS = flags.DEFINE_integer(
     "trials", None, "number of random points; with halving, they replace the grid", lower_bound=1
 )
-_SEARCH_SEED = flags.DEFINE_integer("search_seed", 0, "seed of the random points", lower_bound=0)
+_SEARCH_SEED = flags.DEFINE_integer(
+    "search_seed", 0, "seed for drawing --trials points", lower_bound=0
+)
 _FACTOR = flags.DEFINE_integer(
     "halving_factor", 3, "each rung of halving keeps one point in this many", lower_bound=2
 )

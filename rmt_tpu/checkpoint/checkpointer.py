@@ -102,7 +102,7 @@ class Checkpointer:
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
         self._report = report
-        # Maps each step that was found damaged to the generation of its COMMIT.
+        # Maps the step of each damaged checkpoint to the generation number of its COMMIT file.
         self._damaged: dict[int, Any] = {}
         self._has_gone_back = False  # whether any interrupted `go_back` was completed
         self._channel: processes.Channel | None = None

@@ -86,7 +86,7 @@ class Experts(Computes):
     def aux(self) -> tuple[str, ...]:
         """Names of the returned scalars: the balance loss and the number of dropped choices.
 
-        The "loss" also carries the loads of the experts in its gradient.
+        The gradient of the "loss" also holds the loads of the experts, at the place of their bias.
         """
         return ("loss", "dropped") if self.capacity is not None else ("loss",)
 

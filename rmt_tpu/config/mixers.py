@@ -294,7 +294,7 @@ class Dense(_BankedSystem):
     period: Size = 1
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of weights, one for every output in every sum."""
+        """Return the number of weights: each site's sum has one weight for every earlier output."""
         ends = range(self.period, model.num_layers + 1, self.period)
         return sum((end + self.dilation) // self.dilation for end in ends)
 

@@ -1,4 +1,4 @@
-"""A pool of workers that write the parts of a token store, in this or in several processes."""
+"""A pool of workers that write the parts of a token store, in this process or in several."""
 
 import contextlib
 import multiprocessing

@@ -41,7 +41,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The rate as it is reported: unchanged, as a perplexity or in bits."""
+        """The rate as the report shows it: as a share, in nats, as a perplexity or in bits."""
         if self.told == "perplexity":
             return math.exp(min(self.rate, 700.0))  # the largest float is e^709
         return self.rate / math.log(2) if self.told == "bits" else self.rate

@@ -100,7 +100,7 @@ class Text:
 
 
 def _of_data(message: str, source: str) -> str:
-    """Return an error message of `prepare` with this recipe's flags, --data and --workdir."""
+    """Return an error message of `prepare`, with --data and --workdir in place of its flags."""
     if not message.startswith("--output="):
         return message.replace("--input=", "--data=", 1)
     what = message.partition(": ")[2].partition(". ")[0]

@@ -237,7 +237,7 @@ class Fields:
 
 
 def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
-    """Return the configuration, with a plain residual, that a config.json of the hub describes.
+    """Return the config that a config.json of the hub describes; its residual is the plain one.
 
     Raises:
       UsageError: the model is of another family, or needs an operation that is not supported here.

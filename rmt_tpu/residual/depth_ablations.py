@@ -110,7 +110,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, which is read from the mix of all rows."""
+        """Return the input of the unembedding: the final site's read of its mix of all rows."""
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
         nothing = jnp.zeros_like(bank[0])

@@ -252,7 +252,7 @@ class DepthAttention(nnx.Module):
     # A site --------------------------------------------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, which is read from the mix of all rows."""
+        """Return the input of the unembedding: the final site's read of its mix of all rows."""
         query = self.tiles.factor(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)

@@ -56,7 +56,7 @@ class Site(nnx.Module):
 
     @property
     def writer(self) -> nnx.Param:
-        """The storage keys for writing the output of the core before this site."""
+        """The storage keys with which this site writes the output of the preceding core."""
         return self.store_keys
 
     def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:

@@ -389,7 +389,7 @@ class Banked(Protocol):
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, which is read from the mix of all rows."""
+        """Return the input of the unembedding: the final site's read of its mix of all rows."""
 
     # For analysis.
 

@@ -197,7 +197,7 @@ class _Slots:
         return y.reshape(self._stored(path, y.shape)).astype(x.dtype)
 
     def _extended(self, x: np.ndarray, axis: int, new: str) -> np.ndarray:
-        """Return `x` with new slots along `axis` after the old slots of each part."""
+        """Return `x` with new slots along `axis`, which follow the old slots of each part."""
         x = np.moveaxis(x, axis, -1)
         old = x.reshape(*x.shape[:-1], self.parts, -1)
         match new:
