@@ -16,7 +16,7 @@ from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.runs import side_files, workdir
-from rmt_tpu.runs.metrics import read_metrics
+from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.storage.local import LocalFolder
 from rmt_tpu.training import loop, trainer
@@ -207,3 +207,13 @@ def test_in_bfloat16_too_a_run_that_resumes_is_the_same(config, tmp_path):
     rows = [read_metrics(open_folder(folder)) for folder in (whole, resumed)]
     of_rows = [[row["train/loss"] for row in of if "train/loss" in row] for of in rows]
     assert len(of_rows[0]) == 4 and of_rows[0] == of_rows[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log_every", [1, 4, 7])
+def test_saves_and_evaluations_do_not_depend_on_how_often_a_run_logs(config, tmp_path, log_every):
+    every = {"train.log_every": log_every, "train.eval_every": 3, "train.checkpoint_every": 2}
+    trainer.train(overrides.apply(config, every), tmp_path / "run")
+    run = open_folder(tmp_path / "run")
+    assert workdir.open_checkpoints(run).steps() == [2, 4, 6]
+    assert series(read_metrics(run), "eval/loss")[0] == [3, 6]
