@@ -50,6 +50,9 @@ _ELSEWHERE = {
 # Flags whose value may be an empty string.
 _MAY_BE_EMPTY = ("prompt",)
 
+# Flags whose value may be white space, such as a line break at which a text stops.
+_MAY_BE_BLANK = ("stop",)
+
 # The flags defined here count as flags of the recipe that calls these functions, so that its --help
 # lists them.
 flags.disclaim_key_flags()
@@ -290,11 +293,17 @@ def _check_empty() -> None:
         values = flag.value if isinstance(flag.value, list) else [flag.value]
         if not flag.present or name in _MAY_BE_EMPTY:
             continue
-        if not values or not any(str(value).strip() for value in values):
-            raise UsageError(f"--{name}= is empty; leave it out, or give: {flag.help}")
+        text = str if name in _MAY_BE_BLANK else lambda value: str(value).strip()
+        if not any(map(text, values)):
+            raise UsageError(f"--{name}= is empty; leave it out, or give: {_help(flag)}")
         if "" in values:
             parts = ",".join(values)
-            raise UsageError(f"--{name}={parts} has an empty item; legal: {flag.help}")
+            raise UsageError(f"--{name}={parts} has an empty item; legal: {_help(flag)}")
+
+
+def _help(flag: flags.Flag) -> str:
+    """Return a flag's help text in one line."""
+    return " ".join(flag.help.split())
 
 
 def _fail(message: str, code: int) -> int:

@@ -49,14 +49,16 @@ def emulate(config, patch: pytest.MonkeyPatch):
     if mode is None:
         return
     cores, seed = config.getoption("emulate_cores"), config.getoption("emulate_seed")
-    params = parameters(mode, cores, seed)
     original = pl.pallas_call
 
     @functools.wraps(original)
     def call(*args, interpret=False, **options):
         of_gpu = isinstance(options.get("compiler_params"), triton.CompilerParams)
         if interpret is True and not of_gpu:
-            interpret = params
+            # A core's thread runs programs on the first CPU device, which may be waiting for the
+            # other devices in the very same kernel. So a kernel over several devices has one core.
+            alone = jax.sharding.get_abstract_mesh().size <= 1
+            interpret = parameters(mode, cores if alone else 1, seed)
         return original(*args, interpret=interpret, **options)
 
     patch.setattr(pl, "pallas_call", call)

@@ -84,7 +84,8 @@ def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:
 
 def model_lines() -> str:
     """Return Markdown lines that describe the cost models."""
-    return "".join(f"- {name}: {model.__doc__}\n" for name, model in MODELS.items())
+    what = {name: model.__doc__.removeprefix("Return ") for name, model in MODELS.items()}
+    return "".join(f"- {name}: {words}\n" for name, words in what.items())
 
 
 def _notes(costs: Sequence[StepCost]) -> list[str]:

@@ -217,6 +217,8 @@ REFUSED = {
         "--init_from= is empty; leave it out, or give: run folder",
     ),
     "empty tasks": ("evaluate", ["--workdir=x", "--tasks="], "--tasks= is empty; leave it out"),
+    "empty stop": ("generate", ["--workdir=x", "--stop="], "--stop= is empty"),
+    "a line break as a stop": ("generate", ["--workdir=x", "--stop=\n\n"], "holds no run"),
     "empty part": ("evaluate", ["--workdir=x", "--tasks=a,"], "--tasks=a, has an empty item"),
     "a flag as a value": (
         "train",
