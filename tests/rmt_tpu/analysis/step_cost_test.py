@@ -144,11 +144,13 @@ def test_models_of_cost(costs):
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.parametrize("target", ["v5e", "v5p"])
-def test_a_step_of_the_rmt_is_cheaper_than_the_transformers(target):
-    """The best guess is below 0.88; docs/benchmarks/train_step.md has 0.84 and 0.86."""
+def test_a_step_of_the_rmt_is_cheaper_than_the_transformers():
+    """The best guess is below 0.88 on v5p, which compiles in half of v5e's time.
+
+    docs/benchmarks/train_step.md has 0.86, and 0.84 on v5e.
+    """
     steps = [Step("rmt-305m"), Step("gpt2-405m")]
-    rmt, gpt2 = step_costs(steps, TARGETS[target])
+    rmt, gpt2 = step_costs(steps, TARGETS["v5p"])
     assert rmt.unscheduled == gpt2.unscheduled == ()
     (ratio,) = step_report.ratios([rmt, gpt2])
     assert ratio["by_model"][BEST_GUESS] < 0.88 and ratio["most"] < 1
