@@ -23,6 +23,7 @@ from absl import flags
 from recipes import program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, of_flag
+from rmt_tpu.hub.models import is_hub
 from rmt_tpu.storage import open_folder
 
 trained.define_source_flags()
@@ -59,16 +60,15 @@ def main() -> int:
     """Evaluate the model that the flags name on tasks and texts, write the report, and return 0."""
     _check_flags()
     started = time.monotonic()
-    from rmt_tpu.evaluation import documents, subjects
-    from rmt_tpu.evaluation.evaluate import evaluate
-    from rmt_tpu.evaluation.report import write_report
-    from rmt_tpu.hub.models import is_hub
-
     source = trained.source()
     with of_flag("workdir"):
         workdir = open_folder(source)
     if hub := is_hub(workdir.local_path):
         _check_hub_flags()
+    from rmt_tpu.evaluation import documents, subjects
+    from rmt_tpu.evaluation.evaluate import evaluate
+    from rmt_tpu.evaluation.report import write_report
+
     with of_flag("output"):
         folder = workdir if _OUTPUT.value is None else open_folder(_OUTPUT.value)
     tasks = documents.find_tasks(_TASKS.value)
@@ -120,8 +120,6 @@ def _other(workdir: str):
 
 def _check_flags() -> None:
     trained.check_mesh()
-    if flags.FLAGS.init_from is not None:
-        _check_hub_flags()
     if not _TASKS.value and _TEXT.value is None:
         raise UsageError("--tasks or --text is needed")
     if bool(_TASKS.value) != (_DATA_DIR.value is not None):
@@ -131,8 +129,9 @@ def _check_flags() -> None:
 
 
 def _check_hub_flags() -> None:
-    """Check the flags that a model from a hub folder needs, or cannot be used with."""
-    flag = "--init_from" if flags.FLAGS.init_from is not None else "--workdir with a hub folder"
+    """Check the flags that a model in Hugging Face format needs, or cannot be used with."""
+    in_workdir = flags.FLAGS.init_from is None
+    flag = "--workdir in Hugging Face format" if in_workdir else "--init_from"
     if _OUTPUT.value is None:
         raise UsageError(f"{flag} needs --output, a folder for the answers and results")
     runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]

@@ -28,7 +28,7 @@ def documented() -> list[tuple[str, NODES, str]]:
 
 
 def test_args_name_every_parameter():
-    """In "Args:", an entry describes one parameter or several, such as `q, k: ...`."""
+    """Every parameter has an entry in "Args:", alone or with others, as in `q, k: ...`."""
     wrong = []
     for place, node, text in documented():
         if isinstance(node, ast.ClassDef):
@@ -46,7 +46,7 @@ def test_args_name_every_parameter():
 
 
 def test_few_docstrings_begin_within_a_sentence():
-    """At most 2.5% of all docstrings begin with a preposition, a relative or "And" or "But"."""
+    """Few docstrings begin with a preposition, a relative, "And" or "But": at most 2.5%."""
     words = "Of By As In To For From On At With That Those What Whose Which Who How Where And But"
     opening = re.compile(rf"(?:{'|'.join(words.split())}|The same)\b")
     texts = [(place, text.splitlines()[0]) for place, _, text in documented()]

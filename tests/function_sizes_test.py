@@ -20,7 +20,7 @@ def test_functions_are_short(package, most_lines, most_parameters):
     root = Path(package.__file__).parent
     long = []
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             lines, parameters = size(node)

@@ -262,21 +262,26 @@ def _experts() -> Iterator[Row]:
     yield Row(("logits_with_sums",), "logits", calls)
 
 
-class Choice(NamedTuple):
-    """What a call uses on one device: the implementation, and the reason if the kernel refuses."""
+class Chosen(NamedTuple):
+    """The implementation that a call uses on one device.
+
+    Attributes:
+      name: the name of the implementation.
+      why: the reason why the kernel does not support the call; None if it does.
+    """
 
     name: str
     why: str | None
 
 
-def choice(row: Row, call: Call, platform: str, kind: str) -> Choice:
+def choice(row: Row, call: Call, platform: str, kind: str) -> Chosen:
     """Return what a call uses by default on a device of `kind`; `platform` is a table's column."""
     chosen = _choices(kind)[row.name, row.calls.index(call)]
-    return chosen.get(platform.lower(), Choice("xla", None))
+    return chosen.get(platform.lower(), Chosen("xla", None))
 
 
 @functools.cache
-def _choices(kind: str) -> dict[tuple[str, int], dict[str, Choice]]:
+def _choices(kind: str) -> dict[tuple[str, int], dict[str, Chosen]]:
     """Return the choices of all calls by row and index, each by platform, for a kind of device."""
     every = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
     found = {}
@@ -284,7 +289,7 @@ def _choices(kind: str) -> dict[tuple[str, int], dict[str, Choice]]:
     def ask(args: dict) -> None:
         for key, (row, call) in every.items():
             chosen = groups()[row.group].chosen(call.op, *args[key])
-            found[key] = {platform: Choice(*outcome) for platform, outcome in chosen.items()}
+            found[key] = {platform: Chosen(*outcome) for platform, outcome in chosen.items()}
 
     with lowering_for(kind):
         jax.eval_shape(ask, {key: call.args for key, (_, call) in every.items()})
@@ -327,7 +332,7 @@ def _others(row: Row) -> Iterator[str]:
     for words in dict.fromkeys(call.words for call in row.calls if call.words):
         calls = [call for call in row.calls if call.words == words]
         for platform, kinds in DEVICES.items():
-            devices: dict[Choice, list[str]] = {}
+            devices: dict[Chosen, list[str]] = {}
             for device, kind in kinds.items():
                 usual = choice(row, row.calls[0], platform, kind).name
                 found = (choice(row, call, platform, kind) for call in calls)

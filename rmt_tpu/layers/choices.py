@@ -69,7 +69,7 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """
     share = residual_bytes / target.chip.vmem
     vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
-    limit = f"above {_KEPT} it is read in a separate kernel"
+    limit = f"a separate kernel reads one that takes at most {_KEPT}"
     return Choice(share > _KEPT, f"a residual takes {share:.2g} of {vmem}; {limit}")
 
 

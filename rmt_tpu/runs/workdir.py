@@ -162,7 +162,7 @@ def read_config(workdir: Location) -> RunConfig:
         if found is None:
             raise UsageError(f"{folder} holds no run: there is no {folder}/{CONFIG}")
         if is_hub(folder.local_path):
-            raise UsageError(f"{folder} holds a model in the hub's format; legal: a run folder")
+            raise UsageError(f"{folder} is in Hugging Face format; legal: a run folder")
         return _parsed(folder, found.data)
 
 

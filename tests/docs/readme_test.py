@@ -19,7 +19,7 @@ def test_it_is_at_most_130_lines():
 
 
 def test_twice_the_residual_costs_what_it_and_its_picture_say():
-    """At the preset's own length of 512 tokens."""
+    """The figures are of the preset's own length of 512 tokens."""
     model = rmt_tpu.preset("rmt-305m")
     store = dataclasses.replace(model.store, key_dim=2 * model.store.key_dim)
     wide = model.replace(store=store)

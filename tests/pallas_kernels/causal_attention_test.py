@@ -350,7 +350,7 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
 
 @pytest.mark.compile
 def test_many_pairs_of_small_blocks_compile_for_tpu():
-    """With 16 query heads to a key head, blocks are small, and 4 bytes a pair exceed SMEM."""
+    """Sixteen query heads per key head make blocks small, and their table of pairs large."""
     (device, *_) = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     place = jax.sharding.SingleDeviceSharding(device)
     qkv = jax.ShapeDtypeStruct((1, 131072, 18, 64), jnp.bfloat16, sharding=place)

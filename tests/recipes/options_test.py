@@ -326,10 +326,10 @@ def test_a_hub_folder_as_a_run_folder(tmp_path):
     """Nothing is written into it, and it does not say how training began."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     flags = [f"--workdir={tmp_path}", f"--text={cli.TEXT}"]
-    assert "hub folder needs --output" in cli.fail("evaluate", *flags)
+    assert "--workdir in Hugging Face format needs --output" in cli.fail("evaluate", *flags)
     flags += [f"--output={tmp_path}/out", "--against=untrained"]
     assert "--against=untrained needs a --workdir with a run" in cli.fail("evaluate", *flags)
-    with pytest.raises(ArgumentError, match="holds a model in the hub's format"):
+    with pytest.raises(ArgumentError, match="is in Hugging Face format"):
         read_config(tmp_path)
 
 

@@ -229,8 +229,8 @@ def test_a_bank_of_matrices_is_never_moved(topology):
 def temporary(monkeypatch):
     """A function that returns the temporary memory of a step of 16 x 512 tokens on v5e, in bytes.
 
-    It compiles with XLA's own limit for VMEM: with that of `compiler_options`, it takes thrice as
-    long, and the memory in HBM hardly differs.
+    It compiles with XLA's own limit for VMEM: with that of `compiler_options`, it takes three
+    times as long, and the memory in HBM hardly differs.
     """
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=16384")
     return _temporary
