@@ -194,6 +194,12 @@ EXPERIMENTS = {
             plan=depth.plan,
         ),
         Experiment(
+            "depth-rate",
+            "learning-rate factors of attention over depth at two depths and two batch sizes",
+            "in neither paper",
+            plan=depth.rates,
+        ),
+        Experiment(
             "growth",
             "D_k that grows after a quarter of the steps",
             "in neither paper",

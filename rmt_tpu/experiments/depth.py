@@ -90,11 +90,11 @@ def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
     return overrides.apply(replace(config, model=model), changes)
 
 
-def _search(scale: Scale, system: str, layers: int) -> Search:
+def _search(scale: Scale, system: str, layers: int, **changes) -> Search:
     tried = {"rate": _SIZES[scale].rates}
     if "attnres" in system:
         tried["depth_rate"] = _OF_MATRIX if system.startswith("rmt") else _FACTORS
-    return Search(_config(scale, system, layers), points(**tried), _SEARCH_SEEDS)
+    return Search(_config(scale, system, layers, **changes), points(**tried), _SEARCH_SEEDS)
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
@@ -163,3 +163,25 @@ def plan(scale: Scale) -> Plan:
     )
     registered = tuple(f"attnres-{layers}-layers" for layers in _LAYERS)
     return Plan(tuple(arms), searches, _SEEDS, registered, x="layers", notes=(note,))
+
+
+def rates(scale: Scale) -> Plan:
+    """Return the plan of searches for the rate factor of attention over depth at two batch sizes.
+
+    The searches with the smaller batch are those of `plan`. With a batch four times as large, runs
+    have half as many steps, so they read twice as many tokens.
+    """
+    size, systems = _SIZES[scale], ("transformer", "attnres")
+    large = {"train.batch_size": 4 * size.batch_size, "train.steps": size.steps // 2}
+    searches = {}
+    for layers in _SEARCHED:
+        for system in systems:
+            name = f"{system}-{layers}-layers"
+            searches[name] = _search(scale, system, layers)
+            searches[f"{name}-large-batch"] = _search(scale, system, layers, **large)
+    note = (
+        f"Batches of {size.batch_size} sequences for {size.steps} steps and, in the rows named "
+        f"large-batch, of {4 * size.batch_size} sequences for {size.steps // 2} steps. Everything "
+        "else is as in the experiment depth. Nothing is trained with the result of these searches."
+    )
+    return Plan((), searches, _SEEDS, notes=(note,))

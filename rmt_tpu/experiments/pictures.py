@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rmt_tpu.analysis.sweep import Row
 from rmt_tpu.experiments.outcomes import Outcome, by_system, differences, estimate, fit
-from rmt_tpu.experiments.plan import Plan
+from rmt_tpu.experiments.plan import DEPTH_RATE, RATE, Plan
 from rmt_tpu.runs.plots import line_style
 
 
@@ -135,4 +136,28 @@ def _draw_differences(plan: Plan, outcomes: Sequence[Outcome]):
     for axes in panels:
         axes.axvline(0, color="0.5", linewidth=1)
         axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def draw_searches(rows: Sequence[Row]):
+    """Draw the loss of each search over its rate factor, one line per common learning rate.
+
+    A search without a rate factor is a point per learning rate, drawn at factor 1.
+    """
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(row.variant for row in rows))
+    figure = Figure(figsize=(4 * len(names), 4), layout="constrained")
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        of = [row for row in rows if row.variant == name]
+        for index, rate in enumerate(dict.fromkeys(row.point[RATE] for row in of)):
+            line = [row for row in of if row.point[RATE] == rate and math.isfinite(row.loss)]
+            factors = [row.point.get(DEPTH_RATE, 1.0) for row in line]
+            losses = [row.loss for row in line]
+            axes.plot(factors, losses, label=f"rate {rate:.3g}", **line_style(index))
+        axes.set(xlabel="rate factor over depth", ylabel="held-out loss", xscale="log")
+        axes.set_title(name, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     return figure

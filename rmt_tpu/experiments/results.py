@@ -30,10 +30,12 @@ def page(
     Args:
       plan: the plan.
       seeds: the seeds of the arms' runs.
-      outcomes: the outcomes of the plan's arms.
+      outcomes: the outcomes of the plan's arms; empty if the plan has only searches.
       rows: the result rows of the plan's searches; `Row.variant` is the name of the search.
     """
-    parts = [*plan.notes, arms_table(outcomes, seeds, bold=not plan.registered)]
+    parts = list(plan.notes)
+    if outcomes:
+        parts += [arms_table(outcomes, seeds, bold=not plan.registered)]
     if plan.registered:
         parts += [tests_table(plan, outcomes), _TESTS]
     if plan.fits:
@@ -46,7 +48,11 @@ def page(
         "searches": [asdict(row) for row in rows],
     }
     text = "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
-    return Page(text, numbers, {"results.png": lambda: pictures.draw(plan, outcomes)})
+    if outcomes:
+        draw = lambda: pictures.draw(plan, outcomes)
+    else:
+        draw = lambda: pictures.draw_searches(rows)
+    return Page(text, numbers, {"results.png": draw})
 
 
 _FITS = (

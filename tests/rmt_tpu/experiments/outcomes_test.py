@@ -138,6 +138,18 @@ def test_a_search_over_two_values_and_the_mean_of_two():
     assert table[5] == "| deep, depth_rate=0.01 | **2.0000** | 3.0000 |"
 
 
+def test_a_plan_of_searches_alone_has_a_page_and_a_picture():
+    points = plan.points(rate=(0.01, 0.04), depth_rate=(1.0, 0.1))
+    rows = [Row("deep", point, 10, [7], [2.0 + i]) for i, point in enumerate(points)]
+    rows += [Row("plain", {plan.RATE: 0.01}, 10, [7], [None])]
+    page = results.page(plan.Plan((), notes=("Only searches.",)), SEEDS, [], rows)
+    assert page.text.startswith("Only searches.\n\nSearch (") and "| arm |" not in page.text
+    deep, plain = page.pictures["results.png"]().axes
+    assert [list(line.get_xdata()) for line in deep.lines] == [[1.0, 0.1]] * 2
+    assert [list(line.get_ydata()) for line in deep.lines] == [[2.0, 3.0], [4.0, 5.0]]
+    assert len(plain.lines[0].get_xdata()) == 0  # its only run diverged
+
+
 def test_a_search_without_a_result_gives_no_rate():
     rows = [Row("first", {plan.RATE: rate}, 10, [0], [None]) for rate in (0.1, 0.2)]
     with pytest.raises(RunError, match="the search first diverged, so a has no learning rate"):

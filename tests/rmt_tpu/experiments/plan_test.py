@@ -30,7 +30,8 @@ def test_arms_of_one_name_are_one_run(scale):
 def test_a_plan_is_whole(name, scale):
     of = EXPERIMENTS[name].plan(scale)
     names = [arm.name for arm in of.arms]
-    assert len(set(names)) == len(names) > 1
+    assert len(set(names)) == len(names)
+    assert len(names) > 1 or not names and len(of.searches) > 1
     assert {arm.against for arm in of.arms} - {None} <= set(names)
     # Differences are of the same tokens, but where the paper gives each its own number.
     by_name = {arm.name: arm for arm in of.arms}
@@ -39,7 +40,7 @@ def test_a_plan_is_whole(name, scale):
             other = by_name.get(arm.against, arm)
             assert plan.tokens(arm.config) == plan.tokens(other.config)
     used = {search for arm in of.arms for search in of.searches_of(arm)}
-    assert used == set(of.searches)
+    assert used == set(of.searches) or not names
     assert all(of.searches_of(arm) for arm in of.arms) or scale == "paper" or name == "cores"
     for search in of.searches.values():
         assert len(search.points) > 2 and not {*search.seeds} & {*of.seeds} or search.seeds == (0,)
@@ -121,6 +122,17 @@ def test_arms_of_a_depth_differ_in_what_mixes_alone():
     assert {layers: 2 * layers // size for layers, size in blocks.items()} == {
         4: 4, 8: 8, 16: 8, 32: 8,
     }  # fmt: skip
+
+
+def test_rate_factors_are_searched_at_two_depths_and_two_batch_sizes():
+    of, shared = depth.rates("tiny"), depth.plan("tiny").searches
+    tried = {name: s for name, s in of.searches.items() if name.startswith("attnres")}
+    assert {(s.config.model.num_layers, s.config.train.batch_size) for s in tried.values()} == {
+        (4, 16), (4, 64), (16, 16), (16, 64),
+    }  # fmt: skip
+    for search in tried.values():
+        assert {point[plan.DEPTH_RATE] for point in search.points} == {1, 0.3, 0.1, 0.03, 0.01}
+    assert all(shared[name] == s for name, s in of.searches.items() if "large" not in name)
 
 
 def test_between_two_searches_is_their_geometric_mean():
