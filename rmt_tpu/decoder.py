@@ -149,7 +149,7 @@ class Decoder(nnx.Module):
         z, caches, _ = self._run(tokens, context, cache.cores)
         # Gather all tokens on each device that shares them: reading W_U takes as long for a few
         # tokens as for all of them.
-        z = cores.apart(sharding.gather(z, sharding.token_axes(), axis=1), context)
+        z = cores.unflatten_rows(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
 

@@ -3,7 +3,16 @@
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
 from rmt_tpu.cores.attention import Attention
-from rmt_tpu.cores.core import Aux, Cache, Context, Core, apart, cached, causal, joined
+from rmt_tpu.cores.core import (
+    Aux,
+    Cache,
+    Context,
+    Core,
+    cached,
+    causal,
+    flatten_rows,
+    unflatten_rows,
+)
 from rmt_tpu.cores.experts import Experts
 from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.cores.kda import Kda
@@ -15,10 +24,10 @@ __all__ = [
     "Cache",
     "Context",
     "Core",
-    "apart",
+    "unflatten_rows",
     "cached",
     "causal",
-    "joined",
+    "flatten_rows",
     "make_core",
 ]
 

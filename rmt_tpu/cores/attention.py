@@ -18,12 +18,12 @@ from rmt_tpu.cores.core import (
     Core,
     Index,
     all_tokens,
-    apart,
-    joined,
+    flatten_rows,
     logit_scale,
     own_tokens,
     put_tokens,
     ring_axis,
+    unflatten_rows,
 )
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.choices import cache_width
@@ -81,13 +81,15 @@ class Attention(Core):
         Logits and softmax are computed in at least float32.
         """
         if context.mask is not None:
-            q, *kv = self._turned(z.heads, context)
+            q, *kv = self._rotated_heads(z.heads, context)
             kv = (all_tokens(x, self._ring) for x in kv)
             positions = context.query_positions
             mask = own_tokens(context.mask, self._ring)
-            y = self._masked(q, *kv, index, own_tokens(positions, self._ring), positions, mask)
+            y = self._attend_masked(
+                q, *kv, index, own_tokens(positions, self._ring), positions, mask
+            )
         else:
-            qkv = self._packed(z.heads, context)
+            qkv = self._pack(z.heads, context)
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
         return self._to_tokens(y)
 
@@ -104,11 +106,11 @@ class Attention(Core):
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
             return pallas_kernels.placed(y, to), {}, log_sums
-        given = (pallas_kernels.attention_forward, context, index, self._packed(z.heads, context))
+        forward, qkv = pallas_kernels.attention_forward, self._pack(z.heads, context)
         if sharding.axis_size(self._swapped) == 1:
-            stack, log_sums = self._attend(*given, to=to)
+            stack, log_sums = self._attend(forward, context, index, qkv, to=to)
             return stack, {}, log_sums
-        y, log_sums = self._attend(*given)
+        y, log_sums = self._attend(forward, context, index, qkv)
         return pallas_kernels.placed(self._to_tokens(y), to), {}, log_sums
 
     def pull_back(
@@ -130,14 +132,14 @@ class Attention(Core):
         graphdef, parameters = nnx.split(self, nnx.Param)
 
         def packed(parameters: Any, heads: Array) -> Array:
-            return nnx.merge(graphdef, parameters)._packed(heads, context)
+            return nnx.merge(graphdef, parameters)._pack(heads, context)
 
-        qkv, turn_back = jax.vjp(packed, nnx.to_pure_dict(parameters), z.heads)
+        qkv, rotate_back = jax.vjp(packed, nnx.to_pure_dict(parameters), z.heads)
         if sharding.axis_size(self._swapped) > 1:
             y, d_y = self._to_heads(pallas_kernels.taken(y)), self._to_heads(d_y)
         backward = pallas_kernels.attention_backward
         d_qkv = self._attend(backward, context, index, qkv, y, saved, d_y)
-        d_parameters, d_heads = turn_back(d_qkv)
+        d_parameters, d_heads = rotate_back(d_qkv)
         return d_parameters, Read(heads=d_heads)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
@@ -156,41 +158,41 @@ class Attention(Core):
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """Attend from the new tokens to the cached tokens and to themselves."""
-        q, *new = self._turned(z.heads, context)
+        q, *new = self._rotated_heads(z.heads, context)
         groups, size = new[0].shape[2:]
-        missing = [(0, 0), (0, 0), (0, cache.keys.shape[-1] - groups * size)]
-        flat = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), missing)
-        put = lambda kept, x: put_tokens(kept, flat(x), layer, context.start)
-        cache = Cache(*map(put, cache, new))
+        padding = [(0, 0), (0, 0), (0, cache.keys.shape[-1] - groups * size)]
+        flat = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), padding)
+        append = lambda old, x: put_tokens(old, flat(x), layer, context.start)
+        cache = Cache(*map(append, cache, new))
         if context.start is None:
             return self(z, context, index), cache
         k, v = stacks.at(cache, layer)
         if q.shape[1] == 1:
             queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
             mask = queries[:, :, None] >= keys[:, None, :]
-            y = self._of_one(q, k, v, groups, index, queries, keys, mask)
+            y = self._attend_one_query(q, k, v, groups, index, queries, keys, mask)
         else:
             heads = lambda x: x[..., : groups * size].reshape(*x.shape[:2], groups, size)
-            before = jnp.concatenate([heads(k), heads(v)], axis=2)
+            cached = jnp.concatenate([heads(k), heads(v)], axis=2)
             qkv = jnp.concatenate([q, *new], axis=2)
             y = pallas_kernels.attention_after(
                 qkv,
-                before,
+                cached,
                 context.start,
                 scale=self._scale(index),
                 slopes=self._slopes(),
                 kv_heads=groups,
                 rows=self.layout.rows,
             )
-        return self._to_tokens(joined(y, context)), cache
+        return self._to_tokens(flatten_rows(y, context)), cache
 
     def _attend(self, function, context, index, *arrays, **options):
-        each = self.core.num_heads // self.core.kv_heads
+        group_size = self.core.num_heads // self.core.kv_heads
         shared = {
             "scale": self._scale(index),
             "slopes": self._slopes(),
             "segment_ids": context.segment_ids,
-            "kv_heads": arrays[0].shape[2] // (each + 2),
+            "kv_heads": arrays[0].shape[2] // (group_size + 2),
             "rows": self.layout.rows,
             "over": self._ring,
         }
@@ -234,34 +236,34 @@ class Attention(Core):
         """Return all heads of this device's tokens; the inverse of `_to_heads`."""
         return sharding.swap(y, self._swapped, split=1, join=2)
 
-    def _packed(self, z, context):
+    def _pack(self, z, context):
         """Return queries, keys and values of this device's heads, concatenated along heads."""
         if self.query_gain is not None or self.bias is not None:
-            return jnp.concatenate(self._turned(z, context), axis=2)
-        if self._alike:
+            return jnp.concatenate(self._rotated_heads(z, context), axis=2)
+        if self._multi_head:
             packed = self._to_heads(z, groups=3)
         else:
             moved = sharding.axis_size(self._swapped) > 1
             packed = jnp.concatenate(self._own_heads(z), axis=2) if moved else z
         match self.core.positions:
             case cfg.Rope() as rope:
-                each = self.core.num_heads // self.core.kv_heads
-                own = packed.shape[2] // (each + 2) * (each + 1)
+                group_size = self.core.num_heads // self.core.kv_heads
+                rotated_heads = packed.shape[2] // (group_size + 2) * (group_size + 1)
                 positions = self._own_positions(context)
-                return pos.rotate_first(packed, positions, heads=own, rope=rope)
+                return pos.rotate_first(packed, positions, heads=rotated_heads, rope=rope)
         return packed
 
     def _own_positions(self, context):
         return own_tokens(context.query_positions, self._ring)
 
     @property
-    def _alike(self):
+    def _multi_head(self):
         """Whether there are as many key and value heads as query heads."""
         return self.core.kv_heads == self.core.num_heads
 
-    def _turned(self, z, context):
+    def _rotated_heads(self, z, context):
         """Return queries, keys and values of this device's heads, after norms and RoPE."""
-        q, k, v = (apart(x, context) for x in self._own_heads(z))
+        q, k, v = (unflatten_rows(x, context) for x in self._own_heads(z))
         if self.query_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}
             q = normalize(q, self.query_gain[...], **norm)
@@ -274,7 +276,7 @@ class Attention(Core):
 
     def _own_heads(self, z):
         """Return queries, keys and values of this device's heads, with biases added."""
-        if self._alike:  # one exchange is enough for all three groups
+        if self._multi_head:  # one exchange is enough for all three groups
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
             devices = sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
@@ -285,20 +287,20 @@ class Attention(Core):
             return groups
         h, g = self.core.num_heads, self.core.kv_heads
         biases = jnp.split(self.bias[...].astype(z.dtype), [h, h + g])
-        own = (sharding.own_part(b, self._divided, axis=0) for b in biases)
-        return [group + b for group, b in zip(groups, own, strict=True)]
+        own_biases = (sharding.own_part(b, self._divided, axis=0) for b in biases)
+        return [group + b for group, b in zip(groups, own_biases, strict=True)]
 
-    def _masked(self, q, k, v, index, query_positions, key_positions, mask):
+    def _attend_masked(self, q, k, v, index, query_positions, key_positions, mask):
         """Attend with an explicit mask, for caches and for positions given by the caller."""
         dtype = jnp.result_type(q, jnp.float32)
-        each = q.shape[2] // k.shape[2]
-        if each > 1:
-            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)
+        group_size = q.shape[2] // k.shape[2]
+        if group_size > 1:
+            k, v = jnp.repeat(k, group_size, axis=2), jnp.repeat(v, group_size, axis=2)
         logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
         weights = self._softmax(logits, index, query_positions, key_positions, mask)
         return jnp.einsum("bhnm,bmhd->bnhd", weights.astype(v.dtype), v)
 
-    def _of_one(self, q, k, v, groups, index, query_positions, key_positions, mask):
+    def _attend_one_query(self, q, k, v, groups, index, query_positions, key_positions, mask):
         """Attend with one query per row; the heads of keys and values are side by side in one axis.
 
         Each product covers all heads at once, with a query that is zero outside its own head. This
@@ -306,8 +308,8 @@ class Attention(Core):
         """
         dtype = jnp.result_type(q, jnp.float32)
         batch, size, used = q.shape[0], q.shape[-1], groups * q.shape[-1]
-        own = jnp.eye(groups, dtype=q.dtype)
-        wide = jnp.einsum("bged,gf->bgefd", q.reshape(batch, groups, -1, size), own)
+        own_group = jnp.eye(groups, dtype=q.dtype)
+        wide = jnp.einsum("bged,gf->bgefd", q.reshape(batch, groups, -1, size), own_group)
         wide = wide.reshape(batch, -1, used)
         wide = jnp.pad(wide, [(0, 0), (0, 0), (0, k.shape[-1] - used)])
         logits = jnp.einsum("bhw,bmw->bhm", wide, k, preferred_element_type=dtype)[:, :, None]
@@ -318,7 +320,7 @@ class Attention(Core):
             # tokens, which copies the values.
             y = jax.lax.optimization_barrier(y)
         y = y[..., :used].reshape(batch, groups, -1, groups, size)
-        y = jnp.einsum("bgefd,gf->bged", y, own)
+        y = jnp.einsum("bgefd,gf->bged", y, own_group)
         return y.reshape(batch, 1, -1, size)
 
     def _softmax(self, logits, index, query_positions, key_positions, mask):

@@ -98,7 +98,7 @@ def put_tokens(
     return cache.at[layer, rows, places].set(new, mode="drop", unique_indices=True)
 
 
-def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
+def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
     """Flatten the new tokens of all rows into one padded row, if tokens are sharded over a mesh.
 
     A single new token per row could not be divided over devices. Without a mesh, or without earlier
@@ -111,8 +111,8 @@ def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ 
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % devices), *[(0, 0)] * (x.ndim - 2)])
 
 
-def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Split the tokens into rows again; the inverse of `joined`."""
+def unflatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
+    """Split the tokens into rows again; the inverse of `flatten_rows`."""
     if context.start is None or sharding.axis_size(sharding.token_axes()) == 1:
         return x
     rows, new = context.query_positions.shape

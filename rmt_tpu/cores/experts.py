@@ -36,7 +36,7 @@ from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.parameters import Seed, parameter
 
 # Added to the sum of the chosen experts' scores, to avoid a division by zero.
-_LEAST = 1e-20
+_EPSILON = 1e-20
 # Histograms cover the range from -_SPAN to _SPAN of an expert's score minus the highest biased
 # score that was not chosen.
 _SPAN = 2.0
@@ -136,12 +136,12 @@ class Experts(Core):
         x = concatenate(z.whole)
         scores = self._scores(x)
         biased = scores + self._bias().astype(scores.dtype)
-        routing = self._routed(scores, biased)
-        y, dropped = self._mixed(x, routing)
+        routing = self._route(scores, biased)
+        y, dropped = self._mix(x, routing)
         y = separate(y, self.vectors)
         if self.shared is not None:
             y = y + self.shared(z, context, index)
-        aux = {"loss": self._told(scores, biased, routing)}
+        aux = {"loss": self._balance_loss(scores, biased, routing)}
         if self.core.capacity is not None:
             aux["dropped"] = dropped.astype(scores.dtype)
         return y, aux
@@ -159,42 +159,42 @@ class Experts(Core):
             case cfg.SignRule(rate=rate):
                 bias = rate * self.load[...]
             case cfg.Quantiles():
-                bias = _bias_of(self.seen[...], self.core.top_k / self.core.num_experts)
+                bias = _balancing_bias(self.seen[...], self.core.top_k / self.core.num_experts)
             case cfg.BalanceLoss():
                 bias = jnp.zeros(self.core.num_experts)
         return jax.lax.stop_gradient(bias)
 
-    def _routed(self, scores, biased) -> Routing:
+    def _route(self, scores, biased) -> Routing:
         _, chosen = jax.lax.top_k(biased, self.core.top_k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
-        total = jnp.sum(weights, axis=-1, keepdims=True) + _LEAST
+        total = jnp.sum(weights, axis=-1, keepdims=True) + _EPSILON
         return Routing(chosen, self.core.scale * weights / total)
 
-    def _told(self, scores, biased, routing):
+    def _balance_loss(self, scores, biased, routing):
         """Return the balance loss over this device's tokens, with loads as extra gradients.
 
         Without a balance loss the value is 0, but the gradients remain.
         """
         count, top_k = self.core.num_experts, self.core.top_k
-        of_rows = _loads(routing.chosen, count, scores.dtype)
-        told = _told(self.load, jnp.sum(of_rows, axis=0))
+        row_loads = _loads(routing.chosen, count, scores.dtype)
+        loss = _zero_with_gradient(self.load, jnp.sum(row_loads, axis=0))
         match self.core.balance:
             case cfg.Quantiles():
                 just_not = jax.lax.top_k(biased, min(top_k + 1, count))[0][..., -1:]
                 above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
-                told += _told(self.seen, _histogram(above))
+                loss += _zero_with_gradient(self.seen, _histogram(above))
             case cfg.BalanceLoss(weight=weight):
                 # Shares and loads refer to a whole sequence, whose tokens may be sharded over
                 # devices.
                 shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
-                loads = sharding.total(of_rows, sharding.token_axes())
+                loads = sharding.total(row_loads, sharding.token_axes())
                 loads = loads / jnp.sum(loads, axis=-1, keepdims=True)
-                told += weight * count * jnp.sum(loads[:, None] * shares)
-        return told.astype(scores.dtype)
+                loss += weight * count * jnp.sum(loads[:, None] * shares)
+        return loss.astype(scores.dtype)
 
     # What they compute --------------------------------------------------------------------------
 
-    def _mixed(self, x, routing: Routing):
+    def _mix(self, x, routing: Routing):
         """Return each token's weighted sum of expert outputs, and the number of dropped choices.
 
         The sum has the dtype of x.
@@ -204,18 +204,20 @@ class Experts(Core):
         flat = (a.reshape(batch * seq, -1) for a in (x, *routing))
         x, chosen, weights = (sharding.gather(a, "expert", axis=0) for a in flat)
         rows = self._rows(chosen)
-        at = rows.order, rows.places
-        spread = pallas_kernels.rows_of_tokens(x, *at)
-        weights = pallas_kernels.rows_of_tokens(weights.reshape(-1, 1), *at)
+
+        to_rows = functools.partial(
+            pallas_kernels.rows_of_tokens, order=rows.order, places=rows.places
+        )
+        gathered, weights = to_rows(x), to_rows(weights.reshape(-1, 1))
         w_1 = sharding.gather(self.w_1.astype(x.dtype), "fsdp", axis=1)
         w_2 = sharding.gather(self.w_2.astype(x.dtype), "fsdp", axis=2)
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
-        gate, up = jnp.split(pallas_kernels.grouped_matmul(spread, w_1, rows.sizes), 2, axis=-1)
+        gate, up = jnp.split(pallas_kernels.grouped_matmul(gathered, w_1, rows.sizes), 2, axis=-1)
         # Weights are applied before the second product, because there are fewer hidden neurons than
         # output entries.
         hidden = (jax.nn.silu(gate) * up * weights).astype(x.dtype)
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
-        y = pallas_kernels.sums_of_rows(y, *at, each=self.core.top_k)
+        y = pallas_kernels.sums_of_rows(y, rows.order, rows.places, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
         # All devices along `tensor` have the same rows, so each reports an equal share.
         dropped = rows.dropped / sharding.axis_size("tensor")
@@ -223,31 +225,33 @@ class Experts(Core):
 
     def _rows(self, chosen: Int[Array, "tokens top_k"]) -> Rows:
         devices = sharding.axis_size("expert")
-        own = self.core.num_experts // devices
+        local_experts = self.core.num_experts // devices
         # This is the maximum number of choices that can fall on this device's experts. With even
         # loads a device receives `chosen.size / devices` choices, and `capacity` is the allowed
         # multiple of that number.
-        room = len(chosen) * min(self.core.top_k, own)
+        row_limit = len(chosen) * min(self.core.top_k, local_experts)
         if self.core.capacity is not None and devices > 1:
-            room = min(room, math.ceil(self.core.capacity * chosen.size / devices))
-        expert = chosen.reshape(-1) - own * sharding.axis_index("expert")
-        expert = jnp.where((expert >= 0) & (expert < own), expert, own)
+            row_limit = min(row_limit, math.ceil(self.core.capacity * chosen.size / devices))
+        expert = chosen.reshape(-1) - local_experts * sharding.axis_index("expert")
+        expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
         order = jnp.argsort(expert)
-        wanted = jnp.cumsum(jnp.sum(expert[:, None] == jnp.arange(own), axis=0, dtype=jnp.int32))
-        ends = jnp.minimum(wanted, room)
+        requested = jnp.cumsum(
+            jnp.sum(expert[:, None] == jnp.arange(local_experts), axis=0, dtype=jnp.int32)
+        )
+        ends = jnp.minimum(requested, row_limit)
         places = jnp.argsort(order)
-        places = jnp.where(places < ends[-1], places, room)
+        places = jnp.where(places < ends[-1], places, row_limit)
         sizes = jnp.diff(ends, prepend=0)
-        return Rows(order[:room], places, sizes, wanted[-1] - ends[-1])
+        return Rows(order[:row_limit], places, sizes, requested[-1] - ends[-1])
 
 
 def _loads(chosen, count, dtype):
     """Return, for each batch row, the number of tokens that chose each expert."""
-    of_tokens = jnp.sum(chosen[..., None] == jnp.arange(count), axis=2)
-    return jnp.sum(of_tokens, axis=1, dtype=dtype)
+    choice_counts = jnp.sum(chosen[..., None] == jnp.arange(count), axis=2)
+    return jnp.sum(choice_counts, axis=1, dtype=dtype)
 
 
-def _told(parameter, gradient):
+def _zero_with_gradient(parameter, gradient):
     """Return 0, with `gradient` as the derivative with respect to the parameter."""
     return jnp.sum(gradient * (parameter[...] - jax.lax.stop_gradient(parameter[...])))
 
@@ -261,14 +265,17 @@ def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts b
     bins = cfg.HISTOGRAM_BINS
     digit = math.isqrt(bins)
     at = jnp.clip((above + _SPAN) * (bins / (2 * _SPAN)), 0, bins - 1).astype(jnp.int32)
-    one = lambda x: jax.nn.one_hot(x, digit, dtype=jnp.bfloat16)
+    one_hot = lambda x: jax.nn.one_hot(x, digit, dtype=jnp.bfloat16)
     counts = jnp.einsum(
-        "teh,tel->ehl", one(at // digit), one(at % digit), preferred_element_type=jnp.float32
+        "teh,tel->ehl",
+        one_hot(at // digit),
+        one_hot(at % digit),
+        preferred_element_type=jnp.float32,
     )
     return counts.reshape(-1, bins)
 
 
-def _bias_of(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
+def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
     """Return biases with which a fraction `share` of the tokens chooses each expert.
 
     `seen` is the histogram described in `Experts`. The biases are shifted to mean 0, which does not
@@ -281,7 +288,7 @@ def _bias_of(seen: Float[Array, "experts bins"], share: float) -> Float[Array, "
     # The threshold lies in the highest bin with at least the wanted share at or above its lower
     # edge. The position within that bin is interpolated.
     at = jnp.sum(above >= wanted, axis=1, keepdims=True) - 1
-    take = lambda x: jnp.take_along_axis(x, at, axis=1)
-    within = (take(above) - wanted) / jnp.maximum(take(seen), jnp.finfo(seen.dtype).tiny)
+    at_bin = lambda x: jnp.take_along_axis(x, at, axis=1)
+    within = (at_bin(above) - wanted) / jnp.maximum(at_bin(seen), jnp.finfo(seen.dtype).tiny)
     edge = (at + jnp.clip(within, 0, 1)) * (2 * _SPAN / bins) - _SPAN
     return -(edge - jnp.mean(edge))[:, 0]

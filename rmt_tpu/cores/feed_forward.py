@@ -69,26 +69,26 @@ class FeedForward(Core):
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq vectors size"]:
         """Run the layer on each token independently."""
-        return separate(self._long(z.whole), self.vectors)
+        return separate(self._run(z.whole), self.vectors)
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq vectors size"], Cache]:
         """Run the layer on new tokens; the cache stays empty."""
-        y = self._long(z.whole)
+        y = self._run(z.whole)
         if y.shape[1] == 1 < self.vectors:
             # Without the barrier, XLA would reorder the columns of W_2 at every step instead of the
             # columns of y.
             y = jax.lax.optimization_barrier(y)
         return separate(y, self.vectors), cache
 
-    def _long(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
+    def _run(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
         w_1 = sharding.gather(self.w_1.astype(z.dtype), "fsdp", axis=self.w_1.ndim - 2)
         if self.gated:
             w_1 = jnp.concatenate(list(w_1), axis=-1)
         w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
-        in_turn = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
-        if in_turn:
+        sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
+        if sequential:
             # Otherwise XLA would slice the weights out of their stack and run both products in one
             # instruction, which takes a fifth longer than two separate products. Only for few
             # tokens is that single instruction faster.
@@ -97,14 +97,14 @@ class FeedForward(Core):
         if self.hidden_gain is None:
             # Each device computes its own columns of `W_1 z` for the tokens of all devices along
             # `tensor`. The sums are then scattered back to the devices that hold the tokens.
-            hidden = self._activated(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
-            hidden = by_itself(hidden) if in_turn else hidden
+            hidden = self._activate(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
+            hidden = by_itself(hidden) if sequential else hidden
             return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
         norm = {"norm": self.norm, "epsilon": self.epsilon}
         hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)
-        return jnp.dot(self._activated(hidden), w_2)
+        return jnp.dot(self._activate(hidden), w_2)
 
-    def _activated(self, hidden):
+    def _activate(self, hidden):
         if not self.gated:
             return _ACTIVATIONS[self.activation](hidden)
         gate, up = jnp.split(hidden, 2, axis=-1)

@@ -24,7 +24,15 @@ from jaxtyping import Array, Float
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.cores.core import Context, Core, Index, apart, joined, other_axes, to_tokens
+from rmt_tpu.cores.core import (
+    Context,
+    Core,
+    Index,
+    flatten_rows,
+    other_axes,
+    to_tokens,
+    unflatten_rows,
+)
 from rmt_tpu.layers import short_convolution, stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
@@ -33,9 +41,9 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 # Added to the squared length of a query or a key before the division by the length.
 _EPSILON = 1e-6
 # Initial steps of the state are drawn log-uniformly from the range _STEPS, and raised to at least
-# _LEAST.
-_STEPS, _LEAST = (1e-3, 1e-1), 1e-4
-_LARGEST_RATE = 16.0
+# _MIN_STEP.
+_STEPS, _MIN_STEP = (1e-3, 1e-1), 1e-4
+_MAX_RATE = 16.0
 
 
 class Cache(NamedTuple):
@@ -81,17 +89,17 @@ class Kda(Core):
         down, up = ("embed", "rank"), ("embed", "heads")
         self.w_decay_down = weights("w_decay_down", width, core.rank, axes=down)
         self.w_decay_up = weights("w_decay_up", core.rank, size, axes=up)
-        least, most = map(jnp.log, _STEPS)
+        lowest, highest = map(jnp.log, _STEPS)
         key = (seed / "decay_bias").key()
-        steps = jax.random.uniform(key, (size,), minval=least, maxval=most)
-        steps = jnp.maximum(jnp.exp(steps), _LEAST)
+        steps = jax.random.uniform(key, (size,), minval=lowest, maxval=highest)
+        steps = jnp.maximum(jnp.exp(steps), _MIN_STEP)
         bounded = core.lower_bound is not None
         # The inverse of softplus: softplus(bias) is the step.
         self.decay_bias = nnx.Param(
             steps + jnp.log(-jnp.expm1(-steps)), role="gain", axes=("heads",)
         )
         key = (seed / "log_rate").key()
-        rates = jax.random.uniform(key, (heads,), minval=1.0, maxval=_LARGEST_RATE)
+        rates = jax.random.uniform(key, (heads,), minval=1.0, maxval=_MAX_RATE)
         log_rate = jnp.zeros(heads) if bounded else jnp.log(rates)
         self.log_rate = nnx.Param(log_rate, role="gain", axes=("heads",))
         self.w_beta = weights("w_beta", width, heads, axes=("embed", "heads"))
@@ -137,34 +145,36 @@ class Kda(Core):
     def _run(self, z, context, state, tail):
         """Return the heads' outputs, and the state and the tail after the last token."""
         x = sharding.gather(concatenate(z.whole), "tensor", axis=1)
-        q, k, v, tail = self._convolved(apart(self._own_heads(z.heads), context), context, tail)
-        gates = self._of_heads(x, self.w_gate_down, self.w_gate_up)
+        q, k, v, tail = self._convolve(
+            unflatten_rows(self._own_heads(z.heads), context), context, tail
+        )
+        gates = self._project(x, self.w_gate_down, self.w_gate_up)
         parts = (self._decays(x), self._betas(x), gates)
-        log_decay, beta, gates = (apart(part, context) for part in parts)
+        log_decay, beta, gates = (unflatten_rows(part, context) for part in parts)
         if context.lengths is not None:  # padding tokens must not change their row's state
-            there = jnp.arange(q.shape[1]) < context.lengths[:, None]
-            log_decay = jnp.where(there[..., None, None], log_decay, 0)
-            beta = jnp.where(there[..., None], beta, 0)
+            valid = jnp.arange(q.shape[1]) < context.lengths[:, None]
+            log_decay = jnp.where(valid[..., None, None], log_decay, 0)
+            beta = jnp.where(valid[..., None], beta, 0)
         scale = self.core.head_dim**-0.5
         args = (_unit(q), _unit(k), v, log_decay, beta)
         if q.shape[1] == 1 and state is not None:
-            of_one = pallas_kernels.delta_step(*(a[:, 0] for a in args), state, scale=scale)
-            read, state = of_one[0][:, None], of_one[1]
+            result = pallas_kernels.delta_step(*(a[:, 0] for a in args), state, scale=scale)
+            read, state = result[0][:, None], result[1]
         else:
             ids = context.segment_ids
             read, state = pallas_kernels.delta_attention(*args, state, scale=scale, segment_ids=ids)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
         y = normalize(read, self.gain[...], **norm) * jax.nn.sigmoid(gates)
-        return to_tokens(joined(y, context), self.layout, other_axes()), state, tail
+        return to_tokens(flatten_rows(y, context), self.layout, other_axes()), state, tail
 
-    def _convolved(self, heads, context, tail):
+    def _convolve(self, heads, context, tail):
         """Return the convolved queries, keys and values, and the new tail of inputs."""
         batch, seq = heads.shape[:2]
         channels = heads.reshape(batch, seq, 3, -1)
         if tail is None:
-            before = self.core.conv_size - 1
-            tail = jnp.zeros((batch, before, *channels.shape[2:]), channels.dtype)
-        taps = self._own(self.taps, axis=2).astype(channels.dtype)
+            earlier = self.core.conv_size - 1
+            tail = jnp.zeros((batch, earlier, *channels.shape[2:]), channels.dtype)
+        taps = self._own_part(self.taps, axis=2).astype(channels.dtype)
         qkv = short_convolution.convolve(channels, taps, tail, context.segment_ids)
         q, k, v = jnp.split(jax.nn.silu(qkv).reshape(heads.shape), 3, axis=2)
         return q, k, v, short_convolution.tail(channels, tail, context.lengths)
@@ -175,30 +185,30 @@ class Kda(Core):
         It is computed in at least float32 from the bias addition onwards.
         """
         dtype = jnp.result_type(x, jnp.float32)
-        z = self._of_heads(x, self.w_decay_down, self.w_decay_up).astype(dtype)
-        z = z + self._own(self.decay_bias).reshape(z.shape[2:])
-        rate = jnp.exp(self._own(self.log_rate))[:, None]
+        z = self._project(x, self.w_decay_down, self.w_decay_up).astype(dtype)
+        z = z + self._own_part(self.decay_bias).reshape(z.shape[2:])
+        rate = jnp.exp(self._own_part(self.log_rate))[:, None]
         if self.core.lower_bound is not None:
             return self.core.lower_bound * jax.nn.sigmoid(rate * z)
         return -rate * jax.nn.softplus(z)
 
     def _betas(self, x):
         """Return the write strength beta of every head, in at least float32."""
-        logits = jnp.dot(x, self._whole(self.w_beta, x.dtype))
+        logits = jnp.dot(x, self._gather(self.w_beta, x.dtype))
         dtype = jnp.result_type(x, jnp.float32)
         logits = sharding.swap(logits, other_axes(), split=2, join=1)
         return jax.nn.sigmoid(logits.astype(dtype))
 
-    def _of_heads(self, x, down, up):
+    def _project(self, x, down, up):
         """Return the low-rank projection `up down x` for this device's heads and for all tokens."""
-        y = jnp.dot(jnp.dot(x, self._whole(down, x.dtype)), self._whole(up, x.dtype))
+        y = jnp.dot(jnp.dot(x, self._gather(down, x.dtype)), self._gather(up, x.dtype))
         y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
         return sharding.swap(y, other_axes(), split=2, join=1)
 
-    def _whole(self, weights, dtype):
+    def _gather(self, weights, dtype):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
-    def _own(self, x, axis=0):
+    def _own_part(self, x, axis=0):
         """Return this device's heads from x, which is already sharded over `tensor`."""
         return sharding.own_part(x[...], other_axes(), axis=axis)
 

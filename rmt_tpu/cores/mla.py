@@ -37,14 +37,14 @@ from rmt_tpu.cores.core import (
     Core,
     Index,
     all_tokens,
-    apart,
-    joined,
+    flatten_rows,
     logit_scale,
     other_axes,
     own_tokens,
     put_tokens,
     ring_axis,
     to_tokens,
+    unflatten_rows,
 )
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
@@ -99,8 +99,8 @@ class Mla(Core):
 
         Logits and softmax are computed in at least float32.
         """
-        q, latent, k_rope = self._compressed(z)
-        k, v = self._expanded(latent)
+        q, latent, k_rope = self._compress(z)
+        k, v = self._expand(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         # Heads are exchanged for the tokens of all devices along the other axes, such as
         # `sequence`; the tokens along `tensor` are already here. If there are too many devices to
@@ -111,11 +111,11 @@ class Mla(Core):
         exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
         q, v = exchange(q), exchange(v)
         k = exchange(jnp.concatenate([k, k_rope], axis=-1))
-        own = context._replace(query_positions=own_tokens(context.query_positions, ring))
-        q, k = self._rotated(q, own), self._rotated(k, own)
+        own_context = context._replace(query_positions=own_tokens(context.query_positions, ring))
+        q, k = self._rotate(q, own_context), self._rotate(k, own_context)
         if context.mask is not None:
             k, v = (all_tokens(x, ring) for x in (k, v))
-            y = self._masked(q, k, v, own_tokens(context.mask, ring))
+            y = self._attend_masked(q, k, v, own_tokens(context.mask, ring))
         else:
             y = pallas_kernels.causal_attention(
                 q,
@@ -144,25 +144,27 @@ class Mla(Core):
         A single new token attends with W_kvb absorbed. Several new tokens, and the tokens of an
         empty cache, attend to expanded keys.
         """
-        q, *latents = self._compressed(z)
-        latents = (apart(sharding.gather(x, other_axes(), axis=1), context) for x in latents)
+        q, *latents = self._compress(z)
+        latents = (
+            unflatten_rows(sharding.gather(x, other_axes(), axis=1), context) for x in latents
+        )
         latent, k_rope = latents
-        k_rope = self._rotated(k_rope[:, :, None], context)[:, :, 0]
-        put = lambda kept, new: put_tokens(kept, new, layer, context.start)
-        cache = Cache(put(cache.latents, latent), put(cache.rope_keys, k_rope))
+        k_rope = self._rotate(k_rope[:, :, None], context)[:, :, 0]
+        append = lambda old, new: put_tokens(old, new, layer, context.start)
+        cache = Cache(append(cache.latents, latent), append(cache.rope_keys, k_rope))
         if context.start is None:
             return self(z, context, index), cache
-        q = apart(sharding.swap(q, other_axes(), split=2, join=1), context)
-        q = self._rotated(q, context)
+        q = unflatten_rows(sharding.swap(q, other_axes(), split=2, join=1), context)
+        q = self._rotate(q, context)
         w_up = self._up(z.whole.dtype)
         w_up = w_up.reshape(*w_up.shape[:2], -1, self.core.head_dim)
         w_up = sharding.own_part(w_up, other_axes(), axis=2)
-        given = Step(q, latent, k_rope, cache, w_up, jnp.asarray(layer), context.start)
-        attend = _absorbed if q.shape[1] == 1 else _in_parts
-        y = joined(attend(self.scale, given), context)
+        step = Step(q, latent, k_rope, cache, w_up, jnp.asarray(layer), context.start)
+        attend = _attend_absorbed if q.shape[1] == 1 else _attend_in_parts
+        y = flatten_rows(attend(self.scale, step), context)
         return to_tokens(y, self.layout, other_axes()), cache
 
-    def _compressed(self, z):
+    def _compress(self, z):
         """Return queries of this device's heads, the normed latent, and k_rope.
 
         All three cover the tokens of all devices along `tensor`.
@@ -183,21 +185,21 @@ class Mla(Core):
     def _up(self, dtype):
         return sharding.gather(self.w_kv_up.astype(dtype), "fsdp", axis=1)
 
-    def _expanded(self, latent):
+    def _expand(self, latent):
         """Return the keys, without their rope part, and the values of this device's heads."""
         split = lambda x: x.reshape(*x.shape[:-1], -1, self.core.head_dim)
         return [split(jnp.dot(latent, w)) for w in self._up(latent.dtype)]
 
-    def _rotated(self, x, context):
+    def _rotate(self, x, context):
         """Rotate the last `rope_dim` numbers of each head, if the config has RoPE."""
         match self.core.positions:
             case cfg.Rope() as rope:
                 first = x.shape[-1] - self.core.rope_dim
-                turned = pos.rotate(x[..., first:], context.query_positions, rope)
-                return jnp.concatenate([x[..., :first], turned], axis=-1)
+                rotated = pos.rotate(x[..., first:], context.query_positions, rope)
+                return jnp.concatenate([x[..., :first], rotated], axis=-1)
         return x
 
-    def _masked(self, q, k, v, mask):
+    def _attend_masked(self, q, k, v, mask):
         """Attend with an explicit mask."""
         dtype = jnp.result_type(q, jnp.float32)
         logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype) * self.scale
@@ -225,71 +227,77 @@ class Step(NamedTuple):
     start: Int[Array, " batch"]
 
 
-def _absorbed(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
+def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
     """Attend with W_kvb absorbed into queries and outputs.
 
     Keys are not expanded, and all logits are in memory at the same time.
     """
-    q, (w_uk, w_uv) = given.q, given.w_up
-    latents, rope_keys = stacks.at(given.cache, given.layer)
+    q, (w_uk, w_uv) = step.q, step.w_up
+    latents, rope_keys = stacks.at(step.cache, step.layer)
     q_nope, q_rope = jnp.split(q, [w_uk.shape[-1]], axis=-1)
     dtype = jnp.result_type(q, jnp.float32)
     absorbed = jnp.einsum("bnhd,chd->bnhc", q_nope, w_uk)
     einsum = lambda *args: jnp.einsum(*args, preferred_element_type=dtype)
     logits = einsum("bnhc,bmc->bhnm", absorbed, latents)
     logits = scale * (logits + einsum("bnhr,bmr->bhnm", q_rope, rope_keys))
-    positions, keys = given.start[:, None] + jnp.arange(q.shape[1]), jnp.arange(latents.shape[1])
+    positions, keys = step.start[:, None] + jnp.arange(q.shape[1]), jnp.arange(latents.shape[1])
     weights = _softmax(logits, positions[:, :, None] >= keys).astype(q.dtype)
     mixed = jnp.einsum("bhnm,bmc->bnhc", weights, latents)
     return jnp.einsum("bnhc,chd->bnhd", mixed, w_uv)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
-    """Compute the result of `_absorbed` with the attention kernels, on expanded keys.
+def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
+    """Compute the result of `_attend_absorbed` with the attention kernels, on expanded keys.
 
     Only as many keys are expanded at a time as there are queries.
     """
-    q, start, capacity = given.q, given.start, given.cache.latents.shape[2]
+    q, start, capacity = step.q, step.start, step.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}
-    own = _expanded(given.w_up, given.latent, given.k_rope)
-    out, log_sums = pallas_kernels.attention_forward(q, kv=own, **shared)
+    own_keys = _expand(step.w_up, step.latent, step.k_rope)
+    out, log_sums = pallas_kernels.attention_forward(q, kv=own_keys, **shared)
     size = min(q.shape[1], capacity)
 
     def add(part, state):
         first = part * size
         at = jnp.minimum(first, capacity - size)  # the last part may overlap with the one before it
-        zero, layer = jnp.zeros_like(at), given.layer.astype(at.dtype)
+        zero, layer = jnp.zeros_like(at), step.layer.astype(at.dtype)
 
-        def take(x):
-            found = jax.lax.dynamic_slice(
+        def slice_part(x):
+            part_of_layer = jax.lax.dynamic_slice(
                 x, (layer, zero, at, zero), (1, x.shape[1], size, x.shape[3])
             )
-            return found[0]
+            return part_of_layer[0]
 
         places = at + jnp.arange(size)
-        seen = (places >= first) & (places < start[:, None])
-        before = _expanded(given.w_up, *map(take, given.cache))
-        return pallas_kernels.merged(state, pallas_kernels.attention_to(q, before, seen, **shared))
+        mask = (places >= first) & (places < start[:, None])
+        cached_keys = _expand(step.w_up, *map(slice_part, step.cache))
+        return pallas_kernels.merged(
+            state, pallas_kernels.attention_to(q, cached_keys, mask, **shared)
+        )
 
     parts = -(-jnp.max(start) // size)
     out, _ = jax.lax.fori_loop(0, parts, add, (out.astype(log_sums.dtype), log_sums))
     return out.astype(q.dtype)
 
 
-def _in_parts_backward(scale, given, d_y):
+def _attend_in_parts_backward(scale, step, d_y):
     integers = {"layer": None, "start": None}
-    arrays = given._replace(**integers)
-    whole = lambda arrays: _absorbed(scale, arrays._replace(layer=given.layer, start=given.start))
-    (d_arrays,) = jax.vjp(whole, arrays)[1](d_y)
-    zeros = {name: np.zeros(getattr(given, name).shape, jax.dtypes.float0) for name in integers}
+    arrays = step._replace(**integers)
+    all_at_once = lambda arrays: _attend_absorbed(
+        scale, arrays._replace(layer=step.layer, start=step.start)
+    )
+    (d_arrays,) = jax.vjp(all_at_once, arrays)[1](d_y)
+    zeros = {name: np.zeros(getattr(step, name).shape, jax.dtypes.float0) for name in integers}
     return (d_arrays._replace(**zeros),)
 
 
-_in_parts.defvjp(lambda scale, given: (_in_parts(scale, given), given), _in_parts_backward)
+_attend_in_parts.defvjp(
+    lambda scale, step: (_attend_in_parts(scale, step), step), _attend_in_parts_backward
+)
 
 
-def _expanded(w_up, latent, k_rope):
+def _expand(w_up, latent, k_rope):
     """Return the expanded keys and values of this device's heads."""
     k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))

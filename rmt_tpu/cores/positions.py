@@ -29,8 +29,8 @@ def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array
     match rope.scaling:
         case cfg.Llama3Scaling(factor=factor, low=low, high=high, original_length=length):
             turns = length * frequencies / (2 * jnp.pi)
-            kept = jnp.clip((turns - low) / (high - low), 0, 1)
-            frequencies = frequencies * (kept + (1 - kept) / factor)
+            unscaled_share = jnp.clip((turns - low) / (high - low), 0, 1)
+            frequencies = frequencies * (unscaled_share + (1 - unscaled_share) / factor)
     return frequencies
 
 
@@ -46,15 +46,15 @@ def rotate(
     """
     dims = x.shape[-1] if rope.dims is None else rope.dims
     if dims < x.shape[-1]:
-        turned = rotate(x[..., :dims], positions, rope)
-        return jnp.concatenate([turned, x[..., dims:]], axis=-1)
+        rotated = rotate(x[..., :dims], positions, rope)
+        return jnp.concatenate([rotated, x[..., dims:]], axis=-1)
     half = dims // 2
     dtype = jnp.result_type(x, jnp.float32)
     angles = positions[:, :, None, None] * rope_frequencies(rope, dims, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def rotate_first(
@@ -75,12 +75,12 @@ def rotate_first(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rotate_first(x, positions, heads, rope):
-    turned = rotate(x[:, :, :heads, : rope.dims], positions, rope)
-    return jax.lax.dynamic_update_slice(x, turned, (0, 0, 0, 0))
+    rotated = rotate(x[:, :, :heads, : rope.dims], positions, rope)
+    return jax.lax.dynamic_update_slice(x, rotated, (0, 0, 0, 0))
 
 
-def _rotate_forward(x, positions, *fixed):
-    return _rotate_first(x, positions, *fixed), positions
+def _rotate_forward(x, positions, heads, rope):
+    return _rotate_first(x, positions, heads, rope), positions
 
 
 def _rotate_backward(heads, rope, positions, d_x):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
-from rmt_tpu.cores import Aux, Cache, Context, Core, joined, make_core
+from rmt_tpu.cores import Aux, Cache, Context, Core, flatten_rows, make_core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.embedding import Embedding, Unembedding
@@ -96,7 +96,7 @@ def start(
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "own_batch own_seq vectors size"]]:
     """Return the residual before the first write, and the first write, for this device's tokens."""
-    own = lambda x: sharding.own_part(joined(x, context), sharding.token_axes(), axis=1)
+    own = lambda x: sharding.own_part(flatten_rows(x, context), sharding.token_axes(), axis=1)
     return store.start(*embedding(own(tokens), own(_positions(embedding, context)), dtype))
 
 

@@ -112,7 +112,7 @@ def test_the_bias_moves_load_towards_the_mean(balance):
         if balance.kind == "sign":
             bias = 0.02 * params["load"]
         else:
-            bias = experts._bias_of(params["seen"], 2 / 6)
+            bias = experts._balancing_bias(params["seen"], 2 / 6)
         params, state, gradients, metrics, zeros = step(params, state)
         np.testing.assert_array_equal(gradients["load"], loads(params, x, bias))
         assert zeros == (0, 0) and not np.any(state[1].mu["load"])
@@ -134,7 +134,7 @@ def test_scores_are_counted_where_they_are():
     for e in range(3):
         np.testing.assert_array_equal(seen[e], np.histogram(above[:, e], edges)[0])
     want = -np.quantile(above, 1 - 0.25, axis=0)
-    got = np.asarray(experts._bias_of(seen / len(above), 0.25))
+    got = np.asarray(experts._balancing_bias(seen / len(above), 0.25))
     assert np.abs(got - (want - want.mean())).max() < 1 / cfg.HISTOGRAM_BINS
 
 
@@ -145,8 +145,8 @@ def test_quantiles_are_of_scores_above_that_of_the_first_expert_not_chosen():
 
     def told(seen):
         made = nnx.merge(graphdef, params | {"seen": seen})
-        routing = made._routed(scores, jnp.asarray(scores))
-        return made._told(jnp.asarray(scores), jnp.asarray(scores), routing)
+        routing = made._route(scores, jnp.asarray(scores))
+        return made._balance_loss(jnp.asarray(scores), jnp.asarray(scores), routing)
 
     third = np.sort(scores, axis=-1)[..., -3:-2]
     want = experts._histogram(jnp.asarray((scores - third).reshape(-1, 6)))

@@ -84,9 +84,11 @@ def test_latent_heads_expand_no_more_than_a_part():
 
         return jax.jit(jax.grad(total, (0, 1), has_aux=True))(given.q, given.w_up)
 
-    wanted = with_gradients(mla._absorbed)
-    assert_close(with_gradients(mla._in_parts), wanted, 1e-5)
-    arrays = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(lambda: mla._in_parts(0.3, given))()))
+    wanted = with_gradients(mla._attend_absorbed)
+    assert_close(with_gradients(mla._attend_in_parts), wanted, 1e-5)
+    arrays = re.findall(
+        r"\[([\d,]+)\]", str(jax.make_jaxpr(lambda: mla._attend_in_parts(0.3, given))())
+    )
     assert {x for x in arrays if f"{capacity}" in x.split(",")} <= {"2,2,22,5", "2,2,22,2"}
 
 
