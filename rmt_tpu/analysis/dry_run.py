@@ -9,7 +9,7 @@ from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
-from rmt_tpu.training import depth_rate, room
+from rmt_tpu.training import depth_rate, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.run import prepare, resolved
 from rmt_tpu.training.start import origin_of
@@ -49,22 +49,22 @@ def dry_run(
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     there = datasets.train.tokens_per_epoch
     flops = cost.flops_per_token(config.model, config.data.seq_len)
-    devices = run.mesh.devices.flatten()
+    devices, needs = run.mesh.devices.flatten(), memory_check.lower_bound(config, run)
     lines = {
         "model": f"{name}, residual {config.model.residual_size:,}",
         "parameters": _parts(cost.parameters(config.model)),
         "FLOPs": f"{cost.train_flops(flops, tokens):.3g}, forward and backward; "
         f"{flops:.3g} per token forward",
         "devices": f"{len(devices)} {devices[0].device_kind}, {config.train.mesh}",
-        "memory": f"{room.described(room.least(config, run))}; for all, run recipes.preflight",
+        "memory": f"{memory_check.describe(needs)}; for all, run recipes.preflight",
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
         f"{config.data.seq_len}; the data has {there:,}, each read {tokens / there:.2f} times",
     }
     lines |= plan_of(config, run.mesh).lines()
     if told := depth_rate.told(config):
         lines["rates over depth"] = f"{told} (--set=train.depth_rate)"
-    if lack := room.lack(config, run):
-        lines["too large"] = lack
+    if error := memory_check.shortfall(config, run):
+        lines["too large"] = error
     width = max(map(len, lines))
     told = "\n".join(f"{what:<{width}}  {text}" for what, text in lines.items())
     return f"{json.dumps(overrides.to_json(config), indent=2)}\n\n{told}"

@@ -19,7 +19,7 @@ from rmt_tpu.runs import lease, text_ends, workdir
 from rmt_tpu.runs.origin import Copied, Origin
 from rmt_tpu.runs.side_files import DIVERGED, SideFiles, set_aside, wants_board
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, room
+from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.loop import Loop, Outcome, OutgrewInt16, Prepared
 from rmt_tpu.training.progress import TrainingProgress
@@ -168,7 +168,7 @@ def _prepare(
     """
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     progress.say(f"{label}: {_introduction(config, run)}")
-    room.check(config, run)
+    memory_check.check(config, run)
     progress.doing("reading data")
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)

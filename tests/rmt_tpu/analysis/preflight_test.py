@@ -28,7 +28,7 @@ from rmt_tpu.estimator import (
     parse_topology,
 )
 from rmt_tpu.estimator.calibration import error_bar
-from rmt_tpu.training import room
+from rmt_tpu.training import memory_check
 from rmt_tpu.training.run import prepare
 
 GIB = 2**30
@@ -74,7 +74,7 @@ def test_memory_of_a_step(compiled):
         assert sum(b.bytes for b in compiled.buffers if b.kind == kind) == compiled.memory[kind]
     sizes = [buffer.bytes for buffer in compiled.buffers]
     assert sizes == sorted(sizes, reverse=True)
-    least = room.least(
+    least = memory_check.lower_bound(
         compiled.config, prepare(compiled.config, sharding.make_mesh("data=4", four))
     )
     assert least.state <= compiled.memory["parameters"] + compiled.memory["optimizer"]

@@ -11,7 +11,7 @@ from rmt_tpu import cost, memory
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import RunError
-from rmt_tpu.training import room
+from rmt_tpu.training import memory_check
 from rmt_tpu.training.run import prepare
 
 TINY = {"model.num_layers": 3, "data.seq_len": 16, "train.batch_size": 8, "train.mesh": "fsdp=2"}
@@ -25,7 +25,7 @@ def tiny():
 
 def test_the_least(tiny):
     config, run = tiny
-    needs = room.least(config, run)
+    needs = memory_check.lower_bound(config, run)
     parameters = 4 * sum(cost.parameters(config.model).values())
     assert parameters / 2 <= needs.gradients < 0.55 * parameters, "small ones are on both"
     assert 3 * needs.gradients <= needs.state < 3 * needs.gradients + 64
@@ -39,24 +39,24 @@ def test_the_least(tiny):
         ({"model.mixer": {"kind": "block_attention"}}, residuals / 2),
         ({"model.store": vector, "model.mixer": {"kind": "mhc"}}, 3 * residuals / 2),
     ]:
-        assert room.least(overrides.apply(config, changes), run).activations == kept
+        assert memory_check.lower_bound(overrides.apply(config, changes), run).activations == kept
 
 
 def test_a_batch_that_a_host_cannot_hold(tiny, monkeypatch):
     config, run = tiny
-    needs = room.least(config, run)
+    needs = memory_check.lower_bound(config, run)
     on_both = 2 * needs.device + needs.batch
     monkeypatch.setattr(memory, "of_machine", lambda: on_both)
-    assert room.lack(config, run) is None
+    assert memory_check.shortfall(config, run) is None
     monkeypatch.setattr(memory, "of_machine", lambda: on_both - 1)
     line = r"^--batch_size=8 of --seq_len=16 with .* on this machine, which has .* a batch\)"
     with pytest.raises(RunError, match=f"{line}: use a smaller --batch_size"):
-        room.check(config, run)
+        memory_check.check(config, run)
 
 
 def test_a_batch_that_a_device_cannot_hold(tiny):
     config, run = tiny
-    needs = room.least(config, run)
+    needs = memory_check.lower_bound(config, run)
     for stats, fits in [
         ({"bytes_limit": needs.device}, True),
         ({"bytes_limit": needs.device - 1}, False),
@@ -67,7 +67,7 @@ def test_a_batch_that_a_device_cannot_hold(tiny):
             platform="tpu", process_index=0, memory_stats=lambda stats=stats: stats
         )
         mesh = SimpleNamespace(devices=np.array([device] * 2), shape=run.mesh.shape, size=2)
-        line = room.lack(config, run._replace(mesh=mesh))
+        line = memory_check.shortfall(config, run._replace(mesh=mesh))
         assert line is None if fits else "MB on this device, which has" in line
 
 

@@ -18,10 +18,10 @@ from rmt_tpu.errors import RunError
 from rmt_tpu.training.copies import as_read
 from rmt_tpu.training.run import Run
 
-_BYTES_OF_A_TOKEN = 16  # bytes per token in a batch: three int32 and a float32
+_BATCH_BYTES_PER_TOKEN = 16  # bytes per token in a batch: three int32 and a float32
 
 
-class Least(NamedTuple):
+class MemoryLowerBound(NamedTuple):
     """Lower bounds, in bytes, on the memory that a run needs.
 
     Attributes:
@@ -44,53 +44,53 @@ class Least(NamedTuple):
         return self.state + max(self.gradients, self.activations)
 
 
-def least(config: RunConfig, run: Run) -> Least:
+def lower_bound(config: RunConfig, run: Run) -> MemoryLowerBound:
     """Return a lower bound on the memory that a run needs."""
     train, model = config.train, config.model
     # Other mixers pass at least one residual from layer to layer; a banked mixer keeps a bank of
     # earlier outputs instead.
     keeps_residuals = model.remat != "reversible" and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
-    at_a_time = tokens // train.accumulate
+    tokens_at_once = tokens // train.accumulate
     if run.mesh.shape["stage"] > 1:
-        at_a_time //= train.microbatches or run.mesh.shape["stage"]
+        tokens_at_once //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
-    of_a_token = model.residual_size * min(dtype.itemsize for dtype in dtypes)
+    token_bytes = model.residual_size * min(dtype.itemsize for dtype in dtypes)
     # the number of steps in the scan over layers
     repeats = sum(stack.repeat for stack in model.stacks)
-    activations = at_a_time * of_a_token * (repeats if keeps_residuals else 1)
-    return Least(
-        state=_bytes_on_a_device(run.abstract, run.state_shardings),
-        gradients=_bytes_on_a_device(
+    activations = tokens_at_once * token_bytes * (repeats if keeps_residuals else 1)
+    return MemoryLowerBound(
+        state=_bytes_per_device(run.abstract, run.state_shardings),
+        gradients=_bytes_per_device(
             as_read(run.abstract.params, run.abstract.copies), run.state_shardings.params
         ),
         activations=activations // run.mesh.size,
-        batch=tokens * _BYTES_OF_A_TOKEN // processes.num_processes(),
+        batch=tokens * _BATCH_BYTES_PER_TOKEN // processes.num_processes(),
     )
 
 
-def lack(config: RunConfig, run: Run) -> str | None:
-    """Return an error message if the machine has less memory than `least` returns, else None."""
-    needs = least(config, run)
+def shortfall(config: RunConfig, run: Run) -> str | None:
+    """Return an error message if there is less memory than `lower_bound` returns, else None."""
+    needs = lower_bound(config, run)
     own = [d for d in run.mesh.devices.flat if d.process_index == processes.process_id()]
-    there = memory.of_machine()
+    machine = memory.of_machine()
     if own[0].platform == "cpu":
-        places = {"machine": (len(own) * needs.device + needs.batch, there)}
+        places = {"machine": (len(own) * needs.device + needs.batch, machine)}
     else:
         limit = (own[0].memory_stats() or {}).get("bytes_limit", math.inf)
-        places = {"device": (needs.device, limit), "machine": (needs.batch, there)}
-    for place, (needed, has) in places.items():
-        if needed > has:
+        places = {"device": (needs.device, limit), "machine": (needs.batch, machine)}
+    for place, (needed, available) in places.items():
+        if needed > available:
             parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
             return (
                 f"--batch_size={config.train.batch_size} of --seq_len={config.data.seq_len} with "
                 f"{parameters:,} parameters needs at least {memory.told(needed)} on this {place}, "
-                f"which has {memory.told(has)} ({described(needs)})"
+                f"which has {memory.told(available)} ({describe(needs)})"
             )
     return None
 
 
-def described(needs: Least) -> str:
+def describe(needs: MemoryLowerBound) -> str:
     """Return a text that lists the memory of each part."""
     return (
         f"per device {memory.told(needs.state)} for parameters and optimizer, "
@@ -100,16 +100,16 @@ def described(needs: Least) -> str:
 
 
 def check(config: RunConfig, run: Run) -> None:
-    """Check that the machine has at least the memory that `least` returns.
+    """Check that the machine has at least the memory that `lower_bound` returns.
 
     Raises:
       RunError: the machine has less memory.
     """
-    if line := lack(config, run):
-        raise RunError(f"{line}: {memory.TRAIN_ADVICE}")
+    if error := shortfall(config, run):
+        raise RunError(f"{error}: {memory.TRAIN_ADVICE}")
 
 
-def _bytes_on_a_device(arrays: Any, shardings: Any) -> int:
+def _bytes_per_device(arrays: Any, shardings: Any) -> int:
     """Return the total size in bytes of the shards of all arrays on one device.
 
     Args:
