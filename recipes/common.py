@@ -107,10 +107,10 @@ def model_of_flags(
         name = Path(init_from).name
         return name, begun(name) or _as(init_from)
     name = config or preset or "rmt-tiny"
-    return name, of_origin(base_config(preset or "rmt-tiny", config), begun(name))
+    return name, with_warm_start(base_config(preset or "rmt-tiny", config), begun(name))
 
 
-def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
+def with_warm_start(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
     """Return `base` with the tokenizer of --init_from and its vocabulary size, which may be larger.
 
     Args:
@@ -122,9 +122,9 @@ def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
     """
     if begun is None and not flags.FLAGS.init_from:
         return base
-    origin = begun or _as(flags.FLAGS.init_from)
-    model = base.model.replace(vocab_size=origin.model.vocab_size)
-    data = dataclasses.replace(base.data, tokenizer=origin.data.tokenizer)
+    source = begun or _as(flags.FLAGS.init_from)
+    model = base.model.replace(vocab_size=source.model.vocab_size)
+    data = dataclasses.replace(base.data, tokenizer=source.data.tokenizer)
     train = base.train
     if begun:
         began = {name: getattr(begun.train, name) for name in BEGAN}
@@ -154,7 +154,7 @@ def _as(init_from: str) -> RunConfig:
         config = read_config(init_from)
     except ArgumentError as error:
         raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
-    # Clear the origin of that run itself: it does not matter to a run that starts from its weights.
+    # Clear where that run itself started: a run that starts from its weights does not depend on it.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
@@ -163,7 +163,7 @@ def run_config(base: RunConfig) -> RunConfig:
     """Return `base` changed by the flags of `define_run_flags`.
 
     If a flag changes the tokenizer, the vocabulary size changes too. With --init_from, however, the
-    vocabulary size stays that of the loaded parameters (see `of_origin`).
+    vocabulary size stays that of the loaded parameters (see `with_warm_start`).
 
     Raises:
       UsageError: the value of a flag, or a path in --set, is not valid.

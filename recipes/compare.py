@@ -47,7 +47,7 @@ def main() -> int:
     for name in names:
         base = dataclasses.replace(shared, model=common.base_config(name, None).model)
         begun = several.begun_within(folder.child(name))(name)
-        configs[name] = common.run_config(common.of_origin(base, begun))
+        configs[name] = common.run_config(common.with_warm_start(base, begun))
     runs = {
         name: several.seeded(name, config, folder.child(name), seeds)
         for name, config in configs.items()

@@ -71,9 +71,9 @@ def main() -> int:
     name, base = common.model_of_flags()
     config = common.run_config(base)
     if config.train.init_from:
-        from rmt_tpu.runs.origin import Origin
+        from rmt_tpu.runs.warm_start import WarmStart
 
-        Origin(config.train.init_from, config.model)  # raises an error if shapes differ
+        WarmStart(config.train.init_from, config.model)  # raises an error if shapes differ
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text

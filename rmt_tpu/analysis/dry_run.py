@@ -12,7 +12,7 @@ from rmt_tpu.storage import Folder
 from rmt_tpu.training import depth_rate, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.run import prepare, resolved
-from rmt_tpu.training.start import origin_of
+from rmt_tpu.training.start import warm_start_of
 
 
 def dry_run(
@@ -44,7 +44,7 @@ def dry_run(
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
     TaskMetrics(run, config, tokenizer)
-    origin_of(config, folder)
+    warm_start_of(config, folder)
     workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     there = datasets.train.tokens_per_epoch

@@ -44,7 +44,7 @@ def save(folder: Folder, tokenizer: Tokenizer) -> None:
     folder.write(GENERATION, text.encode())
 
 
-def of_origin(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
+def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the end tokens for a run that starts from the model in a folder.
 
     They are the end tokens of that model, and BOS, which separates documents in training. If the

@@ -64,7 +64,8 @@ def open_workdir(
       config: the config that the run is started with.
       change_config: whether a run may continue with another batch size, optimizer, number of steps
         or dtype, or with a larger D_k.
-      other: a description of another process that seems to train in the folder; see `lease.held`.
+      other: a description of another process that seems to train in the folder, from
+        `presence.announce_run`; None if there is none.
 
     Returns:
       The changes that are to be written by `write_config`.

@@ -12,7 +12,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError, of_flag
 from rmt_tpu.runs import workdir
 from rmt_tpu.runs.growth import restore_grown
-from rmt_tpu.runs.origin import Copied, Origin
+from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.run import Run
 from rmt_tpu.training.step import TrainState
@@ -50,7 +50,7 @@ class Text(NamedTuple):
 
 
 class SavedRun(NamedTuple):
-    """A run folder with its checkpoints and config; `Copied` has the same fields."""
+    """A run folder with its checkpoints and config; `ContinuedRun` has the same fields."""
 
     folder: Folder
     checkpoints: Checkpointer
@@ -61,20 +61,20 @@ def restore_or_init(
     run: Run,
     saved: SavedRun,
     text: Text,
-    origin: Origin | Copied | None,
+    warm_start: WarmStart | ContinuedRun | None,
     back: int | None,
     say: Callable[[str], None],
 ) -> Start:
     """Return the state from which a run starts or resumes.
 
-    A run without checkpoints starts from `origin` or from random parameters. Otherwise it resumes
-    from one of its checkpoints.
+    A run without checkpoints starts from `warm_start` or from random parameters. Otherwise it
+    resumes from one of its checkpoints.
 
     Args:
       run: the run's functions and shardings.
       saved: the run's folder, checkpoints and config.
       text: the text on which the run is trained.
-      origin: the run or model whose weights or state a new run takes over, or None.
+      warm_start: the run or model whose weights or state a new run takes over, or None.
       back: step of the checkpoint to go back to; None is the newest undamaged checkpoint.
       say: a function that prints a line.
 
@@ -84,14 +84,14 @@ def restore_or_init(
     """
     folder, checkpoints, config = saved
     if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
-        if isinstance(origin, Copied):
-            from_there = f"--init_from={origin.folder}"
-            start = _at(config, run, origin, from_there, text, None)
-            say(f"continuing {origin.folder} from step {start.step}, with its optimizer")
+        if isinstance(warm_start, ContinuedRun):
+            flag = f"--init_from={warm_start.folder}"
+            start = _at(config, run, warm_start, flag, text, None)
+            say(f"continuing {warm_start.folder} from step {start.step}, with its optimizer")
             return start._replace(branch=None, is_saved=False)
         state = run.jitted_init()()
-        if origin is not None:
-            params = origin.taken(state.params, run.state_shardings.params, say)
+        if warm_start is not None:
+            params = warm_start.initial_params(state.params, run.state_shardings.params, say)
             state = run.with_copies(state._replace(params=params))
         return Start(state, 0, 0)
     if processes.is_first():
@@ -103,7 +103,7 @@ def restore_or_init(
 def _at(
     config: RunConfig,
     run: Run,
-    saved: SavedRun | Copied,
+    saved: SavedRun | ContinuedRun,
     flag: str,
     text: Text,
     step: int | None,
@@ -161,16 +161,17 @@ def go_back(
         say(f"going back: {folder} resumes from step {step}; {dropped}")
 
 
-def origin_of(config: RunConfig, folder: Folder) -> Origin | Copied | None:
+def warm_start_of(config: RunConfig, folder: Folder) -> WarmStart | ContinuedRun | None:
     """Return the run or model from which a new run starts, as given by `train.init_from`.
 
     The result is None if none is given, or if the run already has checkpoints.
 
     Raises:
-      UsageError: the origin cannot be read or does not fit; see `Origin` and `Copied`.
+      UsageError: that run or model cannot be read or does not fit; see `WarmStart` and
+        `ContinuedRun`.
     """
     if not config.train.init_from or workdir.open_checkpoints(folder).steps():
         return None
     if config.train.with_optimizer:
-        return Copied(config)
-    return Origin(config.train.init_from, config.model)
+        return ContinuedRun(config)
+    return WarmStart(config.train.init_from, config.model)

@@ -15,9 +15,9 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
-from rmt_tpu.runs import lease, text_ends, workdir
-from rmt_tpu.runs.origin import Copied, Origin
+from rmt_tpu.runs import presence, text_ends, workdir
 from rmt_tpu.runs.side_files import DIVERGED, SideFiles, set_aside, wants_board
+from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
@@ -29,8 +29,8 @@ from rmt_tpu.training.start import (
     Text,
     go_back,
     meta_of,
-    origin_of,
     restore_or_init,
+    warm_start_of,
 )
 
 
@@ -115,13 +115,13 @@ def _train(
     if processes.is_first():
         workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     with progress, memory.told_if_out(memory.TRAIN_ADVICE), contextlib.ExitStack() as stack:
-        prepared, origin = _prepare(config, folder, from_step, how.label, progress)
+        prepared, warm_start = _prepare(config, folder, from_step, how.label, progress)
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
-            # Acquire the lease before anything in the folder changes, to protect a run that is
+            # Announce the run before anything in the folder changes, to protect a run that is
             # still training there.
-            other = stack.enter_context(lease.held(folder, progress.say))
+            other = stack.enter_context(presence.announce_run(folder, progress.say))
         opened = _open(folder, config, change_config, other, progress.say)
         checkpoints = _checkpointer(folder, config, progress)
         back = None
@@ -135,7 +135,9 @@ def _train(
         stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
-        start = restore_or_init(prepared.model, saved, prepared.text, origin, back, progress.say)
+        start = restore_or_init(
+            prepared.model, saved, prepared.text, warm_start, back, progress.say
+        )
         if back is not None:
             go_back(folder, checkpoints, back, progress.say)
         elif start.step and start.is_saved:
@@ -143,7 +145,8 @@ def _train(
             progress.say(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
             _write_folder(folder, config, opened, prepared.text.tokenizer)
-        # Save the copied state at once, so that this run does not depend on its origin any more.
+        # Save the copied state at once, so that this run no longer depends on the folder of the
+        # other run.
         if not start.is_saved:
             meta = meta_of(config, prepared.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
@@ -160,11 +163,11 @@ def _prepare(
     from_step: int | None,
     label: str,
     progress: TrainingProgress,
-) -> tuple[Prepared, Origin | Copied | None]:
+) -> tuple[Prepared, WarmStart | ContinuedRun | None]:
     """Construct the run's functions and read its text.
 
     Returns:
-      The prepared run, and the origin of its initial weights, or None.
+      The prepared run, and the source of its initial weights, or None.
     """
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     progress.say(f"{label}: {_introduction(config, run)}")
@@ -175,12 +178,12 @@ def _prepare(
     tasks = TaskMetrics(run, config, tokenizer)
     text = Text(tokenizer, datasets.train.checksum())
     _check_agreement(config, from_step, text.checksum)
-    origin = origin_of(config, folder)
-    if origin is not None:
-        tokenizer.ends = text_ends.of_origin(open_folder(config.train.init_from), tokenizer)
+    warm_start = warm_start_of(config, folder)
+    if warm_start is not None:
+        tokenizer.ends = text_ends.after_warm_start(open_folder(config.train.init_from), tokenizer)
     elif config.train.init_from:
         tokenizer.ends = text_ends.saved(folder, tokenizer)
-    return Prepared(config, run, text, datasets, tasks), origin
+    return Prepared(config, run, text, datasets, tasks), warm_start
 
 
 def _open(

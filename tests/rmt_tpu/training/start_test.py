@@ -17,7 +17,7 @@ from rmt_tpu.hub.folder import export
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
-from rmt_tpu.training.start import origin_of
+from rmt_tpu.training.start import warm_start_of
 from tests import models
 
 pytestmark = pytest.mark.xdist_group("start")  # one worker makes the run that all begin with
@@ -159,14 +159,14 @@ def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, c
 def test_a_copy_of_another_run_is_refused(config, origin, tmp_path, changes, reason):
     began = {"train.init_from": str(origin), "train.with_optimizer": True}
     with pytest.raises(UsageError, match=f"^--init_from=.*/origin --with_optimizer: .*{reason}"):
-        origin_of(overrides.apply(config, began | changes), open_folder(tmp_path / "copy"))
+        warm_start_of(overrides.apply(config, began | changes), open_folder(tmp_path / "copy"))
 
 
 def test_a_copy_may_go_on_otherwise_where_a_run_may(config, origin, tmp_path):
     began = {"train.init_from": str(origin), "train.with_optimizer": True}
     other = {"train.optimizer.learning_rate": 1e-4, "train.steps": 9, "train.batch_size": 4}
     on = overrides.apply(config, began | other)
-    assert origin_of(on, open_folder(tmp_path / "copy")).checkpoints.steps() == [2, 4]
+    assert warm_start_of(on, open_folder(tmp_path / "copy")).checkpoints.steps() == [2, 4]
 
 
 def test_what_has_no_state_is_not_copied(config, whole, tmp_path):
@@ -177,6 +177,6 @@ def test_what_has_no_state_is_not_copied(config, whole, tmp_path):
     for name, reason in reasons.items():
         began = {"train.init_from": str(tmp_path / name), "train.with_optimizer": True}
         with pytest.raises(UsageError, match=f"^--init_from=.*{name} --with_optimizer: .*{reason}"):
-            origin_of(overrides.apply(config, began), open_folder(tmp_path / "copy"))
+            warm_start_of(overrides.apply(config, began), open_folder(tmp_path / "copy"))
     with pytest.raises(UsageError, match="^--with_optimizer needs --init_from=RUN, "):
         overrides.apply(config, {"train.with_optimizer": True})

@@ -129,7 +129,7 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
 
 
 def test_a_run_that_lives_keeps_its_folder(config, tmp_path):
-    """Before its first checkpoint too: nothing there is changed, and the lease stays."""
+    """Before its first checkpoint too: nothing there is changed, and the presence file stays."""
     run = open_folder(tmp_path / "run")
     workdir.open_workdir(run, overrides.apply(config, {"train.seed": 1}))
     word = {"host": socket.gethostname(), "pid": os.getppid(), "seen": time.time()}

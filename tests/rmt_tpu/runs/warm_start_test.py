@@ -16,7 +16,7 @@ from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
 from rmt_tpu.runs import text_ends, workdir
-from rmt_tpu.runs.origin import Origin
+from rmt_tpu.runs.warm_start import WarmStart
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
 from rmt_tpu.training.run import prepare
@@ -38,10 +38,12 @@ def hub(config, tmp_path):
     return str(tmp_path / "hub")
 
 
-def taken(config, location, said):
+def initial_params(config, location, said):
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     drawn = run.jitted_init()().params
-    found = Origin(location, config.model).taken(drawn, run.state_shardings.params, said.append)
+    found = WarmStart(location, config.model).initial_params(
+        drawn, run.state_shardings.params, said.append
+    )
     return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (drawn, found)]
 
 
@@ -58,7 +60,7 @@ def test_another_residual_takes_what_it_shares(config, hub, mesh):
     else:
         changes |= {"model.mixer": "block_attention", "model.mixer.num_blocks": 2}
     config, said = overrides.apply(config, changes), []
-    drawn, found = taken(config, hub, said)
+    drawn, found = initial_params(config, hub, said)
     origin = traverse_util.flatten_dict(models.split(config.model.replace(mixer=cfg.Sum()))[1])
     assert len(origin) == 10
     for path, array in found.items():
@@ -89,7 +91,7 @@ def test_a_run_starts_from_a_run_once(config, tmp_path):
     trainer.train(config, tmp_path / "a", label="a")
     on = overrides.apply(config, {"train.init_from": str(tmp_path / "a"), "train.seed": 3})
     said = []
-    found = taken(on, str(tmp_path / "a"), said)[1]
+    found = initial_params(on, str(tmp_path / "a"), said)[1]
     decoder, _ = rmt_tpu.load(tmp_path / "a")
     trained = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     for path, array in found.items():
@@ -110,7 +112,7 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
     """And at the start token, which stands between its documents; kept in its folder."""
     (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     tokenizer, folder = ByteTokenizer(), open_folder(tmp_path / "run")
-    tokenizer.ends = text_ends.of_origin(open_folder(hub), tokenizer)
+    tokenizer.ends = text_ends.after_warm_start(open_folder(hub), tokenizer)
     assert tokenizer.ends == (7, 9, 256)
     text_ends.save(folder, tokenizer)
     assert text_ends.saved(folder, ByteTokenizer()) == (7, 9, 256)
@@ -121,13 +123,13 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
         with pytest.raises(UsageError, match=f"generation_config.json.* {said}"):
             text_ends.saved(folder, ByteTokenizer())
     other = BpeTokenizer("x", tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0}, [])))
-    assert text_ends.of_origin(open_folder(hub), other) == (0,)
+    assert text_ends.after_warm_start(open_folder(hub), other) == (0,)
 
 
 def test_other_shapes_are_told(config, hub):
     other = overrides.apply(config, {"model.feed_forward.hidden_dim": 40}).model
     with pytest.raises(UsageError, match=r"w_1 is \[4, 2, 128, 32\] there and \[4, 2, 128, 40\]"):
-        Origin(hub, other)
+        WarmStart(hub, other)
 
 
 def test_where_a_residual_grows_is_told(tmp_path):
@@ -136,4 +138,4 @@ def test_where_a_residual_grows_is_told(tmp_path):
     wide = overrides.apply(narrow, {"model.store.key_dim": 32}).model
     advice = f"grows in its own folder: --workdir={tmp_path} --set=model.store.key_dim=32 --change"
     with pytest.raises(UsageError, match=f"parameters of other shapes: .*; a run's D_k {advice}"):
-        Origin(str(tmp_path), wide)
+        WarmStart(str(tmp_path), wide)

@@ -1,7 +1,7 @@
 """Sources of a new run's initial state.
 
-`Origin` supplies parameters from another run or from a Hugging Face model folder. `Copied` supplies
-the complete state of another run, from which training continues.
+`WarmStart` supplies parameters from another run or from a Hugging Face model folder. `ContinuedRun`
+supplies the complete state of another run, from which training continues.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 _KEY_DIM = "model.store.key_dim"
 
 
-class Origin:
+class WarmStart:
     """A trained model from which a new model takes all parameters that both have.
 
     Parameters are shared if both models have them at the same path. Parameters that only the new
@@ -48,20 +48,20 @@ class Origin:
                 other = self._model()
         except UsageError as error:
             raise UsageError(f"--{str(error).replace('workdir=', '')}") from None
-        own, theirs = _shapes(model), _shapes(other)
+        own, other_shapes = _shapes(model), _shapes(other)
         self._other = other
-        self._shared = [path for path in own if own[path] == theirs.get(path)]
-        self._drawn = [path for path in own if path not in theirs]
+        self._shared = [path for path in own if own[path] == other_shapes.get(path)]
+        self._random = [path for path in own if path not in other_shapes]
         different = [
-            f"{_name(path)} is {list(theirs[path])} there and {list(own[path])} here"
+            f"{_name(path)} is {list(other_shapes[path])} there and {list(own[path])} here"
             for path in own
-            if path in theirs and own[path] != theirs[path]
+            if path in other_shapes and own[path] != other_shapes[path]
         ]
         if different:
             more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
             raise UsageError(
                 f"--init_from={location} has parameters of other shapes: "
-                f"{'; '.join(different[:8])}{more}{_growth(location, other, model)}"
+                f"{'; '.join(different[:8])}{more}{_growth_hint(location, other, model)}"
             )
         if not self._shared:
             raise UsageError(f"--init_from={location} shares no parameter with this model")
@@ -71,7 +71,7 @@ class Origin:
             return describe(self._folder.local_path).model
         return read_config(self._folder).model
 
-    def taken(self, params: Any, shardings: Any, say: Callable[[str], None]) -> Any:
+    def initial_params(self, params: Any, shardings: Any, say: Callable[[str], None]) -> Any:
         """Return `params` with the shared parameters replaced by those of the other model.
 
         Each device reads only its own shards.
@@ -84,40 +84,42 @@ class Origin:
         Raises:
           RunError: a file or checkpoint is damaged.
         """
-        placed = traverse_util.flatten_dict(shardings)
         flat = traverse_util.flatten_dict(params)
+        sharding_of = traverse_util.flatten_dict(shardings)
         like = {
-            path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype, sharding=placed[path])
+            path: jax.ShapeDtypeStruct(
+                flat[path].shape, flat[path].dtype, sharding=sharding_of[path]
+            )
             for path in self._shared
         }
-        read = self._of_hub(like) if self._is_hub else self._of_run(like)
+        read = self._read_hub(like) if self._is_hub else self._read_run(like)
         count = sum(x.size for x in read.values())
-        told = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are loaded from "
-        drawn = ", ".join(_name(path) for path in self._drawn[:8])
-        more = f" and {len(self._drawn) - 8} more" if len(self._drawn) > 8 else ""
-        say(told + self._location + (f"; initialised: {drawn}{more}" if drawn else ""))
+        message = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are loaded from "
+        names = ", ".join(_name(path) for path in self._random[:8])
+        more = f" and {len(self._random) - 8} more" if len(self._random) > 8 else ""
+        say(message + self._location + (f"; initialised: {names}{more}" if names else ""))
         return traverse_util.unflatten_dict(flat | read)
 
-    def _of_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+    def _read_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tree = {"params": traverse_util.unflatten_dict(like)}
         step, state, meta = open_checkpoints(self._folder).restore(tree, partial=True)
         with of_flag("init_from"):
             check_saved_with(self._folder, read_config(self._folder), step, meta, "model.")
         return traverse_util.flatten_dict(state["params"])
 
-    def _of_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+    def _read_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tensors = weights.Tensors(self._folder.local_path)
         found = weights.of_parameters(tensors, describe(self._folder.local_path))
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])
             if wanted.shape != shapes[path]:  # virtual pipeline stages split it into chunks
-                read = _in_chunks(read, shapes[path], wanted.shape)
+                read = _chunk_reader(read, shapes[path], wanted.shape)
             arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
         return arrays
 
 
-def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> str:
+def _growth_hint(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> str:
     """Return a hint about growing D_k for the end of an error message, or "" if D_k is the same."""
     sizes = [m.store.key_dim if m.store.has_keys else None for m in (other, model)]
     if None in sizes or sizes[0] == sizes[1]:
@@ -128,7 +130,7 @@ def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> st
     )
 
 
-class Copied:
+class ContinuedRun:
     """An existing run whose last checkpoint is continued by a new run in another folder.
 
     Args:
@@ -160,7 +162,7 @@ class Copied:
             raise UsageError(
                 f"{what}: the run there has another config: {'; '.join(different[:8])}; give the "
                 "same config, or leave out --with_optimizer to load only its weights"
-                f"{_growth(location, self.config.model, config.model)}"
+                f"{_growth_hint(location, self.config.model, config.model)}"
             )
         self.checkpoints = open_checkpoints(self.folder)
         try:
@@ -174,7 +176,7 @@ class Copied:
             )
 
 
-def _in_chunks(read: Callable, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Callable:
+def _chunk_reader(read: Callable, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Callable:
     whole = lambda: read(tuple(slice(0, size) for size in shape))
     return lambda index: whole().reshape(chunks)[index]
 

@@ -18,7 +18,7 @@ _STALE_SECONDS = 3 * _BEAT_SECONDS
 
 
 @contextlib.contextmanager
-def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
+def announce_run(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
     """Announce in a file that this process trains in the folder, during the body.
 
     The file is renewed every minute and does not lock the folder. If the file already exists and
@@ -33,7 +33,7 @@ def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
     Raises:
       UsageError: another process on this host trains in `folder`.
     """
-    other = _claimed(folder)
+    other = _claim(folder)
     if other:
         say(
             f"note: {other} also seems to train in {folder}; the process that saves a checkpoint "
@@ -44,9 +44,9 @@ def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
     def beat() -> None:
         while not ended.wait(_BEAT_SECONDS):
             with contextlib.suppress(Fault):
-                folder.write(FILE, _word())
+                folder.write(FILE, _own_record())
 
-    thread = threading.Thread(target=beat, name="lease", daemon=True)
+    thread = threading.Thread(target=beat, name="presence", daemon=True)
     thread.start()
     try:
         yield other
@@ -57,52 +57,56 @@ def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
             folder.delete(FILE)
 
 
-def _word() -> bytes:
+def _own_record() -> bytes:
     return json.dumps(
         {"host": socket.gethostname(), "pid": os.getpid(), "seen": time.time()}
     ).encode()
 
 
-def _claimed(folder: Folder) -> str | None:
+def _claim(folder: Folder) -> str | None:
     """Write the file for the first time, and return a description of the other process, if any.
 
-    If two processes do this at the same time, only one of them succeeds; see `held`.
+    If two processes do this at the same time, only one of them succeeds; see `announce_run`.
     """
     with contextlib.suppress(Fault):
         for _ in range(3):
             found = folder.read(FILE)
-            other, is_here = _other(found.data) if found else (None, False)
+            other, is_here = _parse_record(found.data) if found else (None, False)
             if is_here:
                 raise UsageError(
                     f"--workdir={folder} is in use by {other}; wait for it, stop it, or give "
                     "another --workdir"
                 )
             if found is None:
-                left = folder.create(FILE, _word())
+                written = folder.create(FILE, _own_record())
             else:
-                left = folder.replace(FILE, _word(), generation=found.generation)
-            if left:
+                written = folder.replace(FILE, _own_record(), generation=found.generation)
+            if written:
                 return other
     return None
 
 
-def _other(data: bytes) -> tuple[str | None, bool]:
+def _parse_record(data: bytes) -> tuple[str | None, bool]:
     """Return a description of the process that wrote the file, and whether it is on this host.
 
     The description is None if the process has ended, or has probably ended.
     """
     try:
-        said = json.loads(data)
-        host, pid, ago = str(said["host"]), int(said["pid"]), time.time() - float(said["seen"])
+        record = json.loads(data)
+        host, pid, ago = (
+            str(record["host"]),
+            int(record["pid"]),
+            time.time() - float(record["seen"]),
+        )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, False
     is_here = host == socket.gethostname()
-    if ago > _STALE_SECONDS or (is_here and not _lives(pid)):
+    if ago > _STALE_SECONDS or (is_here and not _is_alive(pid)):
         return None, False
     return f"process {pid} on {host} (seen {max(ago, 0):.0f} s ago)", is_here
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Return whether another process on this host has this process id."""
     if pid == os.getpid():
         return False

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.runs import lease
+from rmt_tpu.runs import presence
 from rmt_tpu.storage import open_folder
 from rmt_tpu.storage.local import LocalFolder
 
@@ -34,9 +34,9 @@ def ended_pid() -> int:
 )
 def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
     word = {"host": host, "pid": pid, "seen": time.time() - seen_ago}
-    (tmp_path / lease.FILE).write_text(json.dumps(word))
+    (tmp_path / presence.FILE).write_text(json.dumps(word))
     told = []
-    with lease.held(open_folder(tmp_path), told.append):
+    with presence.announce_run(open_folder(tmp_path), told.append):
         pass
     assert len(told) == noted
     assert not noted or f"process {pid} on {host} (seen 10 s ago)" in told[0]
@@ -44,13 +44,13 @@ def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
 
 def test_one_that_lives_here_keeps_its_folder(tmp_path):
     word = json.dumps({"host": HERE, "pid": os.getppid(), "seen": time.time()})
-    (tmp_path / lease.FILE).write_text(word)
+    (tmp_path / presence.FILE).write_text(word)
     with (
         pytest.raises(UsageError, match=f"--workdir={tmp_path} is .*process {os.getppid()} on "),
-        lease.held(open_folder(tmp_path), pytest.fail),
+        presence.announce_run(open_folder(tmp_path), pytest.fail),
     ):
         pass
-    assert (tmp_path / lease.FILE).read_text() == word
+    assert (tmp_path / presence.FILE).read_text() == word
 
 
 def test_of_two_that_begin_at_a_time_one_is_refused(tmp_path, monkeypatch):
@@ -62,27 +62,30 @@ def test_of_two_that_begin_at_a_time_one_is_refused(tmp_path, monkeypatch):
         return create(self, name, data)
 
     monkeypatch.setattr(LocalFolder, "create", later)
-    with pytest.raises(UsageError, match="is in use by"), lease.held(folder, pytest.fail):
+    with (
+        pytest.raises(UsageError, match="is in use by"),
+        presence.announce_run(folder, pytest.fail),
+    ):
         pass
 
 
 def test_one_that_was_killed_is_not(tmp_path):
     word = {"host": HERE, "pid": ended_pid(), "seen": time.time()}
-    (tmp_path / lease.FILE).write_text(json.dumps(word))
-    with lease.held(open_folder(tmp_path), pytest.fail):
+    (tmp_path / presence.FILE).write_text(json.dumps(word))
+    with presence.announce_run(open_folder(tmp_path), pytest.fail):
         pass
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"host": "h", "pid": "x", "seen": 1}'])
 def test_what_is_not_understood_is_passed_over(tmp_path, content):
-    (tmp_path / lease.FILE).write_text(content)
-    with lease.held(open_folder(tmp_path), pytest.fail):
+    (tmp_path / presence.FILE).write_text(content)
+    with presence.announce_run(open_folder(tmp_path), pytest.fail):
         pass
 
 
 def test_word_is_left_while_it_lasts(tmp_path):
-    path = tmp_path / lease.FILE
-    with lease.held(open_folder(tmp_path), pytest.fail):
+    path = tmp_path / presence.FILE
+    with presence.announce_run(open_folder(tmp_path), pytest.fail):
         until = time.monotonic() + 60
         while not path.exists() and time.monotonic() < until:
             time.sleep(0.01)
@@ -92,6 +95,6 @@ def test_word_is_left_while_it_lasts(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(tmp_path):
-    (tmp_path / lease.FILE).mkdir()
-    with lease.held(open_folder(tmp_path), pytest.fail):
+    (tmp_path / presence.FILE).mkdir()
+    with presence.announce_run(open_folder(tmp_path), pytest.fail):
         pass
