@@ -3,7 +3,7 @@
 The package does not depend on `rmt_tpu` or on any model.
 """
 
-from pallas_kernels.arguments import Slot, placed, taken
+from pallas_kernels.arguments import StackSlice, read_slices, write_slice
 from pallas_kernels.causal_attention import (
     attention_after,
     attention_backward,
@@ -45,7 +45,7 @@ __all__ = [
     "FRACTION_BITS",
     "Again",
     "Logits",
-    "Slot",
+    "StackSlice",
     "Statistics",
     "UnsupportedImplementation",
     "attention_after",
@@ -66,7 +66,7 @@ __all__ = [
     "merged",
     "norm_retrieve",
     "norm_retrieve_again",
-    "placed",
+    "write_slice",
     "rows_of_tokens",
     "store",
     "store_backward",
@@ -75,7 +75,7 @@ __all__ = [
     "store_norm_retrieve_at",
     "store_norm_retrieve_with_statistics",
     "sums_of_rows",
-    "taken",
+    "read_slices",
     "to_fixed_point",
     "undo",
 ]

@@ -1,4 +1,4 @@
-"""Checks of the ops' arguments, and `Slot`, an argument that selects one slice of a stacked array.
+"""Checks of the ops' arguments, and `StackSlice`, which selects one slice of a stacked array.
 
 Each error message is one line that names the invalid argument and lists the legal values.
 """
@@ -9,20 +9,26 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 Norm = Literal["layernorm", "rmsnorm"]
 FRACTION_BITS_RANGE = range(0, 21)
 
 
-class Slot(NamedTuple):
-    """The slice `stack[index]` of a stacked array, passed to an op in place of an array.
+class StackSlice(NamedTuple):
+    """The slice `stack[index]` of a stacked array, which is passed in place of the slice.
 
-    The op's result is the same as for the slice itself. A kernel reads the slice directly from the
-    stack, so a loop over the slices, for example, need not copy each slice first.
+    An op that accepts a `StackSlice` returns the same result as for the slice itself. A kernel
+    reads the slice directly from the stack, so a loop over the slices need not copy each slice
+    first.
+
+    Attributes:
+      stack: the stacked array, whose first axis counts the slices. A model may also pass a module
+        whose parameters are stacked, which selects the same slice of every parameter.
+      index: the index of the slice.
     """
 
-    stack: Float[Array, "count *shape"]
+    stack: Any
     index: Int[Array, ""] | int
 
     @property
@@ -41,23 +47,23 @@ class Slot(NamedTuple):
         return self.stack.dtype
 
 
-def placed(x: Array, to: Slot | None) -> Array:
-    """Write `x` into the slot `to` and return the updated stack; return `x` if `to` is None."""
+def write_slice(x: Array, to: StackSlice | None) -> Array:
+    """Write `x` into the slice `to` and return the updated stack; return `x` if `to` is None."""
     if to is None:
         return x
     return jax.lax.dynamic_update_index_in_dim(to.stack, x.astype(to.dtype), to.index, 0)
 
 
-def taken(x: Any) -> Any:
-    """Return the tree `x` with every `Slot` replaced by the array that the slot selects."""
-    is_slot = lambda x: isinstance(x, Slot)
+def read_slices(x: Any) -> Any:
+    """Return the tree `x` with every `StackSlice` replaced by the array that it selects."""
+    is_slice = lambda x: isinstance(x, StackSlice)
 
-    def take(x: Any) -> Any:
-        if not is_slot(x):
+    def read(x: Any) -> Any:
+        if not is_slice(x):
             return x
         return jax.lax.dynamic_index_in_dim(x.stack, x.index, keepdims=False)
 
-    return jax.tree.map(take, x, is_leaf=is_slot)
+    return jax.tree.map(read, x, is_leaf=is_slice)
 
 
 def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels import triton
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import StackSlice
 from pallas_kernels.platform import varies_in
 from pallas_kernels.target import target
 
@@ -22,7 +22,7 @@ LANES = 128
 
 # An array, or the shape and dtype of an output that is not computed yet.
 Shaped = Array | jax.ShapeDtypeStruct
-Blocked = Mapping[str, tuple[Shaped | Slot, pl.BlockSpec]]
+Blocked = Mapping[str, tuple[Shaped | StackSlice, pl.BlockSpec]]
 
 
 def tpu_call(
@@ -49,7 +49,7 @@ def tpu_call(
       kernel: the function that runs at every grid step.
       name: the kernel's name in the compiled program.
       inputs, outputs: each maps a name to a pair: an array (or its shape) and its block spec. An
-        input may also be a `Slot`, whose blocks are read directly from the stack.
+        input may also be a `StackSlice`, whose blocks are read directly from the stack.
       scratch: maps the name of each scratch buffer to its shape.
       grid: the number of steps along each grid dimension.
       semantics: the dimension semantics of each grid dimension ("parallel" or "arbitrary").
@@ -202,11 +202,11 @@ def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):
     Returns:
       The inputs without slots, and all prefetched arrays by name, sorted by name.
     """
-    slots = {name: x.index for name, (x, _) in inputs.items() if isinstance(x, Slot)}
+    slots = {name: x.index for name, (x, _) in inputs.items() if isinstance(x, StackSlice)}
     of_slots = {f"slot_{k}": jnp.asarray(i, jnp.int32).reshape(1) for k, i in slots.items()}
     tables = dict(sorted((prefetch | of_slots).items()))
 
-    def in_stack(name: str, x: Slot, spec: pl.BlockSpec):
+    def in_stack(name: str, x: StackSlice, spec: pl.BlockSpec):
         at = list(tables).index(f"slot_{name}") - len(tables)
         index = lambda *args: (args[at][0], *spec.index_map(*args))
         shape = (None, *spec.block_shape)

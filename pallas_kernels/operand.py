@@ -4,11 +4,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import StackSlice
 from pallas_kernels.call import Shaped
 
 
-def constant(x: Shaped | Slot) -> tuple[Shaped | Slot, pl.BlockSpec]:
+def constant(x: Shaped | StackSlice) -> tuple[Shaped | StackSlice, pl.BlockSpec]:
     """Pair `x` with a spec of one block that holds all of `x` and is copied to VMEM only once."""
     spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
     return x, spec

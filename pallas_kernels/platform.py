@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels.arguments import taken
+from pallas_kernels.arguments import read_slices
 from pallas_kernels.target import target
 
 Platform = str  # "tpu" or "cuda"
@@ -113,8 +113,8 @@ class Called(NamedTuple):
       name: the name of the group that the op belongs to, as in `taking_plain`.
       op: the op's name within the group.
       platforms: the platforms whose kernels support the call.
-      args: the shapes and dtypes of the arguments, in the arguments' tree structure. A `Slot` is
-        replaced by the shape of the slice that it selects.
+      args: the shapes and dtypes of the arguments, in the arguments' tree structure. A `StackSlice`
+        is replaced by the shape of the slice that it selects.
       options: the keyword arguments.
     """
 
@@ -263,7 +263,9 @@ class Implementations:
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
         lists = getattr(_collectors, "lists", ())
         if lists and platforms:
-            called = Called(self.name, op, tuple(platforms), jax.eval_shape(taken, args), options)
+            called = Called(
+                self.name, op, tuple(platforms), jax.eval_shape(read_slices, args), options
+            )
             for calls in lists:
                 calls.append(called)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import Slot, check_array, check_tokens, placed, taken
+from pallas_kernels.arguments import StackSlice, check_array, check_tokens, read_slices, write_slice
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, plain
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
@@ -98,7 +98,7 @@ def attention_forward(
     kv: Apart | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
-    to: Slot | None = None,
+    to: StackSlice | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `causal_attention` and each softmax's log-sum-exp, without a gradient.
@@ -113,7 +113,7 @@ def attention_forward(
 
 def attention_backward(
     qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"] | Slot,
+    out: Float[Array, "B N H D"] | StackSlice,
     log_sums: Float[Array, "B N H"],
     d_out: Float[Array, "B N H D"],
     *,
@@ -318,13 +318,13 @@ def _forward(call, given):
         return _whole_forward(call, given)
     part = given._replace(to=None)
     out, log_sums = divided.forward(_ops(call), call.over, part, call.kv_heads)
-    return placed(out, given.to), log_sums
+    return write_slice(out, given.to), log_sums
 
 
 def _backward(call, given, attended):
     if call.over is None:
         return _whole_backward(call, given, attended)
-    return divided.backward(_ops(call), call.over, given, taken(attended), call.kv_heads)
+    return divided.backward(_ops(call), call.over, given, read_slices(attended), call.kv_heads)
 
 
 def _ops(call):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import placed, taken
+from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.causal_attention import entries, reference
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.target import target
@@ -110,7 +110,7 @@ def attention_forward(
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `attention_forward` as specified in `interface`."""
     out, log_sums = _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
-    return placed(out, given.to), log_sums
+    return write_slice(out, given.to), log_sums
 
 
 def attention_backward(
@@ -122,7 +122,7 @@ def attention_backward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """Compute `attention_backward` as specified in `interface`."""
-    attended = taken(attended)
+    attended = read_slices(attended)
     d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
     return (d_q, d_kv) if given.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
 

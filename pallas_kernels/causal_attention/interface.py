@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import StackSlice
 
 Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
@@ -49,7 +49,7 @@ class Attention(NamedTuple):
     slopes: Float[Array, " H"] | None = None
     segment_ids: Int[Array, "B N"] | None = None
     kv: Apart | None = None
-    to: Slot | None = None
+    to: StackSlice | None = None
 
     @property
     def segments(self) -> Segments | None:
@@ -97,6 +97,6 @@ class Attended(NamedTuple):
       d_out: the cotangent of the output.
     """
 
-    out: Float[Array, "B Q H Dv"] | Slot
+    out: Float[Array, "B Q H Dv"] | StackSlice
     log_sums: Float[Array, "B Q H"]
     d_out: Float[Array, "B Q H Dv"]

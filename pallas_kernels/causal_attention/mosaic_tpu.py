@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
-from pallas_kernels.arguments import placed, taken
+from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.call import LANES, round_up
 from pallas_kernels.causal_attention import block_sizes
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
@@ -87,7 +87,7 @@ def attention_forward(
         return whole.attention_forward(given, rows=rows, interpret=interpret)
     cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
     out, log_sums = by_blocks.attention_forward(cut.given, blocks=cut.blocks, interpret=interpret)
-    return placed(cut.tokens_first(out), given.to), cut.sums_first(log_sums)
+    return write_slice(cut.tokens_first(out), given.to), cut.sums_first(log_sums)
 
 
 def attention_backward(
@@ -107,7 +107,7 @@ def attention_backward(
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
-    attended = taken(attended)
+    attended = read_slices(attended)
     cut = _Cut("attention_blocks_backward", given, kv_heads, rows, blocks)
     log_sums, d_out = cut.sums_last(attended.log_sums), cut.tokens_last(attended.d_out)
     options = {"blocks": cut.blocks, "interpret": interpret}

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import StackSlice
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
@@ -117,7 +117,7 @@ def attention_backward(
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
     d_out = tokens_last(attended.d_out.astype(call.dtype), rows)
-    if isinstance(attended.out, Slot):
+    if isinstance(attended.out, StackSlice):
         out, slot = _of_slot(call, attended.out, H)
     else:
         out, slot = (tokens_last(attended.out, rows), _block(call, H)), {}
@@ -459,7 +459,7 @@ def _of_sums(call: _Call) -> pl.BlockSpec:
     return pl.BlockSpec((1, call.heads, call.length), lambda b, *_: (b, 0, 0))
 
 
-def _of_slot(call: _Call, slot: Slot, vectors: int):
+def _of_slot(call: _Call, slot: StackSlice, vectors: int):
     """Return a slot's stack with its block spec, and the prefetched index of its block."""
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
     stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))

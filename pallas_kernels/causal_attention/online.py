@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import placed, taken
+from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import reference
 from pallas_kernels.causal_attention.divided import merged
@@ -37,14 +37,14 @@ def attention_forward(
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
     out, log_sums = _forward(True, _whole(given, kv_heads))
-    return placed(out, given.to), log_sums
+    return write_slice(out, given.to), log_sums
 
 
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """Compute `attention_backward` as specified in `interface`."""
-    gradients = _backward(True, _whole(given, kv_heads), taken(attended))
+    gradients = _backward(True, _whole(given, kv_heads), read_slices(attended))
     d_q, *d_kv = (x.astype(given.qkv.dtype) for x in gradients)
     if given.kv is not None:
         return d_q, tuple(d_kv)

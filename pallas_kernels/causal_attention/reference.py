@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import placed, taken
+from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.causal_attention.interface import (
     Apart,
     Attended,
@@ -41,14 +41,14 @@ def attention_forward(
     """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
     parts = split(given, kv_heads)
     out, log_sums = forward(*parts, given.scale, given.slopes, 0, _causal(given))
-    return placed(out, given.to), log_sums
+    return write_slice(out, given.to), log_sums
 
 
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """Compute `attention_backward` as specified in `interface`."""
-    arrays = *split(given, kv_heads), *taken(attended)
+    arrays = *split(given, kv_heads), *read_slices(attended)
     gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
     gradients = [x.astype(given.qkv.dtype) for x in gradients]
     if given.kv is not None:

@@ -15,7 +15,7 @@ from pallas_kernels.arguments import (
     check_epsilon,
     check_fraction_bits,
     check_norm,
-    taken,
+    read_slices,
 )
 from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site
@@ -108,7 +108,7 @@ def of_all_rows(site: Site, key_axis: str | None) -> Site:
     """
     if key_axis is None:
         return site
-    site = taken(site)
+    site = read_slices(site)
     return site._replace(data=sharded.gather(site.data, key_axis))
 
 

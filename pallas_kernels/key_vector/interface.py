@@ -41,7 +41,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import StackSlice
 
 # The default number of fraction bits of an int16 residual, which holds X * 2^fraction_bits rounded
 # to integers. With 9 bits the step is 1/512 and the range is from -64 to 64. Writes are then sums
@@ -59,10 +59,10 @@ class Site(NamedTuple):
     """
 
     residual: Shaped[Array, "B N K V"] | None
-    store_keys: Float[Array, "R K"] | Slot | None = None
-    data: Float[Array, "B N R V"] | Slot | None = None
-    gain: Float[Array, "K V"] | Slot | None = None
-    read_keys: Float[Array, "P K"] | Slot | None = None
+    store_keys: Float[Array, "R K"] | StackSlice | None = None
+    data: Float[Array, "B N R V"] | StackSlice | None = None
+    gain: Float[Array, "K V"] | StackSlice | None = None
+    read_keys: Float[Array, "P K"] | StackSlice | None = None
 
     @property
     def stores(self) -> bool:
@@ -85,7 +85,7 @@ class Statistics(NamedTuple):
     kernels write and read them together.
     """
 
-    both: Float[Array, "B 2 N"] | Slot
+    both: Float[Array, "B 2 N"] | StackSlice
 
     @classmethod
     def of(cls, mean: Float[Array, "B N"], rstd: Float[Array, "B N"]) -> "Statistics":
@@ -138,8 +138,8 @@ class Again(NamedTuple):
     `statistics` belong to the rebuilt residual.
     """
 
-    gain: Float[Array, "K V"] | Slot
-    read_keys: Float[Array, "A K"] | Slot
+    gain: Float[Array, "K V"] | StackSlice
+    read_keys: Float[Array, "A K"] | StackSlice
     statistics: Statistics
 
 

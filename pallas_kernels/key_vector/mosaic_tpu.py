@@ -35,7 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, DTypeLike
 
 from pallas_kernels import operand
-from pallas_kernels.arguments import Norm, Slot, taken
+from pallas_kernels.arguments import Norm, StackSlice, read_slices
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
@@ -69,7 +69,7 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
     site, *others = given if isinstance(given, Backward) else (given, *others)
     # The backward pass of a store alone has no residual; its cotangent has the same shape.
     residual = given.d_residual if site.residual is None else site.residual
-    arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
+    arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, StackSlice))
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
         return f"a residual of {residual.dtype} (legal: bfloat16, float32 or int16)"
@@ -381,7 +381,7 @@ def _means(call: Call, given: Backward) -> Means:
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
     if not call.centred:
         return Means(None, mean_an)
-    gain, read_keys = (x.astype(jnp.float32) for x in taken(site[3:]))
+    gain, read_keys = (x.astype(jnp.float32) for x in read_slices(site[3:]))
     keys = read_keys[:, :, None] * gain
     sums = jnp.sum(keys.astype(sizes.data_dtype).astype(jnp.float32), axis=1)
     mean_a = jnp.einsum("bnpv,pv->bn", dz, sums) / count
@@ -395,9 +395,9 @@ def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, count, rows, tokens), index)
 
 
-def _tokens_last(x: Array | Slot) -> Array | Slot:
+def _tokens_last(x: Array | StackSlice) -> Array | StackSlice:
     """Transpose [B, N, rows, V] to [B, V, rows, N]."""
-    if isinstance(x, Slot):
+    if isinstance(x, StackSlice):
         return x._replace(stack=_tokens_last(x.stack))
     return jnp.swapaxes(x, -3, -1)
 

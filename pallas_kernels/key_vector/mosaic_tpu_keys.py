@@ -15,12 +15,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels import operand
-from pallas_kernels.arguments import Slot, taken
+from pallas_kernels.arguments import StackSlice, read_slices
 from pallas_kernels.call import Blocked
 from pallas_kernels.key_vector.mosaic_tpu_call import Call
 
 
-def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, pl.BlockSpec]:
+def store_operand(
+    call: Call, store_keys: Array | StackSlice
+) -> tuple[Array | StackSlice, pl.BlockSpec]:
     """Return the store keys as a kernel input [R, K], with R padded to register tiles."""
     return operand.constant(_whole(store_keys, call.sizes.R_padded))
 
@@ -99,12 +101,12 @@ def read_gradients(call: Call, out: Mapping[str, jax.Array]):
     return jnp.sum(out["d_gain"], axis=0).T, jnp.sum(out["d_read_keys"], axis=0)[: call.sizes.P]
 
 
-def _whole(x: Array | Slot, rows: int) -> Array | Slot:
+def _whole(x: Array | StackSlice, rows: int) -> Array | StackSlice:
     """Return x in float32, padded with zeros to `rows` rows.
 
     If x already has that dtype and size, it is returned unchanged and may be a slot.
     """
     if x.dtype == jnp.float32 and x.shape[0] == rows:
         return x
-    x = taken(x).astype(jnp.float32)
+    x = read_slices(x).astype(jnp.float32)
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))

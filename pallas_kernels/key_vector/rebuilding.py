@@ -1,7 +1,7 @@
 """Key-vector ops for a custom backward pass that rebuilds residuals instead of saving them.
 
 These ops have no gradients themselves. They return the statistics and cotangents that a
-hand-written backward pass needs, and accept `Slot`s in place of most arrays. A backward
+hand-written backward pass needs, and accept `StackSlice`s in place of most arrays. A backward
 pass that saves the written data uses them too.
 """
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
-from pallas_kernels.arguments import Norm, Slot, taken
+from pallas_kernels.arguments import Norm, StackSlice, read_slices
 from pallas_kernels.key_vector import calls, sharded
 from pallas_kernels.key_vector.calls import Call
 from pallas_kernels.key_vector.interface import (
@@ -26,7 +26,7 @@ from pallas_kernels.platform import Implementation
 def store_forward(
     residual: Float[Array, "B N K V"],
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "b N R V"] | Slot,
+    data: Float[Array, "b N R V"] | StackSlice,
     *,
     empty: Bool[Array, ""] | bool = False,
     in_place: bool = True,
@@ -50,7 +50,7 @@ def store_forward(
 
 def store_backward(
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "b N R V"] | Slot,
+    data: Float[Array, "b N R V"] | StackSlice,
     d_stored: Float[Array, "B N K V"],
     *,
     key_axis: str | None = None,
@@ -71,10 +71,10 @@ def store_backward(
 
 def store_norm_retrieve_with_statistics(
     residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"] | Slot,
-    data: Float[Array, "b N R V"] | Slot,
-    gain: Float[Array, "K V"] | Slot,
-    read_keys: Float[Array, "P K"] | Slot,
+    store_keys: Float[Array, "R K"] | StackSlice,
+    data: Float[Array, "b N R V"] | StackSlice,
+    gain: Float[Array, "K V"] | StackSlice,
+    read_keys: Float[Array, "P K"] | StackSlice,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -94,8 +94,8 @@ def store_norm_retrieve_with_statistics(
 def norm_retrieve_again(
     residual: Shaped[Array, "B N K V"],
     statistics: Statistics,
-    gain: Float[Array, "K V"] | Slot,
-    read_keys: Float[Array, "P K"] | Slot,
+    gain: Float[Array, "K V"] | StackSlice,
+    read_keys: Float[Array, "P K"] | StackSlice,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -120,7 +120,7 @@ def norm_retrieve_again(
     site, dtype = Site(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
     call = calls.checked(Call(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site)
     if call.key_axis is not None:
-        return calls.read(call, taken(site))[0]
+        return calls.read(call, read_slices(site))[0]
     out = calls.run(call, "forward", site, statistics, dtype=call.dtype, **calls.read_options(call))
     return out.retrieved
 
@@ -128,10 +128,10 @@ def norm_retrieve_again(
 def undo(
     residual: Shaped[Array, "B N K V"],
     statistics: Statistics,
-    store_keys: Float[Array, "R K"] | Slot,
-    data: Float[Array, "b N R V"] | Slot,
-    gain: Float[Array, "K V"] | Slot,
-    read_keys: Float[Array, "P K"] | Slot,
+    store_keys: Float[Array, "R K"] | StackSlice,
+    data: Float[Array, "b N R V"] | StackSlice,
+    gain: Float[Array, "K V"] | StackSlice,
+    read_keys: Float[Array, "P K"] | StackSlice,
     d_residual: Float[Array, "B N K V"],
     d_retrieved: Float[Array, "b N P V"],
     *,
@@ -176,7 +176,7 @@ def undo(
         calls.checked(call, Site(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
     if key_axis is not None:
-        own = sharded.key_sums(*taken(site[3:]))
+        own = sharded.key_sums(*read_slices(site[3:]))
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)

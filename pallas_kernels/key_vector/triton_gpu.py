@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, DTypeLike
 
 from pallas_kernels import tuned
-from pallas_kernels.arguments import Norm, taken
+from pallas_kernels.arguments import Norm, read_slices
 from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
@@ -195,7 +195,7 @@ def forward(
     """
     if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
-    residual, store_keys, data, gain, read_keys = taken(site)
+    residual, store_keys, data, gain, read_keys = read_slices(site)
     if empty is not False:
         residual = jnp.where(empty, 0, residual)
     dtype = data.dtype if dtype is None else jnp.dtype(dtype)
@@ -240,7 +240,7 @@ def backward(
     """
     if _is_plain("backward", given.site):
         return xla.backward(given, norm=norm, fraction_bits=fraction_bits)
-    site, statistics, d_residual, d_retrieved, means, again, *_ = taken(given)
+    site, statistics, d_residual, d_retrieved, means, again, *_ = read_slices(given)
     residual, store_keys, data, gain, read_keys = site
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"

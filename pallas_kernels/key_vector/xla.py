@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int16
 
-from pallas_kernels.arguments import Norm, taken
+from pallas_kernels.arguments import Norm, read_slices
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
@@ -60,7 +60,7 @@ def forward(
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
     """Compute `forward` as defined in `interface`."""
-    site, statistics = taken((site, statistics))
+    site, statistics = read_slices((site, statistics))
     residual, store_keys, data, gain, read_keys = site
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
     if not site.stores:
@@ -109,7 +109,7 @@ def backward(
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """Compute `backward` as defined in `interface`."""
-    site, statistics, d_residual, d_retrieved, means, again, _ = taken(given)
+    site, statistics, d_residual, d_retrieved, means, again, _ = read_slices(given)
     residual, store_keys, data, *_ = site
     if not site.reads:
         wide = jnp.promote_types(jnp.float32, data.dtype)

@@ -94,7 +94,7 @@ class Attention(Core):
         return self._to_tokens(y)
 
     def forward(
-        self, z: Read, context: Context, index: Index, to: pallas_kernels.Slot
+        self, z: Read, context: Context, index: Index, to: pallas_kernels.StackSlice
     ) -> tuple[
         Float[Array, "count batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
     ]:
@@ -105,18 +105,18 @@ class Attention(Core):
         """
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
-            return pallas_kernels.placed(y, to), {}, log_sums
+            return pallas_kernels.write_slice(y, to), {}, log_sums
         forward, qkv = pallas_kernels.attention_forward, self._pack(z.heads, context)
         if sharding.axis_size(self._swapped) == 1:
             stack, log_sums = self._attend(forward, context, index, qkv, to=to)
             return stack, {}, log_sums
         y, log_sums = self._attend(forward, context, index, qkv)
-        return pallas_kernels.placed(self._to_tokens(y), to), {}, log_sums
+        return pallas_kernels.write_slice(self._to_tokens(y), to), {}, log_sums
 
     def pull_back(
         self,
         z: Read,
-        y: pallas_kernels.Slot,
+        y: pallas_kernels.StackSlice,
         saved: Float[Array, "batch all_seq own_heads"],
         context: Context,
         index: Index,
@@ -136,7 +136,7 @@ class Attention(Core):
 
         qkv, rotate_back = jax.vjp(packed, nnx.to_pure_dict(parameters), z.heads)
         if sharding.axis_size(self._swapped) > 1:
-            y, d_y = self._to_heads(pallas_kernels.taken(y)), self._to_heads(d_y)
+            y, d_y = self._to_heads(pallas_kernels.read_slices(y)), self._to_heads(d_y)
         backward = pallas_kernels.attention_backward
         d_qkv = self._attend(backward, context, index, qkv, y, saved, d_y)
         d_parameters, d_heads = rotate_back(d_qkv)

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import sharding
-from pallas_kernels import Slot, placed
+from pallas_kernels import StackSlice, write_slice
 from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import choices
@@ -204,7 +204,7 @@ class Core(nnx.Module):
         return self(z, context, index), {}
 
     def forward(
-        self, z: Read, context: Context, index: Index, to: Slot
+        self, z: Read, context: Context, index: Index, to: StackSlice
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
         """Run the core for a schedule that keeps the core's output for the backward pass.
 
@@ -214,16 +214,16 @@ class Core(nnx.Module):
         """
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:
-            return placed(jax.lax.optimization_barrier(y), to), aux, ()
+            return write_slice(jax.lax.optimization_barrier(y), to), aux, ()
         # y is one long vector per token here, so that XLA can write the last product directly into
         # its slot.
-        long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))
+        long = write_slice(concatenate(y), StackSlice(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 
     def pull_back(
         self,
         z: Read,
-        y: Slot,
+        y: StackSlice,
         saved: Any,
         context: Context,
         index: Index,

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import sharding
-from pallas_kernels import Slot
+from pallas_kernels import StackSlice
 from pallas_kernels.platform import vary_alike
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
@@ -120,7 +120,7 @@ class Group(NamedTuple):
 
 
 def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
-    merging = tuple(stacks.Slice(x, index) for x in of_stack.merging)
+    merging = tuple(StackSlice(x, index) for x in of_stack.merging)
     return stacks.at(of_stack._replace(merging=()), index)._replace(merging=merging)
 
 
@@ -474,7 +474,7 @@ class StackRunner:
             for k, stack in enumerate(written):
                 place = At(of_group * self.period + k, 0)
                 writer = _writer(layer, k, of_layer)
-                current = write_kept(self.store, current, Slot(stack, index), writer, place)
+                current = write_kept(self.store, current, StackSlice(stack, index), writer, place)
             return current
 
         return jax.lax.fori_loop(0, offset, add, summed)

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from pallas_kernels import Slot
+from pallas_kernels import StackSlice
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.kernels import as_here
@@ -70,11 +70,11 @@ class AndKeep:
         self, k: int, core: Core, z: Read, place: At, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
         """Run the core, keep its output, and write it; see `Write`."""
-        to = Slot(self.written[k], self.index)
+        to = StackSlice(self.written[k], self.index)
         with jax.named_scope(core.name):
             self.written[k], of_core, saved = core.forward(z, self.context, place.sublayer, to)
         self.saved.append(saved)
-        y = Slot(self.written[k], self.index)
+        y = StackSlice(self.written[k], self.index)
         return write_kept(self.store, current, y, writer, place), add_aux(aux, of_core)
 
 
@@ -100,7 +100,7 @@ class FromKept:
     ) -> tuple[Row, Aux]:
         """Write the kept output of the core; see `Write`."""
         graphdef, parameters = nnx.split(core, nnx.Param)
-        kept = (Slot(self.written[k], self.index), self.saved[k], self.context, place)
+        kept = (StackSlice(self.written[k], self.index), self.saved[k], self.context, place)
 
         @jax.custom_vjp
         def write(parameters, z, current, writer, aux, kept):
@@ -128,7 +128,7 @@ class FromKept:
 
 
 def write_kept(
-    store: Keeping, current: Row, y: Slot, writer: Writer, place: At, *, in_place: bool = True
+    store: Keeping, current: Row, y: StackSlice, writer: Writer, place: At, *, in_place: bool = True
 ) -> Row:
     """Return the running sum of a closed group with the kept output y added.
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
+from pallas_kernels import StackSlice
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
 from rmt_tpu.cores import Aux, Cache, Context, Core, flatten_rows, make_core
@@ -15,7 +16,6 @@ from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.parameters import Seed, stack
-from rmt_tpu.layers.stacks import Slice
 from rmt_tpu.residual.protocols import Banked, Carried, Store
 
 
@@ -132,7 +132,7 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
 def tell_slices(layer: nnx.List, stack: nnx.List, index: Index) -> None:
     """Set, in each site of one layer, the reference to the site's parameters in the stack."""
     for one, of_all in zip(layer, stack, strict=True):
-        one.site.stacked = nnx.data(Slice(of_all.site, index))
+        one.site.stacked = nnx.data(StackSlice(of_all.site, index))
 
 
 def run_core(

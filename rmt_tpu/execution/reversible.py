@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import Slot, Statistics, taken
+from pallas_kernels import StackSlice, Statistics, read_slices
 from pallas_kernels.call import nbytes
 from pallas_kernels.target import target
 from rmt_tpu import config as cfg
@@ -76,7 +76,7 @@ class _Layers:
     ) -> tuple[tuple[Read, Aux], tuple]:
         """Return the results of `run_layers`, and the arrays that `backward` needs."""
         held, aux, kept, first = self.store.hold(residual), no_aux(self.config, y.dtype), [], 0
-        y = Slot(y[None], 0)
+        y = StackSlice(y[None], 0)
         for number, stack in enumerate(self.config.stacks):
             before, last = y, len(stack.cores) - 1
 
@@ -142,7 +142,7 @@ class _Layers:
                 gradient = {}
                 for k, (site, core) in reversed(list(enumerate(layer))):
                     (statistics, _), (_, saved) = of_stack[k], of_layer[k]
-                    statistics = Statistics(Slot(statistics.both, repeat))
+                    statistics = Statistics(StackSlice(statistics.both, repeat))
                     if not at_once:
                         z = self.store.read_again(residual, site, statistics, self.dtype)
                     with jax.named_scope(core.name):
@@ -172,7 +172,7 @@ class _Layers:
         """Return the site of the last read in a stack's repeat, with its norm's statistics."""
         return nnx.merge(self.last_sites[number], site), statistics
 
-    def _empty(self, stack: cfg.Stack, before: Slot) -> list[Array]:
+    def _empty(self, stack: cfg.Stack, before: StackSlice) -> list[Array]:
         """Return uninitialised stacks for the outputs of a stack's sublayers.
 
         If the stack has several repeats, the last array has an extra slot 0, which holds the output
@@ -184,7 +184,7 @@ class _Layers:
         written = [jax.lax.empty(shape(core), before.dtype) for core in stack.cores]
         if stack.repeat > 1:
             more = jax.lax.empty((stack.repeat + 1, *written[-1].shape[1:]), before.dtype)
-            written[-1] = put(more, taken(before), 0)
+            written[-1] = put(more, read_slices(before), 0)
         return written
 
     def _layer(
@@ -199,17 +199,17 @@ class _Layers:
         return [(one.site, one.core) for one in layer], first + len(layer) * index
 
 
-def _slot(written: list[Array], k: int, repeat: Index) -> Slot:
+def _slot(written: list[Array], k: int, repeat: Index) -> StackSlice:
     """Return the slot into which sublayer k of a repeat writes its output."""
     shifted = k == len(written) - 1 and _begins_with_earlier(written)
-    return Slot(written[k], repeat + 1 if shifted else repeat)
+    return StackSlice(written[k], repeat + 1 if shifted else repeat)
 
 
-def _source(written: list[Array], before: Slot, k: int, repeat: Index) -> Slot:
+def _source(written: list[Array], before: StackSlice, k: int, repeat: Index) -> StackSlice:
     """Return the slot with the output that the site before sublayer k of a repeat writes."""
     if k:
         return _slot(written, k - 1, repeat)
-    return Slot(written[-1], repeat) if _begins_with_earlier(written) else before
+    return StackSlice(written[-1], repeat) if _begins_with_earlier(written) else before
 
 
 def _begins_with_earlier(written: list[Array]) -> bool:

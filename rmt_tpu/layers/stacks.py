@@ -1,7 +1,7 @@
 """Access to slices of stacked arrays, for loops that change one slice at a time without copying."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,6 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.platform import vary_alike
 
 Index = Int[Array, ""] | int
-
-
-class Slice(NamedTuple):
-    """A reference to one slice of a stack, which leaves the slice in the stack.
-
-    Attributes:
-      all: the whole stack, or a tree or module of stacks.
-      index: the index of the slice.
-    """
-
-    all: Any
-    index: Index
 
 
 def at(stacks: Any, index: Index) -> Any:

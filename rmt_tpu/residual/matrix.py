@@ -16,7 +16,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import Seed, gain, read_keys, storage_scale, store_keys
-from rmt_tpu.layers.stacks import Index, Slice
+from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
 
@@ -35,7 +35,7 @@ class Site(nnx.Module):
       whole: two flags: whether the data written, and the data read, have no heads.
     """
 
-    stacked: Slice | None = None
+    stacked: pallas_kernels.StackSlice | None = None
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
@@ -175,7 +175,7 @@ class Store(nnx.Module):
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
         """Write y with the site's storage keys, norm, and read with the retrieval keys."""
         if site.stacked is not None and self._few(residual):
-            store_keys, gain, read_keys = _parameters(site.stacked.all)
+            store_keys, gain, read_keys = _parameters(site.stacked.stack)
             options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": site.whole}
             given = (site.stacked.index, residual, store_keys, y, gain, read_keys)
             residual, z = pallas_kernels.store_norm_retrieve_at(*given, **options)
@@ -190,7 +190,7 @@ class Store(nnx.Module):
     def add_and_read_with_statistics(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
-        y: pallas_kernels.Slot,
+        y: pallas_kernels.StackSlice,
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
         """Write and read as `add_and_read` does, and also return the norm's statistics."""
@@ -214,7 +214,7 @@ class Store(nnx.Module):
     def write_kept(
         self,
         residual: Float[Array, "group seq own_D_k D_v"],
-        y: pallas_kernels.Slot,
+        y: pallas_kernels.StackSlice,
         writer: Float[Array, "R own_D_k"],
         *,
         empty: Bool[Array, ""] | bool,
@@ -227,7 +227,7 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def write_kept_backward(
         self,
-        y: pallas_kernels.Slot,
+        y: pallas_kernels.StackSlice,
         writer: Float[Array, "R own_D_k"],
         d_residual: Float[Array, "group seq own_D_k D_v"],
     ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
@@ -295,7 +295,7 @@ class Store(nnx.Module):
     def undo(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
-        y: pallas_kernels.Slot,
+        y: pallas_kernels.StackSlice,
         site: Site,
         z: Read,
         statistics: pallas_kernels.Statistics,
@@ -366,4 +366,4 @@ def _in_place(site: Site):
     if site.stacked is None:
         return _parameters(site)
     of_all, index = site.stacked
-    return tuple(pallas_kernels.Slot(x, index) for x in _parameters(of_all))
+    return tuple(pallas_kernels.StackSlice(x, index) for x in _parameters(of_all))

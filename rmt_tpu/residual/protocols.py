@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels import Slot, Statistics
+from pallas_kernels import StackSlice, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
@@ -73,7 +73,7 @@ class Invertible(Store, Protocol):
     """A store that can rebuild the residual before a write from the residual after it."""
 
     def add_and_read_with_statistics(
-        self, residual: Shaped[Array, "group seq *shape"], y: Slot, site: nnx.Module
+        self, residual: Shaped[Array, "group seq *shape"], y: StackSlice, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
         """Write and read as `add_and_read` does, and also return the norm's statistics."""
 
@@ -92,7 +92,7 @@ class Invertible(Store, Protocol):
     def undo(
         self,
         residual: Shaped[Array, "group seq *shape"],
-        y: Slot,
+        y: StackSlice,
         site: nnx.Module,
         z: Read,
         statistics: Statistics,
@@ -144,7 +144,7 @@ class Keeping(Store, Protocol):
     def write_kept(
         self,
         residual: Float[Array, "group seq *shape"],
-        y: Slot,
+        y: StackSlice,
         writer: Array,
         *,
         empty: Array | bool,
@@ -157,7 +157,7 @@ class Keeping(Store, Protocol):
         """
 
     def write_kept_backward(
-        self, y: Slot, writer: Array, d_residual: Float[Array, "group seq *shape"]
+        self, y: StackSlice, writer: Array, d_residual: Float[Array, "group seq *shape"]
     ) -> tuple[Written, Array]:
         """Return the cotangents of y and of the writer, given the cotangent of the residual."""
 

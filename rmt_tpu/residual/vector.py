@@ -15,7 +15,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter, storage_scale
-from rmt_tpu.layers.stacks import Index, Slice
+from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.whole_tiles import tiles
 
@@ -37,7 +37,7 @@ class Site(nnx.Module):
       stacked: this site's slice of the stack made by `Store.merging`; None if unknown.
     """
 
-    stacked: Slice | None = None
+    stacked: pallas_kernels.StackSlice | None = None
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         self.begins_layer, self.reads = place.within == 0, place.reads

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import Slot
+from pallas_kernels import StackSlice
 from pallas_kernels.causal_attention import mosaic_tpu
 from pallas_kernels.causal_attention.interface import Attended, Attention
 from tests.tiers import later
@@ -31,11 +31,11 @@ def test_a_slot_holds_what_is_given_without_one(rows):
     forward = jax.jit(functools.partial(mosaic_tpu.attention_forward, **options))
     backward = jax.jit(functools.partial(mosaic_tpu.attention_backward, **options))
     out, log_sums = forward(given)
-    filled, log_sums_again = forward(given._replace(to=Slot(stack, jnp.int32(1))))
+    filled, log_sums_again = forward(given._replace(to=StackSlice(stack, jnp.int32(1))))
     np.testing.assert_array_equal(log_sums_again, log_sums)
     np.testing.assert_array_equal(filled, _put(stack, out))
     d_qkv, _ = backward(given, Attended(out, log_sums, d_out))
-    again, _ = backward(given, Attended(Slot(filled, jnp.int32(1)), log_sums, d_out))
+    again, _ = backward(given, Attended(StackSlice(filled, jnp.int32(1)), log_sums, d_out))
     np.testing.assert_array_equal(again, d_qkv)
 
 
@@ -47,10 +47,10 @@ def _put(stack, out):
 
 def test_plain_jax_does_the_same():
     qkv, stack, d_out = arrays()
-    slot = Slot(stack, 1)
+    slot = StackSlice(stack, 1)
     out, log_sums = pallas_kernels.attention_forward(qkv, scale=0.3)
     filled, _ = pallas_kernels.attention_forward(qkv, scale=0.3, to=slot)
     np.testing.assert_array_equal(filled, _put(stack, out))
     backward = functools.partial(pallas_kernels.attention_backward, scale=0.3)
     want = backward(qkv, out, log_sums, d_out)
-    np.testing.assert_array_equal(backward(qkv, Slot(filled, 1), log_sums, d_out), want)
+    np.testing.assert_array_equal(backward(qkv, StackSlice(filled, 1), log_sums, d_out), want)

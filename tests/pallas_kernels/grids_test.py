@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import StackSlice
 from pallas_kernels.causal_attention import mosaic_tpu as causal_attention
 from pallas_kernels.causal_attention.block_sizes import Blocks
 from pallas_kernels.causal_attention.interface import Attended, Attention, Part
@@ -127,7 +127,7 @@ def key_vector_case(residual, blocks, more=""):
     options = {"norm": "layernorm", "block_sizes": blocks}
 
     def run(site, statistics, cotangents, stacks):
-        slots = site._replace(**{name: Slot(x, 1) for name, x in stacks.items()})
+        slots = site._replace(**{name: StackSlice(x, 1) for name, x in stacks.items()})
         again = Again(slots.gain, slots.read_keys, statistics)
         out = key_vector.forward(slots, **options)
         given = Backward(slots, statistics, *cotangents, again=again)
@@ -174,10 +174,10 @@ def attention_case(rows, shape, names, blocks=None):
     qkv, out = half(batch, length, heads + 2 * kv_heads, size), half(*shape)
 
     def run(qkv, stack, sums, d_out, ids):
-        given = Attention(qkv, scale=0.3, segment_ids=ids, to=Slot(stack, 1))
+        given = Attention(qkv, scale=0.3, segment_ids=ids, to=StackSlice(stack, 1))
         options = {"rows": rows, "kv_heads": kv_heads, "blocks": blocks}
         forward = causal_attention.attention_forward(given, **options)
-        attended = Attended(Slot(stack, 1), sums, d_out)
+        attended = Attended(StackSlice(stack, 1), sums, d_out)
         return forward, causal_attention.attention_backward(given, attended, **options)
 
     return run, (qkv, half(2, *shape), f(*shape[:3]), out, whole(batch, length)), names

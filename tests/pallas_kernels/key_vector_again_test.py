@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Slot, taken
+from pallas_kernels import StackSlice, read_slices
 from pallas_kernels.key_vector import mosaic_tpu, xla
 from pallas_kernels.key_vector.block_sizes import BlockSizes
 from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
@@ -22,7 +22,7 @@ def arguments(residual: str, data: str):
     draw = lambda *size: np.random.default_rng(sum(size)).normal(size=size)
     X = draw(B, N, K, V) + 3.0  # a mean that counts
     X = np.round(X * 2**9) if residual == "int16" else X
-    slot = lambda x, at: Slot(x, jnp.int32(at))
+    slot = lambda x, at: StackSlice(x, jnp.int32(at))
     return Site(
         X.astype(residual),
         slot(draw(3, R, K).astype("float32") / 4, 2),
@@ -51,7 +51,7 @@ def test_kernels_take_slots_and_read_again_what_they_have_read(residual, data, n
     site = arguments(residual, data)
     kernel = functools.partial(mosaic_tpu.forward, interpret=True, block_sizes=blocks)
     out = forward(kernel, site, norm=norm)
-    for got, want in zip(out, forward(kernel, taken(site), norm=norm), strict=True):
+    for got, want in zip(out, forward(kernel, read_slices(site), norm=norm), strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, want)
     read = Site(out.residual, gain=site.gain, read_keys=site.read_keys)
     again = forward(kernel, read, out.statistics, norm=norm, dtype=jnp.dtype(data))
@@ -82,7 +82,7 @@ def test_a_backward_pass_takes_slots():
     statistics = forward(xla.forward, site, norm="layernorm").statistics
     draw = lambda *size: np.random.default_rng(sum(size)).normal(size=size).astype(jnp.bfloat16)
     cotangents = draw(B, N, K, V), draw(B, N, P, V)
-    slot = lambda x, at: Slot(jnp.stack([0 * x, x], 0)[:: 2 * at - 1], at)
+    slot = lambda x, at: StackSlice(jnp.stack([0 * x, x], 0)[:: 2 * at - 1], at)
     statistics = Statistics(slot(statistics.both, 1))
     keys = (slot(np.float32(draw(*x)), 0) for x in ((K, V), (R, K)))
     again = Again(*keys, Statistics(slot(2 * statistics.both.stack[1], 0)))
@@ -90,5 +90,5 @@ def test_a_backward_pass_takes_slots():
         mosaic_tpu.backward, norm="layernorm", rebuild=True, interpret=True
     )
     given = Backward(site, statistics, *cotangents, None, again)
-    got, want = jax.jit(backward)(given), jax.jit(backward)(taken(given))
+    got, want = jax.jit(backward)(given), jax.jit(backward)(read_slices(given))
     jax.tree.map(np.testing.assert_array_equal, got, want)

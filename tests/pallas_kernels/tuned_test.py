@@ -260,7 +260,7 @@ def test_on_a_gpu_the_kernel_is_taken_where_a_table_says_that_it_wins(caplog):
 SOURCES = {
     ("tpu", "key_vector"): (
         6,
-        "c35904a2ae45a5ec",
+        "0949107bc7f4bfb3",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_keys.py",
         "../products.py",
@@ -274,7 +274,7 @@ SOURCES = {
     ),
     ("tpu", "attention"): (
         2,
-        "6636013aba29849d",
+        "70718a72765fbd71",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "../products.py",
