@@ -187,8 +187,13 @@ class Runs:
         return True
 
     def keep(self, run: Run) -> None:
-        """Add the record of a run that finished in its folder on this machine."""
-        if self.records is not None:
+        """Add the record of a run that finished in its folder, unless the file already has it."""
+        if self.records is None:
+            return
+        # The process that trained the run may have added its record after this process last read
+        # the file.
+        self.records.read()
+        if self.records.find(run.config, run.grows_from) is None:
             self.records.add(run.label, run.config, of_folder(run.folder), run.grows_from)
 
     def record(self, run: Run) -> Record:

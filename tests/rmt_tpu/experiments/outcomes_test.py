@@ -17,6 +17,7 @@ from rmt_tpu.experiments import (
     records,
     residual_size,
     results,
+    runs,
     trained,
 )
 from rmt_tpu.experiments.outcomes import Outcome
@@ -252,6 +253,24 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
         file.write_bytes(damaged)
         with pytest.raises(RunError, match="line 1 is not the outcome of a run; legal: lines that"):
             records.Records(folder, "lines.jsonl", 7)
+
+
+def test_a_run_that_another_process_recorded_is_not_recorded_twice(tmp_path):
+    """With --jobs, each process reads the file at its start, before its neighbours end."""
+    folder = open_folder(tmp_path)
+    config = resolved(residual_size.growth("tiny").arms[0].config)
+    run = runs.Run("a/seed-0", folder.child("a"), config, None)
+    rows = [{"step": config.train.steps, "eval/loss": 2.5}]
+    run.folder.write("metrics.jsonl", (json.dumps(rows[0]) + "\n").encode())
+    run.folder.write("complete.json", json.dumps({"step": config.train.steps}).encode())
+    run.folder.write("config.json", json.dumps(overrides.to_json(config)).encode())
+    both = [
+        runs.Runs(plan.Plan(()), (), lambda c: c, folder, records.Records(folder, "lines.jsonl", 7))
+        for _ in range(2)
+    ]
+    assert [of.settled(run) for of in both] == [True, True]
+    lines = (tmp_path / "lines.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [2.5]
 
 
 def test_the_rule_of_a_rate_is_part_of_what_a_run_is(tmp_path, monkeypatch):
