@@ -369,12 +369,12 @@ class StackRunner:
         group.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
-        for one, stacked in zip(layer, of_layer.merging, strict=False):
-            one.site.stacked = nnx.data(stacked)
+        in_place = self.grouping.closed and of_layer.merging
+        scores = of_layer.merging if in_place else of_layer.scores
         for k, one in enumerate(layer):
             place = At(at + offset * self.period + k, at)
             prior, rows, current, z = self.mixer.read(
-                self.store, one.site, of_layer.scores[k], prior, rows, current, place
+                self.store, one.site, scores[k], prior, rows, current, place
             )
             writer = _writer(layer, k, of_layer)
             current, aux = write(k, one.core, z, place, current, writer, aux)

@@ -1,5 +1,6 @@
 """The parameters of a period of sublayers, and the layer code of the state-carrying schedules."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -129,10 +130,20 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
     return total | {name: total[name] + x.astype(total[name].dtype) for name, x in of_core.items()}
 
 
-def tell_slices(layer: nnx.List, stack: nnx.List, index: Index) -> None:
-    """Set, in each site of one layer, the reference to the site's parameters in the stack."""
-    for one, of_all in zip(layer, stack, strict=True):
-        one.site.stacked = nnx.data(StackSlice(of_all.site, index))
+def sites_and_cores(
+    layer: nnx.List, stack: nnx.List | None = None, index: Index | None = None
+) -> list[tuple[nnx.Module | StackSlice, Core]]:
+    """Return the site and the core of each sublayer of one layer.
+
+    If `stack` is given, each site is not the layer's own, but slice `index` of the stack's site, so
+    that kernels read the site's parameters directly from the stack.
+    """
+    if stack is None:
+        return [(sublayer.site, sublayer.core) for sublayer in layer]
+    return [
+        (StackSlice(stacked.site, index), sublayer.core)
+        for sublayer, stacked in zip(layer, stack, strict=True)
+    ]
 
 
 def run_core(
@@ -159,7 +170,7 @@ def run_core(
 def run_layer(
     mixer: Carried,
     store: Store,
-    sublayers: nnx.List,
+    sublayers: Sequence[tuple[nnx.Module | StackSlice, Core]],
     carry: tuple[Any, Float[Array, "batch y_seq vectors size"], Aux],
     context: Context,
     first: Index,
@@ -171,7 +182,7 @@ def run_layer(
     Args:
       mixer: the model's mixer.
       store: the residual's store.
-      sublayers: the sublayers of one period.
+      sublayers: the site and the core of each sublayer of one period: see `sites_and_cores`.
       carry: the mixer's state, the output that is to be written next, and the cores' summed
         scalars.
       context: the rule for which tokens may attend to which.
@@ -184,9 +195,9 @@ def run_layer(
     """
     state, y, aux = carry
     new = []
-    for k, sublayer in enumerate(sublayers):
-        state, z = mixer.advance(store, state, y, sublayer.site, first + k)
+    for k, (site, core) in enumerate(sublayers):
+        state, z = mixer.advance(store, state, y, site, first + k)
         cache = None if caches is None else caches[k]
-        y, cache, aux = run_core(sublayer.core, z, context, first + k, cache, layer, aux)
+        y, cache, aux = run_core(core, z, context, first + k, cache, layer, aux)
         new.append(cache)
     return (state, y, aux), None if caches is None else tuple(new)

@@ -243,7 +243,7 @@ def _carried(decoder: Model, schedule: sharding.Schedule) -> Stages:
 
     def chunk(layers, of_mixer, index, carry, given):
         (mixer,), stack = to_mixer(of_mixer), nnx.merge(graphdef, layers)
-        body, carry = (mixer, decoder.store, stack, config.remat), (*carry, no_aux(config, dtype))
+        body, carry = (mixer, decoder.store, stack, config), (*carry, no_aux(config, dtype))
         (*carry, aux), _ = scanned.scan(*body, carry, given.context, index * size)
         return tuple(carry), aux
 

@@ -22,7 +22,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.kernels import as_here
-from rmt_tpu.execution.layer import Model, add_aux, no_aux, tell_slices
+from rmt_tpu.execution.layer import Model, add_aux, no_aux, sites_and_cores
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import empty_like, put, scan
@@ -189,14 +189,13 @@ class _Layers:
 
     def _layer(
         self, number: int, first: int, stack: dict, parameters: dict, index: Index
-    ) -> tuple[list[tuple[nnx.Module, Core]], Index]:
-        """Return the sites and cores of one period of a stack.
+    ) -> tuple[list[tuple[StackSlice, Core]], Index]:
+        """Return the sites and cores of one period of a stack; the sites are slices of the stack.
 
         The second result is the number of sublayers before the period.
         """
         of_stack, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
-        tell_slices(layer, of_stack, index)
-        return [(one.site, one.core) for one in layer], first + len(layer) * index
+        return sites_and_cores(layer, of_stack, index), first + len(layer) * index
 
 
 def _slot(written: list[Array], k: int, repeat: Index) -> StackSlice:

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import Model, no_aux, run_layer, tell_slices
+from rmt_tpu.execution.layer import Model, no_aux, run_layer, sites_and_cores
 from rmt_tpu.execution.remat import rematerialize, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import Carried, Store
+from rmt_tpu.residual.protocols import Carried, Invertible, Store
 
 
 def run_layers(
@@ -40,7 +40,7 @@ def run_layers(
     carry, new, first = (*mixer.start(store, state, y), no_aux(config, y.dtype)), [], 0
     for number, (of_stack, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
         of_cores = None if caches is None else caches[number]
-        body = (mixer, store, stack, config.remat)
+        body = (mixer, store, stack, config)
         carry, of_cores = scan(*body, carry, context, first, of_cores)
         new.append(of_cores)
         first += of_stack.num_sublayers
@@ -53,7 +53,7 @@ def scan(
     mixer: Carried,
     store: Store,
     stack: nnx.List,
-    remat: cfg.RematPolicy,
+    config: cfg.ModelConfig,
     carry: tuple[Any, Array, Aux],
     context: Context,
     first: Index,
@@ -65,7 +65,7 @@ def scan(
       mixer: the model's mixer.
       store: the residual's store.
       stack: the stack of layers.
-      remat: what the backward pass recomputes.
+      config: the model's config, whose `remat` says what the backward pass recomputes.
       carry: the mixer's state, the output that is to be written next, and the cores' summed
         scalars.
       context: the rule for which tokens may attend to which.
@@ -77,20 +77,20 @@ def scan(
     """
     graphdef, layers = nnx.split(stack)
     layers = nnx.to_pure_dict(layers)
+    in_place = caches is not None and _reads_stacks(config, store, carry[0])
     of_mixer, shared = nnx.split(mixer)
     shared = nnx.to_pure_dict(shared)
 
     def body(carry, scanned, shared, given, caches=None):
         (layer, index), (context, first) = scanned, given
         layer = nnx.merge(graphdef, layer)
-        if caches is not None:
-            tell_slices(layer, stack, index)
+        sublayers = sites_and_cores(layer, *((stack, index) if in_place else ()))
         at = first + len(stack) * index
         mixer = nnx.merge(of_mixer, shared)
-        return run_layer(mixer, store, layer, carry, context, at, caches, index)
+        return run_layer(mixer, store, sublayers, carry, context, at, caches, index)
 
     given = context, first
-    if remat == "full" and caches is None:
+    if config.remat == "full" and caches is None:
         run = lambda carry, scanned, *given: body(carry, scanned, *given)[0]
         return scan_recomputed(run, carry, layers, shared, given), None
 
@@ -98,4 +98,14 @@ def scan(
         return body(carry[0], scanned, shared, given, carry[1]), None
 
     scanned = layers, jnp.arange(len(jax.tree.leaves(layers)[0]))
-    return stacks.scan(rematerialize(step, remat), (carry, caches), scanned)[0]
+    return stacks.scan(rematerialize(step, config.remat), (carry, caches), scanned)[0]
+
+
+def _reads_stacks(config: cfg.ModelConfig, store: Store, state: Any) -> bool:
+    """Return whether sites read their parameters directly from the stacks while decoding.
+
+    Only a mixer that passes each site on to the store, and whose state is the residual, accepts a
+    slice of a stack as the site. The reversible schedule needs the same of a mixer.
+    """
+    alone = "reversible" in config.mixer.remats
+    return alone and isinstance(store, Invertible) and store.reads_stacks(state)

@@ -261,7 +261,7 @@ class DepthAttention(nnx.Module):
         self,
         store: Merging,
         site: nnx.Module,
-        score: Float[Array, " scored"],
+        score: Float[Array, " scored"] | pallas_kernels.StackSlice,
         prior: Prior,
         rows: Bank | None,
         current: Row,
@@ -273,9 +273,9 @@ class DepthAttention(nnx.Module):
         """
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
-        if site.stacked is not None and rows is None:
+        if isinstance(score, pallas_kernels.StackSlice):
             sealed, given = (*prior, place), {"active": active, "epsilon": self.epsilon}
-            return prior, rows, current, store.merge_few(sealed, current, site, **given)
+            return prior, rows, current, store.merge_few(sealed, current, score, site, **given)
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
 
         def with_current(mixed, log_sums, place):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
+from pallas_kernels import StackSlice
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
@@ -30,12 +31,8 @@ class Site(nnx.Module):
       gain: the gain of the norm, [D_k, D_v].
       read_keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF or r_U, [R, D_k], if
         the next core reads the whole residual.
-      stacked: the stack that contains this site as a slice, with the slice's index; None if
-        unknown.
       whole: two flags: whether the data written, and the data read, have no heads.
     """
-
-    stacked: pallas_kernels.StackSlice | None = None
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
@@ -171,15 +168,20 @@ class Store(nnx.Module):
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
-        site: Site,
+        site: Site | StackSlice,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
-        """Write y with the site's storage keys, norm, and read with the retrieval keys."""
-        if site.stacked is not None and self._few(residual):
-            store_keys, gain, read_keys = _parameters(site.stacked.stack)
-            options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": site.whole}
-            given = (site.stacked.index, residual, store_keys, y, gain, read_keys)
+        """Write y with the site's storage keys, norm, and read with the retrieval keys.
+
+        If `site` is a slice of a stack of sites, the kernel for a few tokens is used: see
+        `reads_stacks`.
+        """
+        if isinstance(site, StackSlice):
+            stacked, layer = site
+            store_keys, gain, read_keys = _parameters(stacked)
+            options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": stacked.whole}
+            given = (layer, residual, store_keys, y, gain, read_keys)
             residual, z = pallas_kernels.store_norm_retrieve_at(*given, **options)
-            return residual, site.split(z)
+            return residual, stacked.split(z)
         store_keys, gain, read_keys = _parameters(site)
         residual, z = pallas_kernels.store_norm_retrieve(
             residual, store_keys, y, gain, read_keys, **self._options()
@@ -190,15 +192,15 @@ class Store(nnx.Module):
     def add_and_read_with_statistics(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
-        y: pallas_kernels.StackSlice,
-        site: Site,
+        y: StackSlice,
+        site: Site | StackSlice,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
         """Write and read as `add_and_read` does, and also return the norm's statistics."""
-        store_keys, gain, read_keys = _in_place(site)
+        store_keys, gain, read_keys = _parameters(site)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, store_keys, y, gain, read_keys, **self._options()
         )
-        return residual, site.split(z), statistics
+        return residual, _module(site).split(z), statistics
 
     @jax.named_scope("residual")
     def write(
@@ -214,7 +216,7 @@ class Store(nnx.Module):
     def write_kept(
         self,
         residual: Float[Array, "group seq own_D_k D_v"],
-        y: pallas_kernels.StackSlice,
+        y: StackSlice,
         writer: Float[Array, "R own_D_k"],
         *,
         empty: Bool[Array, ""] | bool,
@@ -227,7 +229,7 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def write_kept_backward(
         self,
-        y: pallas_kernels.StackSlice,
+        y: StackSlice,
         writer: Float[Array, "R own_D_k"],
         d_residual: Float[Array, "group seq own_D_k D_v"],
     ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
@@ -277,7 +279,7 @@ class Store(nnx.Module):
     def read_again(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
-        site: Site,
+        site: Site | StackSlice,
         statistics: pallas_kernels.Statistics,
         dtype: DTypeLike,
     ) -> Read:
@@ -285,22 +287,22 @@ class Store(nnx.Module):
 
         `statistics` are the norm's statistics from that read.
         """
-        _, gain, read_keys = _in_place(site)
+        _, gain, read_keys = _parameters(site)
         z = pallas_kernels.norm_retrieve_again(
             residual, statistics, gain, read_keys, dtype=dtype, **self._options()
         )
-        return site.split(z)
+        return _module(site).split(z)
 
     @jax.named_scope("residual")
     def undo(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
-        y: pallas_kernels.StackSlice,
-        site: Site,
+        y: StackSlice,
+        site: Site | StackSlice,
         z: Read,
         statistics: pallas_kernels.Statistics,
         cotangents: tuple[Float[Array, "group seq own_D_k D_v"], Read],
-        before: tuple[Site, pallas_kernels.Statistics] | None = None,
+        before: tuple[Site | StackSlice, pallas_kernels.Statistics] | None = None,
     ) -> tuple[
         Shaped[Array, "group seq own_D_k D_v"],
         Float[Array, "group seq own_D_k D_v"],
@@ -315,11 +317,11 @@ class Store(nnx.Module):
           site's parameters; and the preceding site's read of that residual, if `before` gives the
           preceding site with its norm's statistics (otherwise None).
         """
-        store_keys, gain, read_keys = _in_place(site)
+        store_keys, gain, read_keys = _parameters(site)
         d_residual, d_z = cotangents
         again = None
         if before is not None:
-            again = pallas_kernels.Again(*_in_place(before[0])[1:], before[1])
+            again = pallas_kernels.Again(*_parameters(before[0])[1:], before[1])
         g = pallas_kernels.undo(
             residual,
             statistics,
@@ -328,19 +330,19 @@ class Store(nnx.Module):
             gain,
             read_keys,
             d_residual,
-            site.join(d_z),
+            _module(site).join(d_z),
             norm=self.norm,
             fraction_bits=self.fraction_bits,
             key_axis=_key_axis(),
-            retrieved=site.join(z),
+            retrieved=_module(site).join(z),
             again=again,
         )
         d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
-        z_before = None if before is None else before[0].split(g.retrieved)
+        z_before = None if before is None else _module(before[0]).split(g.retrieved)
         return g.rebuilt, g.residual, g.data, d_site, z_before
 
-    def _few(self, residual):
-        """Return whether the kernel for a few tokens supports this residual."""
+    def reads_stacks(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
+        """Return whether the kernel for a few tokens, which reads stacks, supports the residual."""
         return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):
@@ -357,13 +359,13 @@ def _key_axis() -> str | None:
     return "key" if sharding.axis_size("key") > 1 else None
 
 
-def _parameters(site: Site):
+def _module(site: Site | StackSlice) -> Site:
+    """Return the site, or the stack of sites of which `site` is a slice."""
+    return site.stack if isinstance(site, StackSlice) else site
+
+
+def _parameters(site: Site | StackSlice) -> tuple[Array, ...] | tuple[StackSlice, ...]:
+    """Return the site's storage keys, gain and retrieval keys, as slices if the site is a slice."""
+    if isinstance(site, StackSlice):
+        return tuple(StackSlice(x, site.index) for x in _parameters(site.stack))
     return site.store_keys[...], site.gain[...], site.read_keys[...]
-
-
-def _in_place(site: Site):
-    """Return the site's parameters, as references into their stacks if the site knows its stack."""
-    if site.stacked is None:
-        return _parameters(site)
-    of_all, index = site.stacked
-    return tuple(pallas_kernels.StackSlice(x, index) for x in _parameters(of_all))

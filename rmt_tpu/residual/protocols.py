@@ -70,17 +70,29 @@ class Store(Protocol):
 
 @runtime_checkable
 class Invertible(Store, Protocol):
-    """A store that can rebuild the residual before a write from the residual after it."""
+    """A store that can rebuild the residual before a write from the residual after it.
+
+    Its methods, and `add_and_read`, also accept a slice of a stack of sites in place of a site.
+    """
+
+    def reads_stacks(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
+        """Return whether `add_and_read` should receive a `StackSlice` as its site while decoding.
+
+        Its kernel for a few tokens then reads the site's parameters directly from the stacks.
+        """
 
     def add_and_read_with_statistics(
-        self, residual: Shaped[Array, "group seq *shape"], y: StackSlice, site: nnx.Module
+        self,
+        residual: Shaped[Array, "group seq *shape"],
+        y: StackSlice,
+        site: nnx.Module | StackSlice,
     ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
         """Write and read as `add_and_read` does, and also return the norm's statistics."""
 
     def read_again(
         self,
         residual: Shaped[Array, "group seq *shape"],
-        site: nnx.Module,
+        site: nnx.Module | StackSlice,
         statistics: Statistics,
         dtype: DTypeLike,
     ) -> Read:
@@ -93,11 +105,11 @@ class Invertible(Store, Protocol):
         self,
         residual: Shaped[Array, "group seq *shape"],
         y: StackSlice,
-        site: nnx.Module,
+        site: nnx.Module | StackSlice,
         z: Read,
         statistics: Statistics,
         cotangents: tuple[Float[Array, "group seq *shape"], Read],
-        before: tuple[nnx.Module, Statistics] | None = None,
+        before: tuple[nnx.Module | StackSlice, Statistics] | None = None,
     ) -> tuple[
         Shaped[Array, "group seq *shape"],
         Float[Array, "group seq *shape"],
@@ -213,6 +225,7 @@ class MergingFew(Merging, Protocol):
             Float[Array, "sites batch seq *shape"], Float[Array, "sites batch seq"], Index
         ],
         current: Row,
+        parameters: StackSlice,
         site: nnx.Module,
         *,
         active: Array,
@@ -220,8 +233,8 @@ class MergingFew(Merging, Protocol):
     ) -> Read:
         """Mix and read as `merge_and_read` does, for a few tokens.
 
-        The kernels select the site's slice of the stacked parameters themselves; `site.stacked`
-        says which slice it is. `sealed` holds the log-sum-exp of all sites.
+        `parameters` is the site's slice of the result of `merging`, which the kernels select from
+        the stack themselves. `sealed` holds the log-sum-exp of all sites.
         """
 
 
@@ -242,7 +255,8 @@ class Carried(Protocol):
     ) -> tuple[Any, Read]:
         """Write y and read at a site; return the new state and the core's input.
 
-        `index` is the number of sublayers before the site.
+        `index` is the number of sublayers before the site. A mixer with `remat="reversible"` must
+        also accept a `StackSlice` of a stack of sites, and pass it on to the store.
         """
 
 
@@ -358,7 +372,7 @@ class Banked(Protocol):
         self,
         store: Store,
         site: nnx.Module,
-        score: Float[Array, "*scored"],
+        score: Float[Array, "*scored"] | StackSlice,
         prior: Any,
         rows: Bank | None,
         current: Row,
@@ -369,7 +383,7 @@ class Banked(Protocol):
         Args:
           store: the residual's store.
           site: the site before the sublayer.
-          score: the site's entry of `scores`.
+          score: the site's entry of `scores`; or its slice of the result of `FewTokens.merging`.
           prior: the result of phase one for the group.
           rows: the group's own rows (None for a closed group); rows that are not sealed yet are
             ignored.
@@ -427,6 +441,6 @@ class FewTokens(Protocol):
     ) -> tuple[Array, ...]:
         """Return, for each sublayer of a stack's period, its site's parameters in all repeats.
 
-        If the result is (), sites use their own parameters as usual. Otherwise a site's `stacked`
-        attribute identifies its slice.
+        If the result is (), sites use their own parameters as usual. Otherwise `read` receives, in
+        place of a site's score, the `StackSlice` with the site's parameters.
         """

@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels import StackSlice
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import Index, Store, Written
 
@@ -22,7 +23,7 @@ class Sum(nnx.Module):
         return store.hold(state), y
 
     def advance(
-        self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
+        self, store: Store, state: Any, y: Written, site: nnx.Module | StackSlice, index: Index
     ) -> tuple[Any, Read]:
         """Write the previous output y; return the new state and the next sublayer's input."""
         return store.add_and_read(state, y, site)

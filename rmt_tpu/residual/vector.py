@@ -34,10 +34,7 @@ class Site(nnx.Module):
         directly.
       read_fewer: W_K and W_V, [2, D, G * D_h], if there are only G key and value heads; otherwise
         None.
-      stacked: this site's slice of the stack made by `Store.merging`; None if unknown.
     """
-
-    stacked: pallas_kernels.StackSlice | None = None
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         self.begins_layer, self.reads = place.within == 0, place.reads
@@ -195,6 +192,7 @@ class Store(nnx.Module):
         self,
         sealed: tuple[Float[Array, "sites batch seq held"], Float[Array, "sites batch seq"], Index],
         current: Float[Array, "batch seq held"],
+        parameters: pallas_kernels.StackSlice,
         site: Site,
         *,
         active: Bool[Array, ""] | bool,
@@ -202,12 +200,11 @@ class Store(nnx.Module):
     ) -> Read:
         """Mix and read as `merge_and_read` does, for a few tokens.
 
-        The site's slice of the result of `merging` gives the parameters.
+        `parameters` is the site's slice of the result of `merging`.
         """
         mixed, log_sums, place = sealed
-        parameters, layer = site.stacked
         z = pallas_kernels.depth_attention_merge_at(
-            *(layer, parameters, mixed, log_sums, place, current),
+            *(parameters.index, parameters.stack, mixed, log_sums, place, current),
             active=active,
             norm=self.norm,
             epsilon=epsilon,
