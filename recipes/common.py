@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from recipes.program import Answer
-from rmt_tpu.config import BEGAN, RunConfig, overrides, presets
+from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
 from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
 # For each flag: its name, its config path, its type and its help text.
@@ -127,7 +127,7 @@ def with_warm_start(base: RunConfig, begun: RunConfig | None = None) -> RunConfi
     data = dataclasses.replace(base.data, tokenizer=source.data.tokenizer)
     train = base.train
     if begun:
-        began = {name: getattr(begun.train, name) for name in BEGAN}
+        began = {name: getattr(begun.train, name) for name in START_FIELDS}
         train = dataclasses.replace(train, **began)
     return RunConfig(model, train, data)
 

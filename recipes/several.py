@@ -96,7 +96,7 @@ def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
             return None
         from rmt_tpu.runs import workdir
 
-        return workdir.begun_within(folder)
+        return workdir.find_warm_started_config(folder)
 
     return begun
 

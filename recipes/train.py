@@ -115,9 +115,9 @@ def _begun(name: str) -> RunConfig | None:
     folder = _folder(name)
     if folder.local_path is not None and not (folder.local_path / "config.json").exists():
         return None
-    from rmt_tpu.runs.workdir import begun_from
+    from rmt_tpu.runs.workdir import warm_started_config
 
-    return begun_from(folder)
+    return warm_started_config(folder)
 
 
 def _end(line: str, code: int) -> None:

@@ -11,7 +11,7 @@ from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import depth_rate, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
-from rmt_tpu.training.run import prepare, resolved
+from rmt_tpu.training.run import prepare, resolve_auto
 from rmt_tpu.training.start import warm_start_of
 
 
@@ -39,7 +39,7 @@ def dry_run(
     Raises:
       UsageError, MeshError: `train` would refuse the run.
     """
-    config = resolved(config, workdir.kept(folder))
+    config = resolve_auto(config, workdir.resume_overrides(folder))
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)

@@ -34,7 +34,7 @@ from rmt_tpu.estimator import (
     collectives,
     compile_jobs,
 )
-from rmt_tpu.training.run import resolved
+from rmt_tpu.training.run import resolve_auto
 
 # The kinds of memory use: arguments, buffers that exist only during a step, and the program's code.
 KINDS = ("parameters", "optimizer", "cache", "batch", "activations", "temporaries", "program")
@@ -272,7 +272,7 @@ def preflight(
     if prompt is None:
         # Only remat is resolved here. The residual's dtype depends on remat and stays "auto", so
         # that it is resolved again if the advice sets another remat.
-        config = overrides.apply(config, {"model.remat": resolved(config).model.remat})
+        config = overrides.apply(config, {"model.remat": resolve_auto(config).model.remat})
     given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
         given, lower = given | dataclasses.asdict(prompt), f"{lower_prompt.__module__}:lower_prompt"

@@ -38,7 +38,7 @@ from rmt_tpu.estimator import (
     work_of,
 )
 from rmt_tpu.estimator.hlo import Bytes, Executed, Instruction
-from rmt_tpu.training.run import prepare, resolved
+from rmt_tpu.training.run import prepare, resolve_auto
 
 PARTS = (
     "embedding",
@@ -220,7 +220,7 @@ class Step:
             "model.compute_dtype": "bfloat16",
             "train.mesh": "data=1",
         }
-        return resolved(overrides.apply(run(self.preset), changes | self.changes))
+        return resolve_auto(overrides.apply(run(self.preset), changes | self.changes))
 
 
 def step_costs(

@@ -14,10 +14,10 @@ from rmt_tpu.errors import DivergedError, UsageError, shown
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.runs.side_files import COMPLETE, DIVERGED
-from rmt_tpu.runs.workdir import is_of, kept, read_config
+from rmt_tpu.runs.workdir import holds_run, read_config, resume_overrides
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.streams import say
-from rmt_tpu.training.run import resolved
+from rmt_tpu.training.run import resolve_auto
 from rmt_tpu.training.trainer import Outcome, train
 
 Point = dict[str, Any]  # maps dotted config paths to values
@@ -228,7 +228,7 @@ def begun(config: RunConfig, folder: Folder) -> bool:
 
     The config stored there may differ in values that do not affect results, such as file paths.
     """
-    return is_of(folder, resolved(config, kept(folder)))
+    return holds_run(folder, resolve_auto(config, resume_overrides(folder)))
 
 
 def settled(config: RunConfig, folder: Folder) -> bool:

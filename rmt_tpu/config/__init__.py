@@ -50,12 +50,12 @@ from rmt_tpu.config.model import (
     Standard,
 )
 from rmt_tpu.config.resume import (
-    BEGAN,
-    KEPT,
+    PINNED_ON_RESUME,
+    START_FIELDS,
     resume_rule,
 )
 from rmt_tpu.config.run import (
-    COUNTED,
+    STATISTIC_ROLES,
     AdamW,
     DataConfig,
     Muon,
@@ -72,10 +72,10 @@ from rmt_tpu.config.stores import (
 )
 
 __all__ = [
-    "COUNTED",
+    "STATISTIC_ROLES",
     "HISTOGRAM_BINS",
-    "BEGAN",
-    "KEPT",
+    "START_FIELDS",
+    "PINNED_ON_RESUME",
     "WHOLE",
     "AdamW",
     "Muon",

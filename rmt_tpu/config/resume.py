@@ -6,9 +6,9 @@ from typing import Any, Literal
 Rule = Literal["fixed", "change", "free"]
 # Fields for which a resumed run keeps the value that "auto" chose when the run started, so that its
 # loss curve continues.
-KEPT = ("model.remat", "model.store.dtype")
+PINNED_ON_RESUME = ("model.remat", "model.store.dtype")
 # Fields of `train` that say how a run starts. They have no effect once the run has a checkpoint.
-BEGAN = ("init_from", "with_optimizer")
+START_FIELDS = ("init_from", "with_optimizer")
 
 
 def free(default: Any) -> Any:

@@ -29,7 +29,7 @@ Role = Literal[
 ]
 # Roles of parameters that are statistics and not weights. Their "gradients" are the shares of
 # tokens that experts received.
-COUNTED = ("load", "balance_steps", "histogram")
+STATISTIC_ROLES = ("load", "balance_steps", "histogram")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rmt_tpu.runs.environment import describe
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training import depth_rate
-from rmt_tpu.training.run import resolved
+from rmt_tpu.training.run import resolve_auto
 
 # Fields that may change when a run is resumed, but that must be in the digest, because they
 # determine how much text the loss is measured on.
@@ -120,7 +120,7 @@ class Records:
         self._folder.append(self._name, content)
 
     def _digest(self, config: RunConfig, grows_from: int | None) -> str:
-        config = resolved(config)
+        config = resolve_auto(config)
         values = {
             path: value
             for path, value in _leaves(overrides.to_json(config))

@@ -18,7 +18,7 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
-from rmt_tpu.runs.workdir import check_saved_with, open_checkpoints, read_config
+from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
 from rmt_tpu.storage import open_folder
 
 Path = tuple[Any, ...]
@@ -104,7 +104,7 @@ class WarmStart:
         tree = {"params": traverse_util.unflatten_dict(like)}
         step, state, meta = open_checkpoints(self._folder).restore(tree, partial=True)
         with of_flag("init_from"):
-            check_saved_with(self._folder, read_config(self._folder), step, meta, "model.")
+            check_config_meta(self._folder, read_config(self._folder), step, meta, "model.")
         return traverse_util.flatten_dict(state["params"])
 
     def _read_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import BEGAN, KEPT, RunConfig, overrides, resume_rule
+from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.config.resume import Rule
 from rmt_tpu.data import Tokenizer, load_saved
@@ -167,8 +167,8 @@ def read_config(workdir: Location) -> RunConfig:
         return _parsed(folder, found.data)
 
 
-def kept(folder: Folder) -> dict[str, Any]:
-    """Return the config values that a resumed run keeps, by path, for `training.run.resolved`.
+def resume_overrides(folder: Folder) -> dict[str, Any]:
+    """Return the config values that a resumed run keeps, by path, for `training.run.resolve_auto`.
 
     The result is {} if the folder has no run, or if the run has no checkpoint yet.
     """
@@ -177,12 +177,16 @@ def kept(folder: Folder) -> dict[str, Any]:
         with contextlib.suppress(UsageError):  # `open_workdir` reports it
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
-                paths = (*KEPT, "train.depth_rate", *(f"train.{name}" for name in BEGAN))
+                paths = (
+                    *PINNED_ON_RESUME,
+                    "train.depth_rate",
+                    *(f"train.{name}" for name in START_FIELDS),
+                )
                 values = {path: overrides.value_at(config, path) for path in paths}
     return processes.from_first(values, "reading the config that the run keeps")
 
 
-def begun_from(folder: Folder) -> RunConfig | None:
+def warm_started_config(folder: Folder) -> RunConfig | None:
     """Return the config of a run that started from another model's weights and has checkpoints.
 
     Such a run folder contains the tokenizer of the other model, whose own folder is no longer
@@ -200,18 +204,18 @@ def begun_from(folder: Folder) -> RunConfig | None:
     return None
 
 
-def begun_within(folder: Folder, depth: int = 5) -> RunConfig | None:
-    """Search a folder and its subfolders for a run, and return the first result of `begun_from`.
+def find_warm_started_config(folder: Folder, depth: int = 5) -> RunConfig | None:
+    """Return `warm_started_config` of the first run in a folder and its subfolders.
 
     At most `depth` levels of subfolders are searched. The result is None if nothing is found.
     """
     names = folder.names()
     if CONFIG in names:
-        return begun_from(folder)
+        return warm_started_config(folder)
     if depth:
         for name in names:
             if name.endswith("/"):
-                found = begun_within(folder.child(name.removesuffix("/")), depth - 1)
+                found = find_warm_started_config(folder.child(name.removesuffix("/")), depth - 1)
                 if found is not None:
                     return found
     return None
@@ -286,7 +290,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     with memory.told_if_out("the model's parameters do not fit"):
         step, state, meta = restore_grown(checkpoints, like, config.model, step, partial=True)
     with of_argument("workdir"):
-        check_saved_with(folder, config, step, meta, "model.")
+        check_config_meta(folder, config, step, meta, "model.")
     _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
     tokenizer = load_saved(folder)
@@ -363,14 +367,14 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
         raise UsageError(f"{folder}: {error}") from None
 
 
-def is_of(folder: Folder, config: RunConfig) -> bool:
+def holds_run(folder: Folder, config: RunConfig) -> bool:
     """Return whether the run in a folder has this config, ignoring fields that may always change.
 
     Such fields do not affect the loss curve; file paths are an example.
 
     Args:
       folder: a folder, with or without a run.
-      config: the config, as returned by `training.run.resolved`.
+      config: the config, as returned by `training.run.resolve_auto`.
     """
     if (found := folder.read(CONFIG)) is None:
         return False
@@ -390,7 +394,7 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
     if not has_begun:  # these fields have an effect until there is a checkpoint
-        began = {f"train.{name}" for name in BEGAN}
+        began = {f"train.{name}" for name in START_FIELDS}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
 
@@ -422,12 +426,12 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     )
 
 
-def saved_with(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the part of a checkpoint's metadata that `check_saved_with` compares."""
+def config_meta(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the part of a checkpoint's metadata that `check_config_meta` compares."""
     return {"config": overrides.to_json(config), "tokenizer": tokenizer.fingerprint()}
 
 
-def check_saved_with(
+def check_config_meta(
     folder: Folder, config: RunConfig, step: int, meta: Mapping[str, Any], within: str = ""
 ) -> None:
     """Check that a checkpoint was saved by the run that `config.json` in its folder describes.

@@ -54,7 +54,9 @@ class KernelBlocks:
 
 
 @contextlib.contextmanager
-def kept(folder: Folder, say: Callable[[str], None], *, anew: bool) -> Iterator[KernelBlocks]:
+def pinned_block_sizes(
+    folder: Folder, say: Callable[[str], None], *, anew: bool
+) -> Iterator[KernelBlocks]:
     """Make kernels in the body use the block sizes saved in the run folder, on all processes.
 
     Args:

@@ -32,21 +32,21 @@ from rmt_tpu.training.run import Run
 
 FILE = "kernels.json"
 VARIABLE = "RMT_TPU_CACHE"
-How = Literal["auto", "off"]
-Why = dict[str, str]  # Maps the name of each failing operation to a one-line reason.
+CheckMode = Literal["auto", "off"]
+Failures = dict[str, str]  # Maps the name of each failing operation to a one-line reason.
 _SECONDS = 3600.0  # seconds to wait for the checks of another process
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
 @contextlib.contextmanager
-def decided(
+def check_kernels(
     config: RunConfig,
     run: Run,
     folder: Folder,
     say: Callable[[str], None],
     *,
     anew: bool,
-    how: How = "auto",
+    how: CheckMode = "auto",
 ) -> Iterator[Mapping[str, str]]:
     """Check the run's kernels, and make operations that fail use plain JAX in the body.
 
@@ -71,22 +71,22 @@ def decided(
     if platform is None:
         yield {}
         return
-    kept = processes.from_first(
+    listed = processes.from_first(
         _read(folder, say) if processes.is_first() else {}, "reading earlier kernel checks"
     )
     found = {}
     if how == "auto":
-        with taking_plain(kept):
+        with taking_plain(listed):
             calls = calls_of(config, run)
         with preferred(config.model):
-            own = _differences(calls, platform, config.model.kernels)
-        found = agreed(
-            processes.exchange(json.dumps(own), "the check of kernels", timeout=_SECONDS)
+            own_failures = _differences(calls, platform, config.model.kernels)
+        found = merge_failures(
+            processes.exchange(json.dumps(own_failures), "the check of kernels", timeout=_SECONDS)
         )
     kind = jax.local_devices()[0].device_kind
     for name, why in found.items():
         say(f"{name} uses plain JAX on {kind}, because a kernel failed its check: {why}")
-    plain = kept | found
+    plain = listed | found
     if found and processes.is_first():
         try:
             folder.write(FILE, (json.dumps({"plain": plain}, indent=1) + "\n").encode())
@@ -110,14 +110,14 @@ def calls_of(config: RunConfig, run: Run) -> list[Called]:
 _DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids, and of its weights
 
 
-def agreed(of_processes: Sequence[str]) -> Why:
+def merge_failures(failures_by_process: Sequence[str]) -> Failures:
     """Return the operations that failed on any process, with the reason of the first such process.
 
     Args:
       of_processes: the failures of each process, as JSON.
     """
-    found: Why = {}
-    for text in of_processes:
+    found: Failures = {}
+    for text in failures_by_process:
         found = json.loads(text) | found
     return dict(sorted(found.items()))
 
@@ -127,7 +127,7 @@ def _platform() -> str | None:
     return _PLATFORMS.get(jax.default_backend())
 
 
-def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Why:
+def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Failures:
     """Return the operations whose kernels fail on this process's device, with the reasons.
 
     Calls that have a record are not checked again.
@@ -135,7 +135,7 @@ def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Why:
     # These modules are imported here because they are slow to load.
     from rmt_tpu.analysis import device_calls, device_check
 
-    found: Why = {}
+    found: Failures = {}
     for name, cases in device_calls.cases_of(calls, platform).items():
         for case in cases:
             key = _key(name, f"{case.op} {case.size}", kernels)
@@ -208,13 +208,13 @@ def _record(key: Mapping[str, str], differs: str) -> None:
     path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
         with open(handle, "w", encoding="utf-8") as file:
             json.dump({"key": key, "differs": differs}, file, indent=1)
-        os.replace(beside, path)
+        os.replace(temporary, path)
 
 
-def _read(folder: Folder, say: Callable[[str], None]) -> Why:
+def _read(folder: Folder, say: Callable[[str], None]) -> Failures:
     found: Any = folder.read(FILE)
     if found is None:
         return {}

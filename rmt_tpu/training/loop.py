@@ -22,11 +22,11 @@ from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows,
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Run
-from rmt_tpu.training.start import Start, Text, meta_of
+from rmt_tpu.training.start import Start, Text, checkpoint_meta
 from rmt_tpu.training.throughput import Throughput
 
 
-class OutgrewInt16(Exception):
+class Int16Overflow(Exception):
     """The residual has outgrown the range of int16; a checkpoint of the last step was saved."""
 
 
@@ -71,7 +71,7 @@ class Loop:
         side_files: SideFiles,
         blocks: kernel_blocks.KernelBlocks,
         progress: TrainingProgress,
-        may_outgrow: bool,
+        may_overflow: bool,
     ):
         self.config, self.model, self.text, self.datasets, self.tasks = prepared
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
@@ -85,7 +85,7 @@ class Loop:
         # Step of the last save that was started, and its time on the clock of process 0.
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
-        self.may_outgrow, self.outgrown = may_outgrow, False
+        self.may_overflow, self.overflowed = may_overflow, False
 
     def run(
         self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
@@ -98,7 +98,7 @@ class Loop:
           all_is_saved: see `train`.
 
         Raises:
-          OutgrewInt16: the residual outgrew int16, so the remaining steps were not run.
+          Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
@@ -106,7 +106,7 @@ class Loop:
             with signals.after_the_step(self.progress.say) as stop:
                 stopped_by = self._steps(train_step, profile_steps, stop)
                 if stopped_by is None and self.step < steps:
-                    raise OutgrewInt16
+                    raise Int16Overflow
                 all_is_saved(self.step)
         else:
             all_is_saved(self.step)
@@ -150,11 +150,11 @@ class Loop:
                     self._ask_tasks()
                 if (
                     wanted != signals.GO_ON
-                    or self.outgrown
+                    or self.overflowed
                     or self._due(self.config.train.checkpoint_every)
                 ):
                     self._save()
-                if stopped_by is not None or self.outgrown:
+                if stopped_by is not None or self.overflowed:
                     break
                 if step < steps:
                     self._leave_side_files()
@@ -206,13 +206,13 @@ class Loop:
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
         most, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
-        if self.may_outgrow and outgrows(most, in_a_row, skipped, self.step):
-            if not self.outgrown:
+        if self.may_overflow and has_overflowed(most, in_a_row, skipped, self.step):
+            if not self.overflowed:
                 self.progress.say(
                     f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
                     f"({fixed_point.described(self.config.model)}) and continues in float32"
                 )
-            self.outgrown = True
+            self.overflowed = True
         elif in_a_row >= most:
             raise DivergedError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
@@ -236,7 +236,7 @@ class Loop:
     def _save(self) -> None:
         self._report()
         if self.step != self.save_step:
-            meta = meta_of(self.config, self.text, self.windows_read, self.branch)
+            meta = checkpoint_meta(self.config, self.text, self.windows_read, self.branch)
             with self._last_good_step_told():
                 before = self.checkpoints.begin_save(
                     self.step,
@@ -314,7 +314,7 @@ class Loop:
         self.throughput.restart()
 
 
-def outgrows(most: int, in_a_row: int, skipped: int, step: int) -> bool:
+def has_overflowed(most: int, in_a_row: int, skipped: int, step: int) -> bool:
     """Return whether so many steps were skipped that the residual must have outgrown int16.
 
     This holds if the last `most` steps were skipped, or if at least 1% of all steps, and at least

@@ -1,8 +1,8 @@
 """The optimizers AdamW and Muon, whose rules depend on the role of each parameter.
 
-Parameters with a role in `config.COUNTED` are statistics and not weights. Their "gradients" are the
-shares of tokens that experts received, and are used to balance the experts. They are excluded from
-gradient norms, and each role has its own update rule.
+Parameters with a role in `config.STATISTIC_ROLES` are statistics and not weights. Their "gradients"
+are the shares of tokens that experts received, and are used to balance the experts. They are
+excluded from gradient norms, and each role has its own update rule.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from rmt_tpu.config import COUNTED, AdamW, Muon
+from rmt_tpu.config import STATISTIC_ROLES, AdamW, Muon
 from rmt_tpu.layers.parameters import OF_MANY
 
 _QUINTIC = 3.4445, -4.7750, 2.0315
@@ -56,7 +56,7 @@ def make_optimizer(
       over_depth: tree that is True for parameters that weigh sources over depth, which have no
         weight decay; None if there are no such parameters.
     """
-    excluded = (*config.decay_exclude, *COUNTED)
+    excluded = (*config.decay_exclude, *STATISTIC_ROLES)
     decays = jax.tree.map(lambda role: role not in excluded, roles)
     if over_depth is not None:
         decays = jax.tree.map(lambda decays, over: decays and not over, decays, over_depth)
@@ -138,12 +138,12 @@ def near_orthogonal(
 
 def of_weights(gradients: Any, roles: Any) -> Any:
     """Return the gradients with zeros for parameters that are statistics."""
-    return jax.tree.map(lambda g, role: 0 * g if role in COUNTED else g, gradients, roles)
+    return jax.tree.map(lambda g, role: 0 * g if role in STATISTIC_ROLES else g, gradients, roles)
 
 
 def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.GradientTransformation:
     """Return `optimizer` extended by the update rules for statistics."""
-    if not any(role in COUNTED for role in jax.tree.leaves(roles)):
+    if not any(role in STATISTIC_ROLES for role in jax.tree.leaves(roles)):
         return optimizer
 
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:

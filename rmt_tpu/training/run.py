@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import BEGAN, KEPT, ModelConfig, RematPolicy, RunConfig
+from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import kept_programs
 from rmt_tpu.errors import UsageError
@@ -81,7 +81,9 @@ class Run(NamedTuple):
         return state._replace(copies=make(state.params) if self.abstract.copies else {})
 
 
-def resolved(config: RunConfig, kept: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+def resolve_auto(
+    config: RunConfig, resume_overrides: Mapping[str, Any] = MappingProxyType({})
+) -> RunConfig:
     """Return `config` with each "auto" in the model replaced by the choice for this platform.
 
     The default remat of an RMT is "reversible". It takes less time than the alternatives on TPUs
@@ -90,9 +92,10 @@ def resolved(config: RunConfig, kept: Mapping[str, Any] = MappingProxyType({})) 
 
     Args:
       config: the run's config.
-      kept: values of the run that is resumed, from `workdir.kept`, or {} for a new run. Its remat
-        replaces "auto". Its residual stays float32 if it has outgrown int16. Its `depth_rate` is
-        used if the config has none. Its fields in `BEGAN` replace those of the config.
+      resume_overrides: values of the run that is resumed, from `workdir.resume_overrides`, or {}
+        for a new run. Its remat replaces "auto". Its residual stays float32 if it has outgrown
+        int16. Its `depth_rate` is used if the config has none. Its fields in `START_FIELDS` replace
+        those of the config.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
@@ -109,26 +112,34 @@ def resolved(config: RunConfig, kept: Mapping[str, Any] = MappingProxyType({})) 
             )
     dtype = compute_dtype(model.compute_dtype).name
     stages = sharding.parse_mesh(config.train.mesh).get("stage", 1)
-    model = dataclasses.replace(model, compute_dtype=dtype, remat=_remat(model, stages, kept))
+    model = dataclasses.replace(
+        model, compute_dtype=dtype, remat=_remat(model, stages, resume_overrides)
+    )
     of_residual = residual_dtype(model).name
-    outgrown = [kept.get(path) for path in KEPT] == ["reversible", "float32"]
-    if outgrown and model.store.dtype == "auto" and of_residual == "int16":
+    overflowed = [resume_overrides.get(path) for path in PINNED_ON_RESUME] == [
+        "reversible",
+        "float32",
+    ]
+    if overflowed and model.store.dtype == "auto" and of_residual == "int16":
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)
-    began = {path: kept.get(f"train.{path}", getattr(config.train, path)) for path in BEGAN}
+    began = {
+        path: resume_overrides.get(f"train.{path}", getattr(config.train, path))
+        for path in START_FIELDS
+    }
     if config.train.depth_rate is None:
-        began["depth_rate"] = kept.get("train.depth_rate")
+        began["depth_rate"] = resume_overrides.get("train.depth_rate")
     train = dataclasses.replace(config.train, **began)
     return RunConfig(dataclasses.replace(model, store=store), train, config.data)
 
 
-def _remat(model: ModelConfig, stages: int, kept: Mapping[str, str]) -> RematPolicy:
+def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, str]) -> RematPolicy:
     if model.remat != "auto":
         return model.remat
     can_be_rebuilt = model.store.has_keys and model.store.dtype != "bfloat16" and stages == 1
     legal = [p for p in model.mixer.remats if p != "reversible" or can_be_rebuilt]
-    if kept.get("model.remat") in legal:
-        return kept["model.remat"]
+    if resume_overrides.get("model.remat") in legal:
+        return resume_overrides["model.remat"]
     return "reversible" if "reversible" in legal else "full"
 
 
@@ -282,7 +293,7 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
     is_none = lambda leaf: isinstance(leaf, optax.MaskedNode)
     like_params = lambda tree: jax.tree.structure(tree, is_none) == structure
     of_params = lambda tree: jax.tree.map(
-        lambda kept, own: kept if is_none(kept) else own, tree, params, is_leaf=is_none
+        lambda leaf, own: leaf if is_none(leaf) else own, tree, params, is_leaf=is_none
     )
     optimizer = jax.tree.map(
         lambda tree: of_params(tree) if like_params(tree) else replicated,

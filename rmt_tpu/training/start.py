@@ -126,7 +126,7 @@ def _at(
     name, _, _ = flag.partition("=")
     step, state, meta = restore_grown(saved.checkpoints, like, config.model, step)
     with of_flag(name.removeprefix("--")):
-        workdir.check_saved_with(saved.folder, saved.config, step, meta)
+        workdir.check_config_meta(saved.folder, saved.config, step, meta)
     fingerprint = text.tokenizer.fingerprint()
     if meta.get("tokenizer", fingerprint) != fingerprint:
         raise UsageError(
@@ -142,10 +142,12 @@ def _at(
     return Start(run.with_copies(state), step, meta["windows_read"], meta.get("branch"))
 
 
-def meta_of(config: RunConfig, text: Text, windows_read: int, branch: int | None) -> dict[str, Any]:
+def checkpoint_meta(
+    config: RunConfig, text: Text, windows_read: int, branch: int | None
+) -> dict[str, Any]:
     """Return the metadata of a checkpoint: the run's config and its position in the text."""
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
-    meta |= workdir.saved_with(config, text.tokenizer)
+    meta |= workdir.config_meta(config, text.tokenizer)
     return meta if branch is None else meta | {"branch": branch}
 
 

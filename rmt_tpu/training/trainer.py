@@ -21,14 +21,14 @@ from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
-from rmt_tpu.training.loop import Loop, Outcome, OutgrewInt16, Prepared
+from rmt_tpu.training.loop import Int16Overflow, Loop, Outcome, Prepared
 from rmt_tpu.training.progress import TrainingProgress
-from rmt_tpu.training.run import Run, prepare, resolved
+from rmt_tpu.training.run import Run, prepare, resolve_auto
 from rmt_tpu.training.start import (
     SavedRun,
     Text,
+    checkpoint_meta,
     go_back,
-    meta_of,
     restore_or_init,
     warm_start_of,
 )
@@ -43,7 +43,7 @@ def train(
     profile_steps: int = 0,
     label: str = "train",
     all_is_saved: Callable[[int], None] = lambda step: None,
-    check_kernels: kernel_checks.How = "auto",
+    check_kernels: kernel_checks.CheckMode = "auto",
 ) -> Outcome:
     """Train `config` in `folder`, starting from its last undamaged checkpoint if there is one.
 
@@ -85,7 +85,7 @@ def train(
     how = _How(label, all_is_saved, check_kernels)
     try:
         return _train(config, folder, change_config, from_step, profile_steps, how)
-    except OutgrewInt16:
+    except Int16Overflow:
         pass
     gc.collect()  # free the arrays of the failed loop before new arrays are made
     config = overrides.apply(config, {"model.store.dtype": "float32"})
@@ -97,7 +97,7 @@ class _How(NamedTuple):
 
     label: str
     all_is_saved: Callable[[int], None]
-    check_kernels: kernel_checks.How
+    check_kernels: kernel_checks.CheckMode
 
 
 def _train(
@@ -108,9 +108,9 @@ def _train(
     profile_steps: int,
     how: _How,
 ) -> Outcome:
-    may_outgrow = config.model.store.dtype == "auto"
-    config = resolved(config, workdir.kept(folder))
-    may_outgrow = may_outgrow and config.model.store.dtype == "int16"
+    may_overflow = config.model.store.dtype == "auto"
+    config = resolve_auto(config, workdir.resume_overrides(folder))
+    may_overflow = may_overflow and config.model.store.dtype == "int16"
     progress = TrainingProgress(config.train.steps, how.label, show=processes.is_first())
     if processes.is_first():
         workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
@@ -129,9 +129,11 @@ def _train(
             back = workdir.step_to_go_back_to(folder, from_step, changes=bool(opened.changes))
         back = processes.from_first(back, "the step to go back to")
         progress.doing("checking kernels")
-        blocks = stack.enter_context(kernel_blocks.kept(folder, progress.say, anew=opened.anew))
+        blocks = stack.enter_context(
+            kernel_blocks.pinned_block_sizes(folder, progress.say, anew=opened.anew)
+        )
         given = config, prepared.model, folder, progress.say
-        checks = kernel_checks.decided(*given, anew=opened.anew, how=how.check_kernels)
+        checks = kernel_checks.check_kernels(*given, anew=opened.anew, how=how.check_kernels)
         stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
@@ -148,12 +150,12 @@ def _train(
         # Save the copied state at once, so that this run no longer depends on the folder of the
         # other run.
         if not start.is_saved:
-            meta = meta_of(config, prepared.text, start.windows_read, start.branch)
+            meta = checkpoint_meta(config, prepared.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(
             SideFiles(folder, start.step, config.train.tensorboard, progress.say)
         )
-        loop = Loop(prepared, start, checkpoints, side_files, blocks, progress, may_outgrow)
+        loop = Loop(prepared, start, checkpoints, side_files, blocks, progress, may_overflow)
         return loop.run(profile_steps, folder, how.all_is_saved)
 
 

@@ -12,7 +12,7 @@ from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.layers import choices
-from rmt_tpu.training.run import resolved
+from rmt_tpu.training.run import resolve_auto
 
 
 def plan(name, topology=None, **changes):
@@ -21,7 +21,7 @@ def plan(name, topology=None, **changes):
     devices = jax.devices()[:1]
     if topology:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
-    return plan_of(resolved(config), sharding.make_mesh("data=1", devices))
+    return plan_of(resolve_auto(config), sharding.make_mesh("data=1", devices))
 
 
 def values(found):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rmt_tpu.analysis.sweep import Row, resolved
+from rmt_tpu.analysis.sweep import Row, resolve_auto
 from rmt_tpu.config import overrides
 from rmt_tpu.errors import RunError
 from rmt_tpu.experiments import (
@@ -208,7 +208,7 @@ def test_what_runs_left(tmp_path):
     folder.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     folder.write("complete.json", json.dumps({"step": 960}).encode())
     arm = Arm("rmt", residual_size.growth("tiny").arms[-1].config, "rmt")
-    config = json.dumps(overrides.to_json(resolved(arm.config)))
+    config = json.dumps(overrides.to_json(resolve_auto(arm.config)))
     folder.write("config.json", config.encode())
     found = outcomes.outcome(arm, [records.of_folder(folder)] * 2)
     assert found.losses == (2.5, 2.5) and found.curves == (([4096, 983_040], [3.0, 2.5]),) * 2

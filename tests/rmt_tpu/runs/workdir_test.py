@@ -11,7 +11,7 @@ from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import workdir
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training.run import resolved
+from rmt_tpu.training.run import resolve_auto
 
 CONFIG = preset_run("rmt-tiny")
 
@@ -64,8 +64,8 @@ def test_paths_of_data_and_tokenizer_are_free(folder):
 
 
 def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
-    meta = json.loads(json.dumps(workdir.saved_with(CONFIG, ByteTokenizer())))
-    check = lambda config, meta=meta, **k: workdir.check_saved_with(folder, config, 4, meta, **k)
+    meta = json.loads(json.dumps(workdir.config_meta(CONFIG, ByteTokenizer())))
+    check = lambda config, meta=meta, **k: workdir.check_config_meta(folder, config, 4, meta, **k)
     check(CONFIG)
     check(changed(model__store__key_dim=64, train__mesh="data=2", train__optimizer__b1=0.5))
     other = changed(train__seed=1)
@@ -89,10 +89,10 @@ def test_a_run_over_depth_goes_on_at_its_own_rate(tmp_path, rate):
     folder = open_folder(tmp_path)
     workdir.write_config(folder, overrides.apply(config, {"train.depth_rate": rate}))
     commit(folder)
-    found = resolved(config, workdir.kept(folder))
+    found = resolve_auto(config, workdir.resume_overrides(folder))
     assert found.train.depth_rate == rate == workdir.read_config(folder).train.depth_rate
     other = overrides.apply(config, {"train.depth_rate": 0.5})
-    assert resolved(other, workdir.kept(folder)).train.depth_rate == 0.5
+    assert resolve_auto(other, workdir.resume_overrides(folder)).train.depth_rate == 0.5
     with pytest.raises(UsageError, match="train.depth_rate is .* there, 0.5 here"):
         workdir.open_workdir(folder, other)
 
@@ -100,33 +100,35 @@ def test_a_run_over_depth_goes_on_at_its_own_rate(tmp_path, rate):
 def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder, tmp_path_factory):
     began = changed(train__init_from="origin", model__vocab_size=300)
     workdir.write_config(folder, began)
-    assert workdir.begun_from(folder) is None and not workdir.kept(folder)
+    assert workdir.warm_started_config(folder) is None and not workdir.resume_overrides(folder)
     assert workdir.open_workdir(folder, changed(model__vocab_size=300)).anew
     commit(folder)
     for other in "", "origin/", "moved":
         given = overrides.apply(began, {"train.init_from": other})
         assert workdir.open_workdir(folder, given) == ([], False)
-        assert resolved(given, workdir.kept(folder)).train.init_from == "origin"
-    assert workdir.begun_from(folder) == began
+        assert resolve_auto(given, workdir.resume_overrides(folder)).train.init_from == "origin"
+    assert workdir.warm_started_config(folder) == began
     several = tmp_path_factory.mktemp("several")
     shutil.copytree(folder.local_path, several / "a" / "seed-0")
-    assert workdir.begun_within(open_folder(several)) == began
-    assert workdir.begun_within(open_folder(several), depth=1) is None
+    assert workdir.find_warm_started_config(open_folder(several)) == began
+    assert workdir.find_warm_started_config(open_folder(several), depth=1) is None
 
 
 def test_whose_folder_it_is_does_not_hang_on_paths(folder):
     began = changed(train__init_from="origin")
     workdir.write_config(folder, began)
     moved = changed(train__init_from="moved", data__source="text.txt")
-    assert workdir.is_of(folder, began) and not workdir.is_of(folder, moved)
+    assert workdir.holds_run(folder, began) and not workdir.holds_run(folder, moved)
     commit(folder)
-    assert workdir.is_of(folder, moved) and not workdir.is_of(folder, changed(train__steps=7))
+    assert workdir.holds_run(folder, moved) and not workdir.holds_run(
+        folder, changed(train__steps=7)
+    )
     older = json.loads(folder.read("config.json").data)
     del older["train"]["with_optimizer"]
     folder.write("config.json", json.dumps(older).encode())
-    assert workdir.is_of(folder, began)
+    assert workdir.holds_run(folder, began)
     folder.write("config.json", b"}")
-    assert not workdir.is_of(folder, began)
+    assert not workdir.holds_run(folder, began)
 
 
 @pytest.mark.parametrize(

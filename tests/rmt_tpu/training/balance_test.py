@@ -11,7 +11,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.training.run import prepare, resolved
+from rmt_tpu.training.run import prepare, resolve_auto
 
 ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
 STEPS = 3  # odd: no choice can have risen as often as it fell, nor is the mean a whole number
@@ -34,7 +34,7 @@ def test_every_bias_moves_and_is_on_the_disk(balance, moves, tmp_path):
     )
     model = cfg.ModelConfig(stacks, cfg.VectorStore(12), vocab_size=32)
     train = cfg.TrainConfig(batch_size=4, steps=STEPS, mesh="data=1")
-    config = resolved(cfg.RunConfig(model, train, cfg.DataConfig(seq_len=16)))
+    config = resolve_auto(cfg.RunConfig(model, train, cfg.DataConfig(seq_len=16)))
     run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
     state = run.jitted_init()()
     step, rng = run.jitted_step(), np.random.default_rng(0)

@@ -22,7 +22,10 @@ def on_a_tpu(monkeypatch):
 def start(folder, *tables, anew=False, key=KEY):
     """What a start of the run takes, and what it says."""
     said = []
-    with tuned.tuned(*tables), kernel_blocks.kept(folder, said.append, anew=anew) as blocks:
+    with (
+        tuned.tuned(*tables),
+        kernel_blocks.pinned_block_sizes(folder, said.append, anew=anew) as blocks,
+    ):
         chosen = tuned.look_up(KERNEL, key, 512, Blocks(512))
         blocks.write()
         blocks.write()

@@ -88,7 +88,7 @@ def start(folder, *, anew=False, how="auto"):
     """The ops that take kernels in this start of the run, and what is said."""
     said = []
     given = CONFIG, RUN, open_folder(folder), said.append
-    with kernel_checks.decided(*given, anew=anew, how=how):
+    with kernel_checks.check_kernels(*given, anew=anew, how=how):
         return taken_of(), said
 
 
@@ -138,7 +138,7 @@ def test_a_cpu_costs_nothing(device, tmp_path, monkeypatch):
     assert jax.default_backend() == "cpu" and kernel_checks._platform() is None
     folder = open_folder(tmp_path)
     monkeypatch.setattr(type(folder), "read", lambda *given: pytest.fail("it was read"))
-    with kernel_checks.decided(CONFIG, RUN, folder, pytest.fail, anew=False) as plain:
+    with kernel_checks.check_kernels(CONFIG, RUN, folder, pytest.fail, anew=False) as plain:
         assert plain == {}
 
 
@@ -167,5 +167,5 @@ def test_a_folder_that_refuses_ends_no_run(device, tmp_path, monkeypatch):
 
 def test_what_one_process_finds_is_decided_for_all():
     texts = [json.dumps(x) for x in ({}, {"logits": "a"}, {"logits": "b", "token_rows": "c"})]
-    assert kernel_checks.agreed(texts) == {"logits": "a", "token_rows": "c"}
-    assert kernel_checks.agreed(["{}", "{}"]) == {}
+    assert kernel_checks.merge_failures(texts) == {"logits": "a", "token_rows": "c"}
+    assert kernel_checks.merge_failures(["{}", "{}"]) == {}

@@ -173,7 +173,7 @@ def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, cap
     [(4, 9, 50, False), (5, 5, 50, True), (1, 10, 1000, True), (1, 10, 1001, False)],
 )
 def test_how_many_skipped_steps_int16_is_left_for(in_a_row, skipped, step, is_left):
-    assert loop.outgrows(5, in_a_row, skipped, step) == is_left
+    assert loop.has_overflowed(5, in_a_row, skipped, step) == is_left
 
 
 @pytest.mark.parametrize("path", ["train.batch_size", "model.num_layers"])

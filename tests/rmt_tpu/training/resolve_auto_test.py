@@ -2,9 +2,9 @@
 
 import pytest
 
-from rmt_tpu.config import KEPT, overrides
+from rmt_tpu.config import PINNED_ON_RESUME, overrides
 from rmt_tpu.config.presets import run
-from rmt_tpu.training.run import resolved
+from rmt_tpu.training.run import resolve_auto
 
 BF16 = {"model.compute_dtype": "bfloat16"}
 BLOCKS = {"model.mixer": "block_attention", "model.mixer.layers_per_block": 1}
@@ -25,7 +25,7 @@ SMALL = {"model.init_std": 0.001}  # too fine for int16's steps
     ],
 )
 def test_what_auto_becomes(preset, changes, remat, dtype):
-    model = resolved(overrides.apply(run(preset), changes)).model
+    model = resolve_auto(overrides.apply(run(preset), changes)).model
     assert (model.remat, model.store.dtype) == (remat, dtype)
 
 
@@ -44,5 +44,5 @@ def test_what_auto_becomes(preset, changes, remat, dtype):
 def test_what_a_run_that_goes_on_keeps(kept, changes, remat, dtype):
     changes = {"model.remat": "reversible"} | changes if "model.store.dtype" in changes else changes
     config = overrides.apply(run("rmt-tiny"), BF16 | changes)
-    model = resolved(config, dict(zip(KEPT, kept, strict=True))).model
+    model = resolve_auto(config, dict(zip(PINNED_ON_RESUME, kept, strict=True))).model
     assert (model.remat, model.store.dtype) == (remat, dtype)
