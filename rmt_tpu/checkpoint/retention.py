@@ -31,22 +31,22 @@ class Retention:
             if value < 0:
                 raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
 
-    def kept(self, losses: Mapping[int, float | None]) -> set[int]:
+    def retained_steps(self, losses: Mapping[int, float | None]) -> set[int]:
         """Return the steps to keep.
 
         Args:
           losses: maps each committed step to its loss, or to None if it has none.
         """
         steps = sorted(losses)
-        kept = set(steps[-self.last :])
+        retained = set(steps[-self.last :])
         if self.every:
-            kept |= {step for step in steps if step % self.every == 0}
+            retained |= {step for step in steps if step % self.every == 0}
         # If losses are equal, the later step is preferred, because it was trained on more tokens.
         rated = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
-        return kept | {-step for _, step in rated[: self.best]}
+        return retained | {-step for _, step in rated[: self.best]}
 
 
-def committed_and_attempts(folder: Folder) -> dict[int, set[str]]:
+def checkpoint_entries(folder: Folder) -> dict[int, set[str]]:
     """Return, for each step, the names in its folder that belong to a checkpoint.
 
     These are COMMIT and the folders of attempts.
@@ -65,9 +65,9 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
         if not (name.endswith("/") and step.isascii() and step.isdecimal()):
             continue
         if step == str(int(step)):
-            ours = {entry.removesuffix("/") for entry in folder.names(step) if _is_ours(entry)}
-            if ours:
-                found[int(step)] = ours
+            entries = {name.removesuffix("/") for name in folder.names(step) if _is_entry(name)}
+            if entries:
+                found[int(step)] = entries
     return found
 
 
@@ -110,7 +110,7 @@ def finish_going_back(folder: Folder) -> None:
     names = folder.names()
     if (last := _last_step(folder, names)) is None:
         return
-    later = {step: ours for step, ours in _entries(folder, names).items() if step > last}
+    later = {step: entries for step, entries in _entries(folder, names).items() if step > last}
     for step in later:
         folder.delete(f"{step}/COMMIT")
     folder.delete(_BACK)
@@ -136,7 +136,7 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
         ) from None
 
 
-def _is_ours(entry: str) -> bool:
+def _is_entry(entry: str) -> bool:
     return entry == "COMMIT" or (entry.endswith("/") and bool(ATTEMPT.fullmatch(entry[:-1])))
 
 
@@ -156,26 +156,27 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
     Raises:
       Fault: something cannot be read or deleted.
     """
-    found = committed_and_attempts(folder)
+    found = checkpoint_entries(folder)
     commits = {
         step: _commit(folder, step) for step, entries in found.items() if "COMMIT" in entries
     }
     losses = {step: commit and commit.loss for step, commit in commits.items()}
-    kept = retention.kept({s: loss for s, loss in losses.items() if s not in damaged}) | {saved}
+    undamaged = {step: loss for step, loss in losses.items() if step not in damaged}
+    retained = retention.retained_steps(undamaged) | {saved}
     # Another process may still be writing an attempt at the step that was just saved.
     found.pop(saved, None)
     for step, entries in sorted(found.items()):
-        dead = entries - {"COMMIT"}
-        keep = step in kept or step > max(kept)
+        unneeded = entries - {"COMMIT"}
+        keep = step in retained or step > max(retained)
         if keep and step in commits:
             commit = commits[step]
-            dead = dead - {commit.attempt} if commit else set()
+            unneeded = unneeded - {commit.attempt} if commit else set()
         elif step in commits:
             # COMMIT is deleted first, so that no committed step is incomplete if the process is
             # killed.
             folder.delete(f"{step}/COMMIT")
-        if dead or not keep:
-            delete_attempts(folder, step, dead)
+        if unneeded or not keep:
+            delete_attempts(folder, step, unneeded)
 
 
 def _commit(folder: Folder, step: int) -> Commit | None:

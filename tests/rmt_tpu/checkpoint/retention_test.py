@@ -47,8 +47,8 @@ LOSSES = {0: 9.0, 10: 5.0, 20: 3.0, 25: None, 30: 4.0, 40: 3.0, 45: 8.0}
     ],
 )
 def test_what_the_rules_keep(rules, kept):
-    assert Retention(**rules).kept(LOSSES) == kept
-    assert Retention(**rules).kept({}) == set()
+    assert Retention(**rules).retained_steps(LOSSES) == kept
+    assert Retention(**rules).retained_steps({}) == set()
 
 
 @pytest.mark.parametrize(
