@@ -7,7 +7,7 @@ import sys
 
 from absl import flags
 
-from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member, check
+from rmt_tpu.distributed.rendezvous import DEFAULT_TIMEOUT, Member, validate
 from rmt_tpu.errors import UsageError
 
 # The flags defined here count as flags of the recipe that calls these functions, so that its --help
@@ -43,7 +43,7 @@ def check_member() -> Member | None:
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if not missing:
         member = Member(*given.values())
-        check(member)
+        validate(member)
         return member
     if len(missing) < len(given):
         raise UsageError(

@@ -68,19 +68,19 @@ class _Progress(ProgressShown):
 
 def main() -> int:
     """Tokenise the input of the flags into a token store, and return 0."""
-    from rmt_tpu.data.prepare import Alone, prepare
+    from rmt_tpu.data.prepare import SingleProcess, prepare
 
     # Treat other stop signals like Ctrl-C, so that they leave no processes or semaphores behind.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
         if signal.getsignal(number) is signal.SIG_DFL:  # keep ignoring ignored signals (nohup)
             signal.signal(number, signal.default_int_handler)
-    team = Alone()
+    group = SingleProcess()
     if members.join_processes():
-        from rmt_tpu.distributed.team import ProcessTeam
+        from rmt_tpu.distributed.process_group import ConnectedProcesses
 
-        team = ProcessTeam("prepare_data")
+        group = ConnectedProcesses("prepare_data")
     started = time.monotonic()
-    with _Progress(show=team.number == 0) as progress:
+    with _Progress(show=group.number == 0) as progress:
         totals = prepare(
             _INPUT.value,
             _TOKENIZER.value,
@@ -89,9 +89,9 @@ def main() -> int:
             seed=_SEED.value,
             workers=_WORKERS.value,
             progress=progress.update,
-            team=team,
+            group=group,
         )
-    if team.number:
+    if group.number:
         return 0
     for name, split in {"train": totals.train, "held out": totals.held_out}.items():
         print(f"{name}: {split.tokens:,} tokens in {_count(split.documents, 'document')}")

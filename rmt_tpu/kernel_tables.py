@@ -6,7 +6,7 @@ The module `pallas_kernels.tuned` defines the tables.
 from collections.abc import Sequence
 
 from pallas_kernels import tuned
-from rmt_tpu.distributed.roll_call import Tables
+from rmt_tpu.distributed.rendezvous import Tables
 from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_parent
 

@@ -80,10 +80,10 @@ def programs_of_earlier_runs():
     """What was compiled once is read back by the next run of the tests."""
     import jax  # which reads the environment above when it is imported
 
-    from rmt_tpu.distributed import kept_programs
+    from rmt_tpu.distributed import program_cache
     from tests import programs
 
-    kept_programs.compile_anew_over_cpus()
+    program_cache.bypass_for_cpu_meshes()
     programs.keep_whole()
     jax.config.update("jax_compilation_cache_dir", str(programs.FOLDER))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

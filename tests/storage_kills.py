@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rmt_tpu import storage
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.distributed import processes
-from rmt_tpu.distributed.roll_call import Member
+from rmt_tpu.distributed.rendezvous import Member
 from rmt_tpu.errors import RmtError
 from tests import gcs_server
 

@@ -49,7 +49,7 @@ class Totals(NamedTuple):
 
 
 @runtime_checkable
-class Team(Protocol):
+class ProcessGroup(Protocol):
     """The interface of a group of processes, such as one per host, that make a store together.
 
     Attributes:
@@ -64,17 +64,17 @@ class Team(Protocol):
         """Return the `value` of every process in order, after all have called this for `what`."""
 
 
-class Alone:
-    """A team that consists of this process only."""
+class SingleProcess:
+    """A process group that consists of this process only."""
 
     number, count = 0, 1
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return `[value]`; see `Team`."""
+        """Return `[value]`; see `ProcessGroup`."""
         return [value]
 
 
-_ALONE = Alone()
+_SINGLE_PROCESS = SingleProcess()
 
 
 def prepare(
@@ -87,7 +87,7 @@ def prepare(
     workers: int | None = None,
     part_bytes: int | None = None,
     progress: Progress = lambda done, total, what: None,
-    team: Team = _ALONE,
+    group: ProcessGroup = _SINGLE_PROCESS,
 ) -> Totals:
     """Tokenise text into a token store, or resume an interrupted call with the same arguments.
 
@@ -107,7 +107,7 @@ def prepare(
     Args:
       source: the text source, as for `documents`; `gs://` URLs and globs are also allowed.
       tokenizer_spec: the tokenizer, as for `load_tokenizer`.
-      output: folder of the store, which must be the same for all processes of the team.
+      output: folder of the store, which must be the same for all processes of the group.
       eval_fraction: fraction of the documents to hold out, above 0 and at most 0.5.
       seed: seed of the choice of held-out documents.
       workers: number of worker processes that this process starts. None is one per CPU; 1 works in
@@ -115,14 +115,14 @@ def prepare(
       part_bytes: number of input bytes per part; None chooses it from the size of the input.
       progress: a function that is called from time to time with the progress of this process's
         share.
-      team: the processes that call this function with the same arguments.
+      group: the processes that call this function with the same arguments.
 
     Returns:
       A summary of the store's content.
 
     Raises:
       UsageError: the input cannot be read, has too little text or was edited since an earlier call;
-        the output cannot be written to or holds something else; or the processes of the team have
+        the output cannot be written to or holds something else; or the processes of the group have
         different arguments.
       RunError: the output cannot be written to any more, a process was lost, or the input was
         edited during the call.
@@ -139,22 +139,22 @@ def prepare(
     plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed)
     with of_flag("output"):
         folder = open_folder(output)
-    _agree(team, plan, parts)
-    if team.number == 0:
+    _agree(group, plan, parts)
+    if group.number == 0:
         _begin(folder, plan, tokenizer)
-    team.gather("", "writing the plan")
-    _check_shared(folder, plan, team)
+    group.gather("", "writing the plan")
+    _check_shared(folder, plan, group)
     workers = workers or os.cpu_count() or 1
-    own = _share([sum(span.stop - span.start for span in part) for part in parts], team)
+    own = _share([sum(span.stop - span.start for span in part) for part in parts], group)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         _compare(folder.url, source, parts, complete["inputs"], own, workers, progress)
-        team.gather("", COMPARING)
+        group.gather("", COMPARING)
         return _totals([Part.from_json(value) for value in complete["parts"]], len(parts))
     work = Work(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
     jobs = [Job(number, parts[number], None) for number in own]
     done = dict(zip(own, _run(work, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
-    if of_cut := _cut(list(done.values()), eval_fraction, team):
+    if of_cut := _cut(list(done.values()), eval_fraction, group):
         again = [job._replace(cut=of_cut) for job in jobs if done[job.number].lowest == of_cut.rank]
         redone = _run(work, again, workers, progress, HOLDING_OUT)
         done |= {job.number: result for job, result in zip(again, redone, strict=True)}
@@ -165,12 +165,12 @@ def prepare(
                 f"--input={source!r} was edited during the command; restore its content and repeat "
                 "the command, or give another --output"
             )
-    kept = sum(int(value) for value in team.gather(str(kept), "the parts"))
+    kept = sum(int(value) for value in group.gather(str(kept), "the parts"))
     told = ""
-    if team.number == 0:
+    if group.number == 0:
         totals = _complete(folder, plan, done, kept, source)
         told = json.dumps(totals)
-    parts_, kept, *splits = json.loads(team.gather(told, "the manifest")[0])
+    parts_, kept, *splits = json.loads(group.gather(told, "the manifest")[0])
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
 
 
@@ -193,8 +193,8 @@ def _begin(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
 # Together -------------------------------------------------------------------------------------
 
 
-def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> None:
-    """Check that all processes of the team have the same plan.
+def _agree(group: ProcessGroup, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> None:
+    """Check that all processes of the group have the same plan.
 
     Raises:
       UsageError: another process has another plan.
@@ -202,7 +202,7 @@ def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> N
     own = {f"--{name}": digest(plan[name]) for name in ("tokenizer", "eval_fraction", "seed")}
     sizes = [[span[1:3] for span in part] for part in parts]
     own["--input"] = digest([plan["sources"], plan["part_bytes"], sizes])
-    first, *others = map(json.loads, team.gather(json.dumps(own), "comparing the plan"))
+    first, *others = map(json.loads, group.gather(json.dumps(own), "comparing the plan"))
     for number, other in enumerate(others, 1):
         for name in own:
             if other[name] != first[name]:
@@ -212,46 +212,46 @@ def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> N
                 )
 
 
-def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
+def _check_shared(folder: Folder, plan: dict[str, Any], group: ProcessGroup) -> None:
     """Check that this process sees the plan that process 0 wrote into the folder.
 
     Raises:
       UsageError: this process sees another folder than process 0.
     """
-    if team.count == 1:
+    if group.count == 1:
         return
     until = time.monotonic() + _SHARED_SECONDS
     while read_sealed(folder, PLAN) != plan and not read_sealed(folder, MANIFEST):
         if time.monotonic() > until:
             raise UsageError(
-                f"--output={folder.url} is another folder on process {team.number} than on process "
-                "0; legal: a folder on a file system that all hosts share, or gs://"
+                f"--output={folder.url} is another folder on process {group.number} than on "
+                "process 0; legal: a folder on a file system that all hosts share, or gs://"
             )
         time.sleep(0.1)
 
 
-def _share(sizes: list[int], team: Team) -> list[int]:
+def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
     """Return the numbers of the parts that this process writes.
 
     Parts are assigned in descending order of size, each to the process with the fewest bytes so
     far.
     """
-    loads, own = [0] * team.count, []
+    loads, own = [0] * group.count, []
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         least = loads.index(min(loads))
         loads[least] += sizes[number]
-        if least == team.number:
+        if least == group.number:
             own.append(number)
     return sorted(own)
 
 
-def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None:
+def _cut(done: list[Done], eval_fraction: int | float, group: ProcessGroup) -> Cut | None:
     """Return which document to cut if no document is held out, or None; equal on all processes.
 
     Args:
       done: the parts that this process wrote.
       eval_fraction: fraction of the text to hold out.
-      team: all processes.
+      group: all processes.
     """
     lowest = min((d.lowest for d in done if d.lowest), default="")
     own = {
@@ -260,7 +260,7 @@ def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None
         "lowest": lowest,
         "lowest_characters": sum(d.lowest_characters for d in done if d.lowest == lowest),
     }
-    every = list(map(json.loads, team.gather(json.dumps(own), "tokenising the text")))
+    every = list(map(json.loads, group.gather(json.dumps(own), "tokenising the text")))
     lowest = min((each["lowest"] for each in every if each["lowest"]), default="")
     if not lowest or any(each["below"] for each in every):
         return None

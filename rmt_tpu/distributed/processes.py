@@ -26,8 +26,8 @@ from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rmt_tpu.distributed import gloo, roll_call
-from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
+from rmt_tpu.distributed import gloo, rendezvous
+from rmt_tpu.distributed.rendezvous import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.streams import flush_stdout, say
 
@@ -88,16 +88,16 @@ def initialize(
     from rmt_tpu import kernel_tables
 
     global _timeout, _watch
-    roll_call.check(member)
+    rendezvous.validate(member)
     if not timeout > 0:
         raise UsageError(f"--distributed_timeout={timeout:g} must be positive")
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
-    roll_call.hold(member, versions, timeout, kernel_tables.known())
+    rendezvous.wait_for_all(member, versions, timeout, kernel_tables.known())
     # The service's handler would intercept SIGTERM, to which the training loop responds with a
     # checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
-    loopback = roll_call.is_loopback(member.host_and_port()[0])
+    loopback = rendezvous.is_loopback(member.host_and_port()[0])
     jax.distributed.initialize(
         *member,
         local_device_ids=local_device_ids,
@@ -182,8 +182,8 @@ class Channel:
             missing = [p for p in range(count) if p not in there]
             if missing:
                 raise RunError(
-                    f"{roll_call.listed(missing)} of {count} did not reach '{what}' within "
-                    f"{timeout:g} s; see their logs"
+                    f"{rendezvous.name_processes(missing)} of {count} did not reach '{what}' "
+                    f"within {timeout:g} s; see their logs"
                 ) from None
             # All processes have stored their values, but the barrier has failed for at least one of
             # them.

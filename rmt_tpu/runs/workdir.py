@@ -16,7 +16,7 @@ from rmt_tpu.config.resume import Rule
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.data.tokenizer_files import FILE as TOKENIZER
 from rmt_tpu.distributed import processes
-from rmt_tpu.distributed.roll_call import listed
+from rmt_tpu.distributed.rendezvous import name_processes
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.runs import text_ends
@@ -144,8 +144,8 @@ def _check_shared(folder: Folder) -> None:
         folder.delete(mark)
     if blind := [process for process, answer in enumerate(answers) if not answer]:
         raise UsageError(
-            f"--workdir={folder} is another folder on {listed(blind)} than on process 0; legal: a "
-            "folder on a file system that all hosts share, or gs://"
+            f"--workdir={folder} is another folder on {name_processes(blind)} than on process 0; "
+            "legal: a folder on a file system that all hosts share, or gs://"
         )
 
 

@@ -16,7 +16,7 @@ import sharding
 from rmt_tpu import data
 from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
-from rmt_tpu.distributed import kept_programs
+from rmt_tpu.distributed import program_cache
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
 from rmt_tpu.execution import pipelined
@@ -150,7 +150,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
       MeshError: a size is not divisible by the number of devices that it is sharded over.
     """
     _check_sizes(config, mesh)
-    kept_programs.compile_anew_over_cpus()
+    program_cache.bypass_for_cpu_meshes()
     schedule = _schedule(config, mesh)
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)

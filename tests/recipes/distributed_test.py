@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rmt_tpu.distributed import processes, roll_call
-from rmt_tpu.distributed.roll_call import Member
+from rmt_tpu.distributed import processes, rendezvous
+from rmt_tpu.distributed.rendezvous import Member
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.runs.metrics import read_metrics
 from tests import cli
@@ -255,7 +255,7 @@ def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
 def outcome(member: Member, timeout: float, versions: str = "same", tables=()) -> str:
     """What the roll call says to one process: its error, or "all there"."""
     try:
-        roll_call.hold(member, versions, timeout, roll_call.Tables(*tables))
+        rendezvous.wait_for_all(member, versions, timeout, rendezvous.Tables(*tables))
     except RunError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -375,7 +375,7 @@ def test_a_process_that_comes_again_counts_once():
 def test_flags_that_cannot_be(flags, message):
     coordinator, count, process = flags
     with pytest.raises(UsageError, match=message):
-        roll_call.check(Member(coordinator, int(count), int(process)))
+        rendezvous.validate(Member(coordinator, int(count), int(process)))
 
 
 def test_slurm_says_which_process_this_is(monkeypatch):

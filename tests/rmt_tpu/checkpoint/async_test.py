@@ -288,7 +288,7 @@ from rmt_tpu.checkpoint import save as checkpoint_save
 from rmt_tpu.distributed import processes
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.errors import RunError
-from rmt_tpu.distributed.roll_call import Member
+from rmt_tpu.distributed.rendezvous import Member
 
 port, process, root, timeout = sys.argv[1:]
 process = int(process)

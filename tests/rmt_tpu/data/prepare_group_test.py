@@ -14,7 +14,7 @@ from rmt_tpu.errors import RunError, UsageError
 
 
 class Thread:
-    """One of a team of threads."""
+    """One of a group of threads."""
 
     def __init__(self, number: int, shared: "Shared"):
         self.number, self.count, self._shared, self._calls = number, shared.count, shared, 0
@@ -43,7 +43,7 @@ class Shared:
 
 
 def together(calls: list) -> list:
-    """What each of the calls, which take their team, returns or raises; one that fails ends all."""
+    """What each of the calls, given a group, returns or raises; one that fails ends all."""
     shared = Shared(len(calls))
 
     def call(number: int):
@@ -65,7 +65,7 @@ def make(source: str, output: Path, **options) -> prepare.Totals:
 
 
 def of_team(count: int, source: str, output: Path, **options) -> list:
-    return together([lambda team: make(source, output, team=team, **options)] * count)
+    return together([lambda group: make(source, output, group=group, **options)] * count)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -154,8 +154,8 @@ def test_a_team_that_does_not_agree_says_in_what(source, tmp_path):
     }.items():
         usual = {"source": source, "output": tmp_path / "store"}
         calls = [
-            lambda team, usual=usual: make(**usual, team=team),
-            lambda team, other=usual | options: make(**other, team=team),
+            lambda group, usual=usual: make(**usual, group=group),
+            lambda group, other=usual | options: make(**other, group=group),
         ]
         for error in together(calls):
             assert isinstance(error, UsageError) and str(error).startswith(said)
@@ -165,7 +165,7 @@ def test_a_team_that_does_not_agree_says_in_what(source, tmp_path):
 def test_folders_that_are_not_shared_are_told(source, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_SHARED_SECONDS", 0.05)
     outputs = tmp_path / "one", tmp_path / "two"
-    calls = [lambda team, o=output: make(source, o, team=team) for output in outputs]
+    calls = [lambda group, o=output: make(source, o, group=group) for output in outputs]
     errors = [e for e in together(calls) if isinstance(e, UsageError)]
     assert len(errors) == 1
     assert "two is another folder on process 1 than on process 0" in str(errors[0])

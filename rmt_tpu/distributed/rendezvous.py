@@ -42,7 +42,7 @@ class Member(NamedTuple):
         return host.strip("[]"), int(port)
 
 
-def check(member: Member) -> None:
+def validate(member: Member) -> None:
     """Check that a member's fields are legal.
 
     Raises:
@@ -75,7 +75,9 @@ class Tables(NamedTuple):
 _NO_TABLES = Tables()
 
 
-def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _NO_TABLES) -> None:
+def wait_for_all(
+    member: Member, versions: str, timeout: int | float, tables: Tables = _NO_TABLES
+) -> None:
     """Wait until all processes of the run are connected.
 
     Args:
@@ -98,12 +100,12 @@ def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _
         "tables": tables,
     }
     if member.process_id == 0:
-        _Caller(member, hello, timeout).call(deadline)
+        _Host(member, hello, timeout).call(deadline)
     else:
-        _answer(member, hello, timeout, deadline)
+        _join(member, hello, timeout, deadline)
 
 
-def listed(processes: list[int]) -> str:
+def name_processes(processes: list[int]) -> str:
     """Return process numbers as text, such as "process 3" or "processes 1, 2 and 5"."""
     shown = [str(p) for p in processes[:8]]
     if len(processes) > len(shown):
@@ -117,130 +119,132 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-class _Caller:
+class _Host:
     """The roll call as run by process 0, which accepts the other processes' connections."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout
-        self._there: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
-        self._unread: dict[socket.socket, bytes] = {}
+        self._members: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+        self._buffers: dict[socket.socket, bytes] = {}
 
     def call(self, deadline: float) -> None:
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             listener = stack.enter_context(_listen(self._member))
-            stack.callback(lambda: [connection.close() for connection in self._unread])
+            stack.callback(lambda: [connection.close() for connection in self._buffers])
             selector.register(listener, selectors.EVENT_READ)
             while missing := self._missing():
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    self._give_up(
-                        f"{listed(missing)} of {self._member.num_processes} did not connect to "
-                        f"{self._member.coordinator} within {self._timeout:g} s; start all "
-                        "processes with the same --coordinator, or wait longer with "
+                    self._fail(
+                        f"{name_processes(missing)} of {self._member.num_processes} did not "
+                        f"connect to {self._member.coordinator} within {self._timeout:g} s; start "
+                        "all processes with the same --coordinator, or wait longer with "
                         "--distributed_timeout"
                     )
                 for key, _ in selector.select(remaining):
                     if key.fileobj is listener:
                         connection, _ = listener.accept()
-                        self._unread[connection] = b""
+                        self._buffers[connection] = b""
                         selector.register(connection, selectors.EVENT_READ)
-                    elif not self._hear(key.fileobj):
+                    elif not self._receive(key.fileobj):
                         selector.unregister(key.fileobj)
-                        self._forget(key.fileobj)
-            self._tell({"go": True})
+                        self._drop(key.fileobj)
+            self._send({"go": True})
 
     def _missing(self) -> list[int]:
-        return [p for p in range(1, self._member.num_processes) if p not in self._there]
+        return [p for p in range(1, self._member.num_processes) if p not in self._members]
 
-    def _hear(self, connection: socket.socket) -> bool:
+    def _receive(self, connection: socket.socket) -> bool:
         """Read what has arrived; return False if the connection ended or is not from a member."""
         try:
             piece = connection.recv(_LONGEST_LINE)
         except OSError:
             return False
-        self._unread[connection] += piece
-        line, newline, _ = self._unread[connection].partition(b"\n")
-        if newline and not any(connection is known for known, _ in self._there.values()):
+        self._buffers[connection] += piece
+        line, newline, _ = self._buffers[connection].partition(b"\n")
+        is_member = any(connection is other for other, _ in self._members.values())
+        if newline and not is_member:
             hello = _parsed(line)
             if hello is None or hello.keys() != self._hello.keys():
                 return False
             self._admit(connection, hello)
-        return bool(piece) and len(self._unread[connection]) < _LONGEST_LINE
+        return bool(piece) and len(self._buffers[connection]) < _LONGEST_LINE
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        process, ours = hello["process"], self._member.num_processes
-        if hello["of"] != ours:
-            self._give_up(
+        process, count = hello["process"], self._member.num_processes
+        if hello["of"] != count:
+            self._fail(
                 f"process {process} on {hello['host']} was started as one of {hello['of']} "
-                f"processes and process 0 as one of {ours}; give all the same --num_processes",
+                f"processes and process 0 as one of {count}; give all the same --num_processes",
                 connection,
             )
-        if process == 0 or process in self._there:
-            other = self._there[process][1] if process else self._hello
-            self._give_up(
+        if process == 0 or process in self._members:
+            other = self._members[process][1] if process else self._hello
+            self._fail(
                 f"two processes were started as process {process}, on {other['host']} and on "
                 f"{hello['host']}; each needs its own --process_id",
                 connection,
             )
         if hello["versions"] != self._hello["versions"]:
-            self._give_up(
+            self._fail(
                 f"process {process} on {hello['host']} runs {hello['versions']} and process 0 "
                 f"{self._hello['versions']}; install the same everywhere",
                 connection,
             )
-        theirs, own = Tables(*hello["tables"]), Tables(*self._hello["tables"])
-        if theirs.fingerprint != own.fingerprint:
-            self._give_up(
+        other_tables, own_tables = Tables(*hello["tables"]), Tables(*self._hello["tables"])
+        if other_tables.fingerprint != own_tables.fingerprint:
+            self._fail(
                 f"process {process} on {hello['host']} has other kernel block sizes (from "
-                f"{theirs.file or 'no file'}) than process 0 (from {own.file or 'no file'}); give "
-                "all the same RMT_TPU_TUNED and the same version of rmt_tpu",
+                f"{other_tables.file or 'no file'}) than process 0 (from "
+                f"{own_tables.file or 'no file'}); give all the same RMT_TPU_TUNED and the same "
+                "version of rmt_tpu",
                 connection,
             )
-        self._there[process] = connection, hello
-        self._tell({"missing": self._missing()})
+        self._members[process] = connection, hello
+        self._send({"missing": self._missing()})
 
-    def _forget(self, connection: socket.socket) -> None:
-        self._there = {p: known for p, known in self._there.items() if known[0] is not connection}
-        del self._unread[connection]
+    def _drop(self, connection: socket.socket) -> None:
+        self._members = {p: m for p, m in self._members.items() if m[0] is not connection}
+        del self._buffers[connection]
         connection.close()
-        self._tell({"missing": self._missing()})
+        self._send({"missing": self._missing()})
 
-    def _tell(self, news: dict[str, Any], *others: socket.socket) -> None:
-        line = json.dumps(news).encode() + b"\n"
-        for connection in (*(known for known, _ in self._there.values()), *others):
+    def _send(self, message: dict[str, Any], *others: socket.socket) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for connection in (*(other for other, _ in self._members.values()), *others):
             # A lost connection is noticed when it is next read.
             with contextlib.suppress(OSError):
                 connection.sendall(line)
 
-    def _give_up(self, why: str, *others: socket.socket) -> None:
-        self._tell({"error": why}, *others)
-        raise RunError(why)
+    def _fail(self, reason: str, *others: socket.socket) -> None:
+        self._send({"error": reason}, *others)
+        raise RunError(reason)
 
 
-def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadline: float) -> None:
+def _join(member: Member, hello: dict[str, Any], timeout: int | float, deadline: float) -> None:
     """Run the roll call on a process other than process 0.
 
     Raises:
       RunError: process 0 cannot be reached within the timeout, or reports an error.
     """
-    where, why = member.coordinator, "it has not been tried"
+    where, reason = member.coordinator, "it has not been tried"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(member.host_and_port(), min(remaining, 5)) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
-                if _listen_for_go(connection, where, timeout, deadline):
+                if _wait_for_go(connection, where, timeout, deadline):
                     return
-            why = "it closed the connection"
+            reason = "it closed the connection"
         except OSError as error:  # also for failed name look-ups, as hosts start one by one
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)
     raise RunError(
-        f"process 0 cannot be reached at {where} within {timeout:g} s: {why}; is it running, is "
+        f"process 0 cannot be reached at {where} within {timeout:g} s: {reason}; is it running, is "
         "this its address, and can this host connect to that port?"
     )
 
 
-def _listen_for_go(
+def _wait_for_go(
     connection: socket.socket, where: str, timeout: int | float, deadline: float
 ) -> bool:
     """Return True when all processes are connected, and False if process 0 closed the connection.
@@ -261,18 +265,19 @@ def _listen_for_go(
         *lines, unread = (unread + piece).split(b"\n")
         if any(not line.startswith(b"{") for line in (*lines, unread or b"{")):
             raise RunError(f"the program that answers at {where} is not process 0 of a new run")
-        for news in map(json.loads, lines):
-            if "error" in news:
-                raise RunError(news["error"])
-            if "go" in news:
+        for message in map(json.loads, lines):
+            if "error" in message:
+                raise RunError(message["error"])
+            if "go" in message:
                 return True
-            missing = news["missing"]
+            missing = message["missing"]
     if missing is None:
         raise RunError(
             f"process 0 does not answer at {where} within {timeout:g} s; is it in this run?"
         )
     raise RunError(
-        f"{listed(missing)} did not connect to {where} within {timeout:g} s; start all processes"
+        f"{name_processes(missing)} did not connect to {where} within {timeout:g} s; start all "
+        "processes"
     )
 
 

@@ -7,7 +7,7 @@ from jax._src import compiler
 
 
 @functools.cache
-def compile_anew_over_cpus() -> None:
+def bypass_for_cpu_meshes() -> None:
     """Exclude programs for several CPU devices from JAX's compilation cache from now on.
 
     Such programs are neither read from the cache nor written to it. A program read from the cache

@@ -1,4 +1,4 @@
-"""A team of processes that work in parallel and rarely synchronise, without using any device."""
+"""A group of processes that work in parallel and rarely synchronise, without using any device."""
 
 import time
 
@@ -13,20 +13,20 @@ from rmt_tpu.errors import RunError
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # seconds between checks
 
 
-class ProcessTeam:
-    """All processes connected by `processes.initialize`, as a `Team` for `rmt_tpu.data.prepare`.
+class ConnectedProcesses:
+    """All processes connected by `processes.initialize`, as a `data.prepare.ProcessGroup`.
 
-    A `Channel` has a timeout. A team has none: a process waits for another one as long as the other
-    is alive, because shares of work may differ by hours. A process that fails reports its failure
-    to all others, and JAX's coordination service detects a process that is killed. In both cases
-    the remaining processes are stopped.
+    A `Channel` has a timeout. A process group has none: a process waits for another one as long as
+    the other is alive, because shares of work may differ by hours. A process that fails reports its
+    failure to all others, and JAX's coordination service detects a process that is killed. In both
+    cases the remaining processes are stopped.
     """
 
     def __init__(self, name: str):
-        """Make a team.
+        """Make a process group.
 
         Args:
-          name: the team's name, which is the same on all processes and unique among teams.
+          name: the group's name, which is the same on all processes and unique among groups.
         """
         self._name, self._calls = name, 0
 
@@ -53,7 +53,7 @@ class ProcessTeam:
         if self.count == 1:
             return [value]
         self._calls += 1
-        folder, seconds = f"rmt/team/{self._name}/{self._calls}/", _FIRST_SECONDS
+        folder, seconds = f"rmt/group/{self._name}/{self._calls}/", _FIRST_SECONDS
         try:
             global_state.client.key_value_set(f"{folder}{self.number}", value)
             # The code polls, because signals cannot interrupt a wait inside the client.
