@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from rmt_tpu.data.inputs import (
     COMPRESSED,
+    BlockCallback,
     Problem,
-    Seen,
     Span,
     files,
     opened,
@@ -24,8 +24,8 @@ _LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-_PIECE = 2**20  # bytes to read at a time from a line that is skipped
-_SIGN_OF_LIFE = 2**22  # decompressed bytes between two calls of `seen`
+_SKIP_BYTES = 2**20  # bytes to read at a time from a line that is skipped
+_SIGN_OF_LIFE = 2**22  # decompressed bytes between two calls of `on_block`
 
 
 def documents(source: str, flag: str = "data") -> list[str]:
@@ -66,20 +66,20 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     with readable(span.path), opened(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
-            _pass(file, to_separator=False)  # `start + num_bytes` is most likely within a line
+            _skip(file, to_separator=False)  # `start + num_bytes` is most likely within a line
             if _kind(span.path) != ".jsonl":
-                _pass(file, to_separator=True)
+                _skip(file, to_separator=True)
             stop = min(file.tell(), size)
             yield span._replace(start=start, stop=stop)
             start = stop
 
 
-def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
+def read_span(span: Span, on_block: BlockCallback = lambda block: None) -> Iterator[str]:
     """Yield the documents in a span one at a time, except documents with only white space.
 
     Args:
       span: a span of a file.
-      seen: a function that is called with consecutive blocks of the span's stored bytes, each
+      on_block: a function that is called with consecutive blocks of the span's stored bytes, each
         exactly once. It is also called with b"" from time to time while a long document is
         decompressed. An error that it raises stops the reading.
 
@@ -90,11 +90,11 @@ def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
     """
     kind = _kind(span.path)
     if kind == ".py":
-        texts = _module(span, seen)
+        texts = _module(span, on_block)
     elif kind == ".jsonl":
-        texts = _json_lines(span, seen)
+        texts = _json_lines(span, on_block)
     else:
-        texts = _separated(span, seen)
+        texts = _separated(span, on_block)
     return (text for text in texts if text.strip())
 
 
@@ -104,10 +104,10 @@ def _kind(path: str) -> str:
     return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
 
 
-def _pass(file: io.BufferedIOBase, *, to_separator: bool) -> None:
+def _skip(file: io.BufferedIOBase, *, to_separator: bool) -> None:
     """Skip to the end of the current line, or to the end of the next separator line."""
     begins = True
-    while piece := file.readline(_PIECE):
+    while piece := file.readline(_SKIP_BYTES):
         if to_separator and begins and _is_separator(piece):
             return
         begins = piece.endswith(b"\n")
@@ -120,11 +120,11 @@ class _Line(NamedTuple):
     offset: int  # position in the decompressed file
 
 
-def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
+def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:
     """Yield the lines in a span, without a byte order mark at the start of the file."""
     packed = span.path.lower().endswith(COMPRESSED)
-    with readable(span.path), unpacked(span, seen) as file:
-        offset = told = span.start
+    with readable(span.path), unpacked(span, on_block) as file:
+        offset = reported = span.start
         if offset:
             file.seek(offset)
         while (packed or offset < span.stop) and (content := file.readline(_LONGEST_LINE + 1)):
@@ -135,19 +135,19 @@ def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
                 )
             begin, offset = offset, offset + len(content)
             if not packed:
-                seen(content)
-            elif offset - told >= _SIGN_OF_LIFE:
-                told = offset
-                seen(b"")
+                on_block(content)
+            elif offset - reported >= _SIGN_OF_LIFE:
+                reported = offset
+                on_block(b"")
             if begin == 0 and content.startswith(_BOM):
                 content, begin = content[len(_BOM) :], len(_BOM)
             yield _Line(content, begin)
 
 
-def _separated(span: Span, seen: Seen) -> Iterator[str]:
+def _separated(span: Span, on_block: BlockCallback) -> Iterator[str]:
     """Yield the documents in a span of a .txt file."""
     document, begin = bytearray(), 0
-    for line in _lines(span, seen):
+    for line in _lines(span, on_block):
         if _is_separator(line.content):
             yield _decode(document, span, begin)
             document.clear()
@@ -167,10 +167,10 @@ def _is_separator(line: bytes) -> bool:
     return line.startswith(_SEPARATOR) and line[len(_SEPARATOR) :] in (b"\n", b"\r\n", b"", b"\r")
 
 
-def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
+def _json_lines(span: Span, on_block: BlockCallback) -> Iterator[str]:
     # Lines are split as bytes, because str.splitlines would also split at characters such as
     # U+2028, which JSON strings may contain.
-    for line in _lines(span, seen):
+    for line in _lines(span, on_block):
         text = _decode(line.content, span, line.offset)
         if text.strip():
             try:
@@ -196,14 +196,14 @@ def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, value
 
 
-def _module(span: Span, seen: Seen) -> Iterator[str]:
+def _module(span: Span, on_block: BlockCallback) -> Iterator[str]:
     """Yield the source of a module in the standard library.
 
     A module that is not UTF-8 is skipped, because the user cannot be expected to correct it.
     """
     with readable(span.path), opened(span) as file:
         content = file.read()
-    seen(content)
+    on_block(content)
     try:
         yield content.decode("utf-8")
     except UnicodeDecodeError:

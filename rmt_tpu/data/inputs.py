@@ -33,7 +33,7 @@ _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
 )
 
-Seen = Callable[[bytes], None]
+BlockCallback = Callable[[bytes], None]
 
 
 class Problem(Exception):
@@ -145,20 +145,24 @@ def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
 
 
 @contextlib.contextmanager
-def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[io.BufferedIOBase]:
+def unpacked(
+    span: Span, on_block: BlockCallback = lambda block: None
+) -> Iterator[io.BufferedIOBase]:
     """Open a file to read its content, decompressing it if necessary.
 
     Args:
       span: any span of the file.
-      seen: a function that, for a compressed file, is called with consecutive blocks of its stored
-        bytes.
+      on_block: a function that, for a compressed file, is called with consecutive blocks of its
+        stored bytes.
     """
     with opened(span) as file:
         if span.path.lower().endswith(".gz"):
-            with gzip.GzipFile(fileobj=_Told(file, seen)) as content:
+            with gzip.GzipFile(fileobj=_TappedFile(file, on_block)) as content:
                 yield content
         elif span.path.lower().endswith(".zst"):
-            with io.BufferedReader(_Zstandard(_Told(file, seen), span.path), _BLOCK) as content:
+            with io.BufferedReader(
+                _Zstandard(_TappedFile(file, on_block), span.path), _BLOCK
+            ) as content:
                 yield content
         else:
             yield file
@@ -169,12 +173,12 @@ def new_digest() -> Any:
     return hashlib.blake2b(digest_size=16)
 
 
-def digest_of(span: Span, seen: Seen = lambda block: None) -> str:
+def digest_of(span: Span, on_block: BlockCallback = lambda block: None) -> str:
     """Return the hexadecimal digest of a span's stored bytes.
 
     Args:
       span: the span.
-      seen: a function that is called with each block of bytes that was read.
+      on_block: a function that is called with each block of bytes that was read.
 
     Raises:
       Problem: the file cannot be read.
@@ -184,7 +188,7 @@ def digest_of(span: Span, seen: Seen = lambda block: None) -> str:
         file.seek(span.start)
         while left and (block := file.read(min(_BLOCK, left))):
             digest.update(block)
-            seen(block)
+            on_block(block)
             left -= len(block)
     return digest.hexdigest()
 
@@ -289,15 +293,15 @@ def _no_file(pattern: str) -> _NoFile:
     )
 
 
-class _Told:
-    """A file object that passes everything that is read from it to the function `seen`."""
+class _TappedFile:
+    """A file object that passes everything that is read from it to the function `on_block`."""
 
-    def __init__(self, file: io.BufferedIOBase, seen: Seen):
-        self._file, self._seen = file, seen
+    def __init__(self, file: io.BufferedIOBase, on_block: BlockCallback):
+        self._file, self._on_block = file, on_block
 
     def read(self, size: int = -1) -> bytes:
         block = self._file.read(size)
-        self._seen(block)
+        self._on_block(block)
         return block
 
 
@@ -307,7 +311,7 @@ class _Zstandard(io.RawIOBase):
     The reader of the zstandard library is not used because it does not detect a truncated file.
     """
 
-    def __init__(self, raw: _Told, path: str):
+    def __init__(self, raw: _TappedFile, path: str):
         try:
             import zstandard
         except ImportError:

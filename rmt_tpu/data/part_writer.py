@@ -51,7 +51,7 @@ from rmt_tpu.storage import Fault, Folder, faults, open_folder
 # maximum number of documents and of characters to tokenise at a time
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 # Progress is reported after this many bytes or seconds.
-_TOLD_BYTES, _TOLD_SECONDS = 2**18, 0.5
+_REPORT_BYTES, _REPORT_SECONDS = 2**18, 0.5
 
 
 class Work(NamedTuple):
@@ -72,7 +72,7 @@ class Work(NamedTuple):
     plan_id: int
 
 
-class Cut(NamedTuple):
+class DocumentCut(NamedTuple):
     """An instruction to hold out only the tail of a document.
 
     Attributes:
@@ -95,7 +95,7 @@ class Job(NamedTuple):
 
     number: int
     spans: tuple[Span, ...]
-    cut: Cut | None
+    cut: DocumentCut | None
 
     @property
     def num_bytes(self) -> int:
@@ -182,9 +182,9 @@ class Worker:
           tick: a function that is called with the number of input bytes processed since its last
             call. An error that it raises stops the work.
         """
-        self._work, self._told = work, tick
+        self._work, self._on_progress = work, tick
         self._below = int(work.eval_fraction * 2**128)
-        self._not_told, self._when_told = 0, time.monotonic()
+        self._unreported, self._reported_at = 0, time.monotonic()
 
     @cached_property
     def _folder(self) -> Folder:
@@ -215,17 +215,20 @@ class Worker:
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
                 self._folder.delete_folder(f"{name}/{attempt.rstrip('/')}")
-        self._tell()
+        self._report()
         return done
 
     def _tick(self, count: int) -> None:
-        self._not_told += count
-        if self._not_told >= _TOLD_BYTES or time.monotonic() - self._when_told >= _TOLD_SECONDS:
-            self._tell()
+        self._unreported += count
+        if (
+            self._unreported >= _REPORT_BYTES
+            or time.monotonic() - self._reported_at >= _REPORT_SECONDS
+        ):
+            self._report()
 
-    def _tell(self) -> None:
-        self._told(self._not_told)
-        self._not_told, self._when_told = 0, time.monotonic()
+    def _report(self) -> None:
+        self._on_progress(self._unreported)
+        self._unreported, self._reported_at = 0, time.monotonic()
 
     def _finished(self, job: Job) -> Done | None:
         """Return the existing part if it is complete and matches the plan and the cut.
@@ -242,11 +245,11 @@ class Worker:
             content = {}
         with contextlib.suppress(Fault, KeyError, TypeError):
             same_plan = content.pop("plan") == self._work.plan_id
-            its_cut = content.pop("cut")
+            cut_of_part = content.pop("cut")
             done = Done.from_json(content)
             # If the job has no cut, a part that was written with a cut is accepted, because the
             # facts about it in `Done` do not depend on the cut.
-            if same_plan and (job.cut is None or its_cut == list(job.cut)):
+            if same_plan and (job.cut is None or cut_of_part == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)
                 return done
         self._folder.delete(name)
@@ -266,25 +269,27 @@ class Worker:
             )
             for split in SPLITS
         }
-        census, inputs = _Census(), []
+        statistics, inputs = _Statistics(), []
         for texts in self._batches(job.spans, inputs):
-            divided = [item for text in texts for item in self._divide(text, job.cut, census)]
+            divided = [item for text in texts for item in self._divide(text, job.cut, statistics)]
             encoded = self._tokenizer.encode_all([text for _, text in divided])
             for (split, _), tokens in zip(divided, encoded, strict=True):
                 writers[split].append(tokens)
         splits = {split: writer.finish() for split, writer in writers.items()}
-        return Done(Part(attempt, **splits), **vars(census), inputs=inputs)
+        return Done(Part(attempt, **splits), **vars(statistics), inputs=inputs)
 
-    def _divide(self, text: str, of_cut: Cut | None, census: "_Census") -> list[tuple[str, str]]:
+    def _divide(
+        self, text: str, document_cut: DocumentCut | None, statistics: "_Statistics"
+    ) -> list[tuple[str, str]]:
         """Return pairs of a split's name and a text: one for the document, or two if it is cut."""
-        of_text = rank(text, self._work.seed)
-        is_below = int.from_bytes(of_text) < self._below
-        census.count(text, of_text.hex(), is_below)
-        if of_cut and of_text.hex() == of_cut.rank:
-            return list(zip(SPLITS, cut(text, of_cut.share), strict=True))
+        rank_of_text = rank(text, self._work.seed)
+        is_below = int.from_bytes(rank_of_text) < self._below
+        statistics.count(text, rank_of_text.hex(), is_below)
+        if document_cut and rank_of_text.hex() == document_cut.rank:
+            return list(zip(SPLITS, cut(text, document_cut.share), strict=True))
         return [(SPLITS[is_below], text)]
 
-    def _batches(self, of_part: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
+    def _batches(self, spans: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
         """Yield the documents of some spans, in batches that are large enough for the tokenizer.
 
         By the time the last batch is yielded, the digest of each span has been appended to
@@ -293,14 +298,14 @@ class Worker:
         with problems("input", self._work.source):
             texts: list[str] = []
             size = 0
-            for span in of_part:
+            for span in spans:
                 digest = new_digest()
 
-                def seen(block: bytes, digest: Any = digest) -> None:
+                def on_block(block: bytes, digest: Any = digest) -> None:
                     digest.update(block)
                     self._tick(len(block))
 
-                for text in read_span(span, seen):
+                for text in read_span(span, on_block):
                     texts.append(text)
                     size += len(text)
                     if len(texts) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
@@ -316,7 +321,7 @@ def _attempt(plan_id: int, job: Job) -> str:
     return hashlib.blake2b(of.encode(), digest_size=6).hexdigest()
 
 
-class _Census:
+class _Statistics:
     """Statistics of the documents in a part; `Done` describes the attributes of the same names."""
 
     def __init__(self):
@@ -371,28 +376,28 @@ class _ArrayWriter:
             stops the work.
         """
         self._folder, self._name, self._dtype, self._check = folder, name, dtype, check
-        self._held = np.empty(SHARD, dtype if name == "tokens" else np.int64)
-        self._num_held = self._shards = self.size = 0
+        self._buffer = np.empty(SHARD, dtype if name == "tokens" else np.int64)
+        self._buffered = self._shards = self.size = 0
 
     def append(self, values: Integer[np.ndarray, " n"]) -> None:
         while len(values):
-            taken, values = np.split(values, [SHARD - self._num_held])
-            self._held[self._num_held : self._num_held + len(taken)] = taken
-            self._num_held += len(taken)
-            self.size += len(taken)
-            if self._num_held == SHARD:
+            chunk, values = np.split(values, [SHARD - self._buffered])
+            self._buffer[self._buffered : self._buffered + len(chunk)] = chunk
+            self._buffered += len(chunk)
+            self.size += len(chunk)
+            if self._buffered == SHARD:
                 self._write_shard()
 
     def finish(self) -> None:
         """Write the last shard and the array's metadata."""
-        if self._num_held:
+        if self._buffered:
             self._write_shard()
         self._write("zarr.json", self._encoded(self.size, None)["zarr.json"])
 
     def _write_shard(self) -> None:
-        shard = self._encoded(self._num_held, self._held[: self._num_held])["c/0"]
+        shard = self._encoded(self._buffered, self._buffer[: self._buffered])["c/0"]
         self._write(f"c/{self._shards}", shard)
-        self._shards, self._num_held = self._shards + 1, 0
+        self._shards, self._buffered = self._shards + 1, 0
 
     def _encoded(self, size: int, values: Integer[np.ndarray, " size"] | None) -> dict[str, bytes]:
         """Return the content of each file that tensorstore writes for an array of this size."""

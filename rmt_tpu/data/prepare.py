@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rmt_tpu.data import plan as plans
 from rmt_tpu.data.inputs import Span, files, problems
-from rmt_tpu.data.part_writer import Cut, Done, Job, Work, check_inputs, read_done
+from rmt_tpu.data.part_writer import DocumentCut, Done, Job, Work, check_inputs, read_done
 from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
 from rmt_tpu.data.tokenizer import Tokenizer, digest
@@ -154,10 +154,10 @@ def prepare(
     jobs = [Job(number, parts[number], None) for number in own]
     done = dict(zip(own, _run(work, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
-    if of_cut := _cut(list(done.values()), eval_fraction, group):
-        again = [job._replace(cut=of_cut) for job in jobs if done[job.number].lowest == of_cut.rank]
-        redone = _run(work, again, workers, progress, HOLDING_OUT)
-        done |= {job.number: result for job, result in zip(again, redone, strict=True)}
+    if cut := _document_to_cut(list(done.values()), eval_fraction, group):
+        rewrites = [job._replace(cut=cut) for job in jobs if done[job.number].lowest == cut.rank]
+        rewritten = _run(work, rewrites, workers, progress, HOLDING_OUT)
+        done |= {job.number: result for job, result in zip(rewrites, rewritten, strict=True)}
         kept = sum(d.kept for d in done.values())
     with problems("input", source):
         if files(source, buckets=True) != found:
@@ -166,11 +166,11 @@ def prepare(
                 "the command, or give another --output"
             )
     kept = sum(int(value) for value in group.gather(str(kept), "the parts"))
-    told = ""
+    own_totals = ""
     if group.number == 0:
         totals = _complete(folder, plan, done, kept, source)
-        told = json.dumps(totals)
-    parts_, kept, *splits = json.loads(group.gather(told, "the manifest")[0])
+        own_totals = json.dumps(totals)
+    parts_, kept, *splits = json.loads(group.gather(own_totals, "the manifest")[0])
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
 
 
@@ -245,7 +245,9 @@ def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
     return sorted(own)
 
 
-def _cut(done: list[Done], eval_fraction: int | float, group: ProcessGroup) -> Cut | None:
+def _document_to_cut(
+    done: list[Done], eval_fraction: int | float, group: ProcessGroup
+) -> DocumentCut | None:
     """Return which document to cut if no document is held out, or None; equal on all processes.
 
     Args:
@@ -266,7 +268,7 @@ def _cut(done: list[Done], eval_fraction: int | float, group: ProcessGroup) -> C
         return None
     characters = sum(each["lowest_characters"] for each in every if each["lowest"] == lowest)
     share = eval_fraction * sum(each["characters"] for each in every) / characters
-    return Cut(lowest, min(share, 0.5))
+    return DocumentCut(lowest, min(share, 0.5))
 
 
 def _complete(
@@ -274,7 +276,7 @@ def _complete(
 ) -> Totals:
     """Create the manifest of the store from the parts of this process and of all others."""
 
-    def of_part(number: int) -> Done:
+    def read_part(number: int) -> Done:
         if number in done:
             return done[number]
         until = time.monotonic() + _SHARED_SECONDS
@@ -285,7 +287,7 @@ def _complete(
         return found
 
     with ThreadPoolExecutor(_READERS) as pool:
-        every = list(pool.map(of_part, range(plan["num_parts"])))
+        every = list(pool.map(read_part, range(plan["num_parts"])))
     totals = _totals([d.part for d in every], kept)
     _check_totals(source, plan["eval_fraction"], plan["seed"], totals)
     content = {

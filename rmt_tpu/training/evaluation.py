@@ -20,7 +20,7 @@ from rmt_tpu.evaluation.scorer import Scorer
 from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.generation import Sampling, generate
 from rmt_tpu.training.global_arrays import on_one_device, put_batch
-from rmt_tpu.training.run import Run
+from rmt_tpu.training.run import PreparedRun
 
 
 class HeldOut(NamedTuple):
@@ -47,7 +47,7 @@ class HeldOutLoss:
       number: the number of windows to use; all of them are used if there are fewer.
     """
 
-    def __init__(self, run: Run, windows: data.Windows, number: int):
+    def __init__(self, run: PreparedRun, windows: data.Windows, number: int):
         self._windows = windows
         self._number = min(number, windows.num_windows)
         self._batch_sharding = run.batch_sharding
@@ -92,7 +92,7 @@ class TaskMetrics:
       UsageError: there is no such task, its data cannot be read, or a text does not fit a window.
     """
 
-    def __init__(self, run: Run, config: RunConfig, tokenizer: data.Tokenizer):
+    def __init__(self, run: PreparedRun, config: RunConfig, tokenizer: data.Tokenizer):
         train, seq_len = config.train, config.data.seq_len
         tasks = find_tasks(filter(None, train.eval_tasks.split(",")), "eval_tasks")
         if bool(tasks) != bool(train.eval_data_dir):
@@ -139,7 +139,9 @@ class TaskMetrics:
         return found
 
 
-def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunConfig) -> str | None:
+def sample_text(
+    run: PreparedRun, params: Any, tokenizer: data.Tokenizer, config: RunConfig
+) -> str | None:
     """Generate a continuation of the run's prompt; return both as one text on the first process.
 
     All processes must call this function, because each holds a part of the parameters. All but the

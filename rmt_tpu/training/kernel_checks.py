@@ -28,7 +28,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 from rmt_tpu.execution.kernels import preferred
 from rmt_tpu.storage import Folder
-from rmt_tpu.training.run import Run
+from rmt_tpu.training.run import PreparedRun
 
 FILE = "kernels.json"
 VARIABLE = "RMT_TPU_CACHE"
@@ -41,7 +41,7 @@ _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 @contextlib.contextmanager
 def check_kernels(
     config: RunConfig,
-    run: Run,
+    run: PreparedRun,
     folder: Folder,
     say: Callable[[str], None],
     *,
@@ -96,7 +96,7 @@ def check_kernels(
         yield plain
 
 
-def calls_of(config: RunConfig, run: Run) -> list[Called]:
+def calls_of(config: RunConfig, run: PreparedRun) -> list[Called]:
     """Return the calls in a run's train step for which some platform has a kernel."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, run.abstract, run.state_shardings)

@@ -21,7 +21,7 @@ from rmt_tpu.training import kernel_blocks, signals
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
-from rmt_tpu.training.run import Run
+from rmt_tpu.training.run import PreparedRun
 from rmt_tpu.training.start import Start, Text, checkpoint_meta
 from rmt_tpu.training.throughput import Throughput
 
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     stopped_by: signal.Signals | None
 
 
-class Prepared(NamedTuple):
+class LoopInputs(NamedTuple):
     """A run that is ready to start: its functions and its data.
 
     Attributes:
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     """
 
     config: RunConfig
-    model: Run
+    model: PreparedRun
     text: Text
     datasets: Datasets
     tasks: TaskMetrics
@@ -65,7 +65,7 @@ class Loop:
 
     def __init__(
         self,
-        prepared: Prepared,
+        inputs: LoopInputs,
         start: Start,
         checkpoints: Checkpointer,
         side_files: SideFiles,
@@ -73,7 +73,7 @@ class Loop:
         progress: TrainingProgress,
         may_overflow: bool,
     ):
-        self.config, self.model, self.text, self.datasets, self.tasks = prepared
+        self.config, self.model, self.text, self.datasets, self.tasks = inputs
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
         self.state, self.step, self.windows_read, self.branch, _ = start

@@ -16,7 +16,7 @@ from rmt_tpu.decoder import compute_dtype, residual_dtype
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 from rmt_tpu.training.copies import as_read
-from rmt_tpu.training.run import Run
+from rmt_tpu.training.run import PreparedRun
 
 _BATCH_BYTES_PER_TOKEN = 16  # bytes per token in a batch: three int32 and a float32
 
@@ -44,7 +44,7 @@ class MemoryLowerBound(NamedTuple):
         return self.state + max(self.gradients, self.activations)
 
 
-def lower_bound(config: RunConfig, run: Run) -> MemoryLowerBound:
+def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     """Return a lower bound on the memory that a run needs."""
     train, model = config.train, config.model
     # Other mixers pass at least one residual from layer to layer; a banked mixer keeps a bank of
@@ -69,7 +69,7 @@ def lower_bound(config: RunConfig, run: Run) -> MemoryLowerBound:
     )
 
 
-def shortfall(config: RunConfig, run: Run) -> str | None:
+def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
     """Return an error message if there is less memory than `lower_bound` returns, else None."""
     needs = lower_bound(config, run)
     own = [d for d in run.mesh.devices.flat if d.process_index == processes.process_id()]
@@ -99,7 +99,7 @@ def describe(needs: MemoryLowerBound) -> str:
     )
 
 
-def check(config: RunConfig, run: Run) -> None:
+def check(config: RunConfig, run: PreparedRun) -> None:
     """Check that the machine has at least the memory that `lower_bound` returns.
 
     Raises:

@@ -35,7 +35,7 @@ from rmt_tpu.training.step import (
 )
 
 
-class Run(NamedTuple):
+class PreparedRun(NamedTuple):
     """The functions and shardings of a run, which can be compiled without training.
 
     Attributes:
@@ -143,7 +143,7 @@ def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, str])
     return "reversible" if "reversible" in legal else "full"
 
 
-def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
+def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     """Construct the functions and shardings of a run on a mesh.
 
     Raises:
@@ -195,7 +195,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         given,
         whole,
     )
-    return Run(
+    return PreparedRun(
         graphdef=used,
         mesh=mesh,
         abstract=state,
@@ -213,7 +213,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
 def _scores(
     config: RunConfig, mesh: jax.sharding.Mesh, specs: Any, schedule: sharding.Schedule | None
 ) -> Callable[[Any, jax.Array, jax.Array], TokenScores]:
-    """Return `Run.scores`; its results are sharded over the batch axes and pipeline stages."""
+    """Return `PreparedRun.scores`, whose results are sharded over batch axes and stages."""
     make = lambda: Decoder(dropless(in_floats(config.model)), rngs=nnx.Rngs(0))
     graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
 

@@ -14,7 +14,7 @@ from rmt_tpu.runs import workdir
 from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder
-from rmt_tpu.training.run import Run
+from rmt_tpu.training.run import PreparedRun
 from rmt_tpu.training.step import TrainState
 
 
@@ -58,7 +58,7 @@ class SavedRun(NamedTuple):
 
 
 def restore_or_init(
-    run: Run,
+    run: PreparedRun,
     saved: SavedRun,
     text: Text,
     warm_start: WarmStart | ContinuedRun | None,
@@ -102,7 +102,7 @@ def restore_or_init(
 
 def _at(
     config: RunConfig,
-    run: Run,
+    run: PreparedRun,
     saved: SavedRun | ContinuedRun,
     flag: str,
     text: Text,

@@ -21,9 +21,9 @@ from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
-from rmt_tpu.training.loop import Int16Overflow, Loop, Outcome, Prepared
+from rmt_tpu.training.loop import Int16Overflow, Loop, LoopInputs, Outcome
 from rmt_tpu.training.progress import TrainingProgress
-from rmt_tpu.training.run import Run, prepare, resolve_auto
+from rmt_tpu.training.run import PreparedRun, prepare, resolve_auto
 from rmt_tpu.training.start import (
     SavedRun,
     Text,
@@ -115,7 +115,7 @@ def _train(
     if processes.is_first():
         workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     with progress, memory.told_if_out(memory.TRAIN_ADVICE), contextlib.ExitStack() as stack:
-        prepared, warm_start = _prepare(config, folder, from_step, how.label, progress)
+        inputs, warm_start = _prepare(config, folder, from_step, how.label, progress)
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
@@ -132,30 +132,28 @@ def _train(
         blocks = stack.enter_context(
             kernel_blocks.pinned_block_sizes(folder, progress.say, anew=opened.anew)
         )
-        given = config, prepared.model, folder, progress.say
+        given = config, inputs.model, folder, progress.say
         checks = kernel_checks.check_kernels(*given, anew=opened.anew, how=how.check_kernels)
         stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
-        start = restore_or_init(
-            prepared.model, saved, prepared.text, warm_start, back, progress.say
-        )
+        start = restore_or_init(inputs.model, saved, inputs.text, warm_start, back, progress.say)
         if back is not None:
             go_back(folder, checkpoints, back, progress.say)
         elif start.step and start.is_saved:
             branched = f", a branch from step {from_step}" if from_step is not None else ""
             progress.say(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
-            _write_folder(folder, config, opened, prepared.text.tokenizer)
+            _write_folder(folder, config, opened, inputs.text.tokenizer)
         # Save the copied state at once, so that this run no longer depends on the folder of the
         # other run.
         if not start.is_saved:
-            meta = checkpoint_meta(config, prepared.text, start.windows_read, start.branch)
+            meta = checkpoint_meta(config, inputs.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(
             SideFiles(folder, start.step, config.train.tensorboard, progress.say)
         )
-        loop = Loop(prepared, start, checkpoints, side_files, blocks, progress, may_overflow)
+        loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
         return loop.run(profile_steps, folder, how.all_is_saved)
 
 
@@ -165,7 +163,7 @@ def _prepare(
     from_step: int | None,
     label: str,
     progress: TrainingProgress,
-) -> tuple[Prepared, WarmStart | ContinuedRun | None]:
+) -> tuple[LoopInputs, WarmStart | ContinuedRun | None]:
     """Construct the run's functions and read its text.
 
     Returns:
@@ -185,7 +183,7 @@ def _prepare(
         tokenizer.ends = text_ends.after_warm_start(open_folder(config.train.init_from), tokenizer)
     elif config.train.init_from:
         tokenizer.ends = text_ends.saved(folder, tokenizer)
-    return Prepared(config, run, text, datasets, tasks), warm_start
+    return LoopInputs(config, run, text, datasets, tasks), warm_start
 
 
 def _open(
@@ -217,7 +215,7 @@ def _write_folder(
     text_ends.save(folder, tokenizer)
 
 
-def _introduction(config: RunConfig, run: Run) -> str:
+def _introduction(config: RunConfig, run: PreparedRun) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
     devices = run.mesh.devices.flatten()
     plural = "s" if len(devices) > 1 else ""

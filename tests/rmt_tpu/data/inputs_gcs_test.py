@@ -153,13 +153,13 @@ def test_an_object_that_is_replaced_while_it_is_read(server, monkeypatch, at):
 def test_an_object_that_is_replaced_behind_the_reader_is_noticed(
     both, server, tmp_path, monkeypatch
 ):
-    check = prepare._cut
+    check = prepare._document_to_cut
 
     def late(*arguments):
         server.replace("bucket", "in/b.txt", b"other text")
         return check(*arguments)
 
-    monkeypatch.setattr(prepare, "_cut", late)
+    monkeypatch.setattr(prepare, "_document_to_cut", late)
     with pytest.raises(RunError, match="was edited during the command"):
         make(both[1], tmp_path / "store")
 

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from rmt_tpu.data import corpus, documents, inputs, is_store
-from rmt_tpu.data.inputs import _Told, _Zstandard
+from rmt_tpu.data.inputs import _TappedFile, _Zstandard
 from rmt_tpu.errors import UsageError
 
 
@@ -93,7 +93,7 @@ def test_little_is_unpacked_at_a_time(here):
     (here / "a.jsonl.zst").write_bytes(zstandard.compress(b"x" * 3 * 10**8))
     most, unpacked = 0, 0
     with open("a.jsonl.zst", "rb") as file:
-        reader = _Zstandard(_Told(file, lambda block: None), "a.jsonl.zst")
+        reader = _Zstandard(_TappedFile(file, lambda block: None), "a.jsonl.zst")
         buffer = bytearray(2**20)
         while count := reader.readinto(buffer):
             unpacked += count
@@ -111,7 +111,7 @@ def test_a_reader_is_told_while_much_is_unpacked(here, monkeypatch):
 
 def test_a_long_line_is_passed_over_in_pieces(here, monkeypatch):
     """Where a file is divided; a piece of it that looks like a separator is none."""
-    monkeypatch.setattr(corpus, "_PIECE", 15)
+    monkeypatch.setattr(corpus, "_SKIP_BYTES", 15)
     text = "x" * 90 + "<|endoftext|>\n" + "y" * 90 + "\n<|endoftext|>\n" + "z" * 90
     (here / "a.txt").write_text(text)
     whole = inputs.whole("a.txt")

@@ -15,14 +15,14 @@ from rmt_tpu.analysis.device_check import Row
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import kernel_checks
-from rmt_tpu.training.run import Run
+from rmt_tpu.training.run import PreparedRun
 
 CASES = {
     "causal_attention": layers.attention(Heads(2, 64), (1, 128)),
     "grouped_matmul": layers.grouped(128, 128, 128, 2),
     "delta_attention": layers.delta((1, 128), Heads(1, 128)),
 }
-CONFIG, RUN = preset_run("rmt-tiny"), Run._make([None] * len(Run._fields))
+CONFIG, RUN = preset_run("rmt-tiny"), PreparedRun._make([None] * len(PreparedRun._fields))
 
 
 class Device:
