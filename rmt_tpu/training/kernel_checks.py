@@ -114,7 +114,7 @@ def merge_failures(failures_by_process: Sequence[str]) -> Failures:
     """Return the operations that failed on any process, with the reason of the first such process.
 
     Args:
-      of_processes: the failures of each process, as JSON.
+      failures_by_process: the failures of each process, as JSON.
     """
     found: Failures = {}
     for text in failures_by_process:
