@@ -86,7 +86,7 @@ def main() -> int:
         else:
             asked.append(_other(other))
     results = {}
-    with memory.told_if_out("use a smaller --batch_tokens or --max_length"):
+    with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
         for name, subject in _named(asked).items():
             try:
                 results[name] = evaluate(subject, sources, _STRIDE.value)

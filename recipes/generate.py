@@ -112,7 +112,7 @@ def _one(decoder, tokenizer, sampling) -> int:
             file=sys.stderr,
         )
     print(_PROMPT.value, end="", flush=True)
-    with memory.told_if_out("use a smaller --max_tokens or a shorter --prompt"):
+    with memory.report_out_of_memory("use a smaller --max_tokens or a shorter --prompt"):
         for piece in generate(decoder, tokenizer, _PROMPT.value, sampling, stop=_STOP.value):
             print(piece, end="", flush=True)
     print()
@@ -157,7 +157,7 @@ def _file(sampling) -> int:
         for number, sample in left
     )
     progress = _Progress(len(left))
-    with memory.told_if_out("use a smaller --batch_size or --max_tokens"):
+    with memory.report_out_of_memory("use a smaller --batch_size or --max_tokens"):
         stream = complete(decoder, tokenizer, given, stop=_STOP.value, slots=_BATCH_SIZE.value)
         with contextlib.closing(stream):
             for one in stream:

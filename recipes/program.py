@@ -169,7 +169,7 @@ def hush_gloo() -> None:
     ours = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    sys.stdout = streams.Told(open(ours, "w", encoding=sys.stdout.encoding, closefd=False))
+    sys.stdout = streams.SafeStream(open(ours, "w", encoding=sys.stdout.encoding, closefd=False))
 
 
 def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:

@@ -98,7 +98,7 @@ def _front():
     longest = _MAX_LENGTH.value
     if learned is not None:
         longest = min(longest, learned.max_length)
-    with memory.told_if_out("use fewer --slots or a smaller --max_length"):
+    with memory.report_out_of_memory("use fewer --slots or a smaller --max_length"):
         known = {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
         options = known | {"slots": _SLOTS.value, "steps": _STEPS}
         engine = Engine(cast_once(decoder), tokenizer.ends, **options)

@@ -46,14 +46,14 @@ def _limits(groups: Path, mounted: Path) -> Iterator[int]:
                     yield int((group / name).read_text())
 
 
-def told(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes as text with a unit."""
     size, unit = next((u for u in ((1e9, "GB"), (1e6, "MB")) if count >= u[0]), (1e3, "kB"))
     return f"{count / size:,.1f} {unit}"
 
 
 @contextlib.contextmanager
-def told_if_out(advice: str) -> Iterator[None]:
+def report_out_of_memory(advice: str) -> Iterator[None]:
     """Turn an out-of-memory error in the body, of a host or a device, into a one-line RunError.
 
     Args:
@@ -77,8 +77,8 @@ def is_out(error: Exception) -> bool:
     """
     if isinstance(error, RmtError):  # for example an exceeded storage quota
         return False
-    said = str(error)
+    message = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError | ValueError)
-        and ("RESOURCE_EXHAUSTED" in said or "Out of memory" in said)
+        and ("RESOURCE_EXHAUSTED" in message or "Out of memory" in message)
     )

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
-from rmt_tpu.streams import Told, say
+from rmt_tpu.streams import SafeStream, log_line
 
 
 class ProgressShown:
@@ -38,8 +38,8 @@ class ProgressShown:
         self._line_seconds, self._show = line_seconds, show
         self._last_line = -float("inf") if first_line else time.monotonic()
         self._bar = None
-        # `Told` ensures that a run survives the loss of its terminal.
-        if show and (terminal := Told(sys.stderr)).isatty():
+        # `SafeStream` ensures that a run survives the loss of its terminal.
+        if show and (terminal := SafeStream(sys.stderr)).isatty():
             self._bar = Progress(*columns, console=Console(file=terminal))
             self._task = self._bar.add_task(label, total=total, **fields)
 
@@ -52,14 +52,14 @@ class ProgressShown:
         if self._bar:
             self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print one line, above the bar."""
         if not self._show:
             return
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
-            say(text)
+            log_line(text)
 
     def change(self, **fields: Any) -> None:
         """Set the bar's `completed`, `total` or `description`, or a field that a column shows."""
@@ -77,4 +77,4 @@ class ProgressShown:
         self.change(**fields)
         if not self._bar and (now or time.monotonic() - self._last_line >= self._line_seconds):
             self._last_line = time.monotonic()
-            self.say(line())
+            self.log(line())

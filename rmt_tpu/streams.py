@@ -8,7 +8,7 @@ from typing import Any
 from rmt_tpu.errors import RunError
 
 
-class Told:
+class SafeStream:
     """A stream of messages for people, which drops text that cannot be written and does not raise.
 
     A run must not fail because a message about it cannot be written. Characters that the stream's
@@ -93,22 +93,22 @@ def install() -> None:
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not isinstance(stream, Told):
-            setattr(sys, name, Told(stream))
+        if not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))
 
 
 def need_stdout() -> None:
-    """Mark what is printed from now on as the program's result; see `Told.needed`."""
-    if isinstance(sys.stdout, Told):
+    """Mark what is printed from now on as the program's result; see `SafeStream.needed`."""
+    if isinstance(sys.stdout, SafeStream):
         sys.stdout.needed = True
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """Print one line on standard error at once, or nothing if it cannot be written."""
-    stream = sys.stderr if isinstance(sys.stderr, Told) else Told(sys.stderr)
+    stream = sys.stderr if isinstance(sys.stderr, SafeStream) else SafeStream(sys.stderr)
     print(line, file=stream, flush=True)
 
 
 def flush_stdout() -> None:
     """Flush standard output, dropping text that cannot be written."""
-    Told(sys.stdout).flush()
+    SafeStream(sys.stdout).flush()

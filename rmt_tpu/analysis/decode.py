@@ -335,7 +335,7 @@ def _fault(case: Case, needs: Least, limit: int | float) -> str:
     if learned and learned.max_length < case.context:
         return f"has only {learned.max_length} learned positions"
     if needs.held > limit:
-        held, there = memory.told(needs.held), memory.told(int(limit))
+        held, there = memory.format_bytes(needs.held), memory.format_bytes(int(limit))
         return f"does not fit: weights and cache take {held}, but the device has {there}"
     return ""
 

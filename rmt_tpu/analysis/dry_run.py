@@ -61,7 +61,7 @@ def dry_run(
         f"{config.data.seq_len}; the data has {there:,}, each read {tokens / there:.2f} times",
     }
     lines |= plan_of(config, run.mesh).lines()
-    if told := depth_rate.told(config):
+    if told := depth_rate.describe(config):
         lines["rates over depth"] = f"{told} (--set=train.depth_rate)"
     if error := memory_check.shortfall(config, run):
         lines["too large"] = error

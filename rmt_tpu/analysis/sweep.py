@@ -16,7 +16,7 @@ from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.runs.side_files import COMPLETE, DIVERGED
 from rmt_tpu.runs.workdir import holds_run, read_config, resume_overrides
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.streams import say
+from rmt_tpu.streams import log_line
 from rmt_tpu.training.run import resolve_auto
 from rmt_tpu.training.trainer import Outcome, train
 
@@ -219,7 +219,7 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
     try:
         return train(config, folder, label=label, **options)
     except DivergedError as error:
-        say(f"{label}: {error}")
+        log_line(f"{label}: {error}")
         return None
 
 

@@ -44,11 +44,18 @@ from rmt_tpu.checkpoint.retention import (
     go_back,
     tidy,
 )
-from rmt_tpu.checkpoint.save import Attempt, Background, Saved, blocks_of, snapshot, together
+from rmt_tpu.checkpoint.save import (
+    Attempt,
+    Background,
+    Saved,
+    blocks_of,
+    on_all_processes,
+    snapshot,
+)
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Folder, Unavailable
-from rmt_tpu.streams import say
+from rmt_tpu.streams import log_line
 
 _RETENTION = Retention()  # the default
 
@@ -79,7 +86,7 @@ class Checkpointer:
         *,
         retention: Retention = _RETENTION,
         compression: str = "none",
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = log_line,
     ):
         """Create the checkpointer without accessing `root`; reading needs no write permission.
 
@@ -239,7 +246,7 @@ class Checkpointer:
         """
         self.wait()
         self._check_step(processes.from_first(self.steps(), f"steps in {self.root}"), step)
-        with together(processes.exchange, f"going back to checkpoint {step}"):
+        with on_all_processes(processes.exchange, f"going back to checkpoint {step}"):
             if processes.is_first():
                 go_back(self.root, step)
         self._has_gone_back = True
@@ -307,7 +314,7 @@ class Checkpointer:
         self._damaged.pop(step, None)
         commit = None
         try:
-            with together(processes.exchange, f"checkpoint {step}: restore"):
+            with on_all_processes(processes.exchange, f"checkpoint {step}: restore"):
                 commit = self._read(f"{step}/COMMIT", COMMIT_LIMIT)
                 found = self._read_manifest(step, commit.data)
                 tree = self._load(found, like, partial)

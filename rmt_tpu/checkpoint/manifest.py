@@ -54,8 +54,8 @@ class Commit(NamedTuple):
           Fault: the file names no attempt.
         """
         try:
-            said = json.loads(data)
-            attempt, loss = ATTEMPT.fullmatch(said["attempt"])[0], said.get("loss")
+            fields = json.loads(data)
+            attempt, loss = ATTEMPT.fullmatch(fields["attempt"])[0], fields.get("loss")
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
             raise Fault("COMMIT is damaged: it names no attempt") from None
         is_number = type(loss) in (int, float) and math.isfinite(loss)

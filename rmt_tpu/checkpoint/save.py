@@ -99,7 +99,9 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
     blocks = deque()
     if processes.is_first():  # every process holds a copy of these arrays
         own = (array for array in arrays if array.name not in shared)
-        blocks += (Block(array, *piece) for array in own for piece in _pieces(sources[array.name]))
+        blocks += (
+            Block(array, *piece) for array in own for piece in _own_pieces(sources[array.name])
+        )
     if shared:
         layouts = tuple(
             Layout(
@@ -110,18 +112,18 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
             )
             for array in arrays
         )
-        blocks += _shares(sources, arrays, layouts)
+        blocks += _shared_blocks(sources, arrays, layouts)
     return blocks
 
 
-def _pieces(source: Any) -> list[tuple[Any, Any]]:
+def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
     """Return the distinct pieces of a fully addressable array, with their indices."""
     if not isinstance(source, jax.Array):
         return [(..., source)]
     return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
 
 
-def _shares(
+def _shared_blocks(
     sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
 ) -> Iterator[Block]:
     """Yield the pieces that this process writes of arrays that span several processes."""
@@ -130,7 +132,7 @@ def _shares(
     ):
         array = arrays[position]
         shards = sources[array.name].addressable_shards
-        held = {index_of(s.index, array.shape): s for s in reversed(shards)}
+        shard_at = {index_of(s.index, array.shape): s for s in reversed(shards)}
         for part in parts:
             within: Any = ...
             if part.index != part.piece:
@@ -139,7 +141,7 @@ def _shares(
                     slice(start - first, stop - first)
                     for (start, stop), first in zip(part.index, starts, strict=True)
                 )
-            yield Block(array, slices_of(part.index), held[part.piece].data, within)
+            yield Block(array, slices_of(part.index), shard_at[part.piece].data, within)
 
 
 def snapshot(blocks: Iterable[Block]) -> deque[Block]:
@@ -147,10 +149,10 @@ def snapshot(blocks: Iterable[Block]) -> deque[Block]:
 
     On a CPU no copy is made here, because XLA keeps a buffer that numpy refers to.
     """
-    return deque(block._replace(values=_held(block), within=...) for block in blocks)
+    return deque(block._replace(values=_host_copy(block), within=...) for block in blocks)
 
 
-def _held(block: Block) -> np.ndarray | jax.Array:
+def _host_copy(block: Block) -> np.ndarray | jax.Array:
     if not isinstance(block.values, jax.Array):
         return np.array(block.values)
     (device,) = block.values.devices()
@@ -160,9 +162,9 @@ def _held(block: Block) -> np.ndarray | jax.Array:
     # This starts an asynchronous copy. If the array is donated meanwhile, its buffer is overwritten
     # only after the copy.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    held = jax.device_put(block.cut(), pinned, may_alias=False)
+    copy = jax.device_put(block.cut(), pinned, may_alias=False)
     # A part that was cut out takes up device memory until it is copied, so wait for each copy.
-    return held if block.within is ... else jax.block_until_ready(held)
+    return copy if block.within is ... else jax.block_until_ready(copy)
 
 
 def _is_host(device: jax.Device) -> bool:
@@ -208,15 +210,15 @@ class Attempt(NamedTuple):
         name = f"attempt-{uuid.uuid4().hex[:16]}"
         first, stores = processes.is_first(), None
         try:
-            with self._together("begin", name) as names:
+            with self._on_all_processes("begin", name) as names:
                 if first:
                     self.before_begin()
                     self._make_way()
                     stores = self._open(name, "create")
             name = names[0]
-            with self._together("write"):
+            with self._on_all_processes("write"):
                 self._write(stores or self._open(name, "write"))
-            with self._together("commit"):
+            with self._on_all_processes("commit"):
                 if first:
                     self.folder.write(f"{self.step}/{name}/manifest.json", self.manifest)
                     if self.before_commit:
@@ -230,8 +232,10 @@ class Attempt(NamedTuple):
             line = f"cannot save step {self.step} in {self.folder}: {one_line(error)}"
             raise RunError(line) from None
 
-    def _together(self, part: str, said: str = "") -> AbstractContextManager[list[str]]:
-        return together(self.exchange, f"checkpoint {self.step}: {part}", said, faults=Exception)
+    def _on_all_processes(self, part: str, message: str = "") -> AbstractContextManager[list[str]]:
+        return on_all_processes(
+            self.exchange, f"checkpoint {self.step}: {part}", message, faults=Exception
+        )
 
     def _make_way(self) -> None:
         """Delete the COMMIT of the step if it was found damaged; raise Fault for any other."""
@@ -279,10 +283,10 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
 
 
 @contextlib.contextmanager
-def together(
+def on_all_processes(
     exchange: Callable[[str, str], list[str]],
     what: str,
-    said: str = "",
+    message: str = "",
     *,
     faults: type[Exception] = Fault,
 ) -> Iterator[list[str]]:
@@ -291,7 +295,7 @@ def together(
     Args:
       exchange: the method `exchange` of this thread's channel.
       what: a description of the work, for messages.
-      said: a short text that is sent to all processes.
+      message: a short text that is sent to all processes.
       faults: the exceptions that are sent to the other processes and raised as a Fault. Other
         exceptions stop only this process.
 
@@ -308,15 +312,15 @@ def together(
         yield answers
     except faults as error:
         fault, unavailable = one_line(error), isinstance(error, Unavailable)
-    own = json.dumps((said, fault, unavailable))
-    told = [own] if processes.num_processes() == 1 else exchange(own, what)
-    words, found, no_answers = zip(*map(json.loads, told), strict=True)
-    failed = [process for process, fault in enumerate(found) if fault is not None]
+    own = json.dumps((message, fault, unavailable))
+    replies = [own] if processes.num_processes() == 1 else exchange(own, what)
+    messages, reasons, unavailable_on = zip(*map(json.loads, replies), strict=True)
+    failed = [process for process, fault in enumerate(reasons) if fault is not None]
     if failed:
-        where = f"process {failed[0]}: " if len(found) > 1 else ""
-        kind = Unavailable if all(no_answers[process] for process in failed) else Fault
-        raise kind(where + found[failed[0]]) from None
-    answers += words
+        where = f"process {failed[0]}: " if len(reasons) > 1 else ""
+        kind = Unavailable if all(unavailable_on[process] for process in failed) else Fault
+        raise kind(where + reasons[failed[0]]) from None
+    answers += messages
 
 
 class Background(Generic[_T]):

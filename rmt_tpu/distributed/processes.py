@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rmt_tpu.distributed import gloo, rendezvous
 from rmt_tpu.distributed.rendezvous import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.streams import flush_stdout, say
+from rmt_tpu.streams import flush_stdout, log_line
 
 _LOOK_SECONDS = 1.0  # seconds between checks for failed processes
 _FAREWELL_SECONDS = 10.0  # seconds that process 0, which hosts the store, stays after a failure
@@ -264,24 +264,24 @@ def fail(line: str, code: int) -> NoReturn:
       code: the exit code of this process. With 0, which means that everything is saved, the other
         processes exit with 0 too.
     """
-    _end(line, code, told={"line": f"process {process_id()}: {line}", "code": code})
+    _end(line, code, broadcast={"line": f"process {process_id()}: {line}", "code": code})
 
 
 _ending = threading.Lock()
 
 
-def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
+def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoReturn:
     """Print `line` and exit, in the first thread that calls this.
 
-    If `told` is given, it is stored for the other processes, which stop when they read it.
+    If `broadcast` is given, it is stored for the other processes, which stop when they read it.
     """
     _ending.acquire()  # blocks any other thread until the process exits
     client = global_state.client
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        if told:
-            client.key_value_set(f"{_FAILED}{process_id()}", json.dumps(told))
+        if broadcast:
+            client.key_value_set(f"{_FAILED}{process_id()}", json.dumps(broadcast))
     flush_stdout()
-    say(f"error: {line}" if code else line)
+    log_line(f"error: {line}" if code else line)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_ENDED}{process_id()}", "")
         until = time.monotonic() + _FAREWELL_SECONDS

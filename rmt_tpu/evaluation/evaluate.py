@@ -116,7 +116,7 @@ def evaluate(
         progress.add(sum(len(one.kept) for one in open_ones))
         for one in open_ones:
             if one.left and one.cut:
-                progress.say(
+                progress.log(
                     f"note: {one.source.name}: {one.cut} of {len(one.requests)} contexts exceed "
                     f"--max_length={subject.scorer.max_length} tokens; their beginnings are cut off"
                 )

@@ -18,7 +18,7 @@ _STALE_SECONDS = 3 * _BEAT_SECONDS
 
 
 @contextlib.contextmanager
-def announce_run(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
+def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | None]:
     """Announce in a file that this process trains in the folder, during the body.
 
     The file is renewed every minute and does not lock the folder. If the file already exists and
@@ -35,7 +35,7 @@ def announce_run(folder: Folder, say: Callable[[str], None]) -> Iterator[str | N
     """
     other = _claim(folder)
     if other:
-        say(
+        log(
             f"note: {other} also seems to train in {folder}; the process that saves a checkpoint "
             "second will fail, and the metrics of both are mixed"
         )

@@ -38,16 +38,16 @@ class SideFiles:
       folder: the run folder.
       step: the step from which the run starts or resumes.
       board: "auto", "on" or "off"; see `wants_board`.
-      say: a function that prints a line.
+      log: a function that prints a line.
     """
 
-    def __init__(self, folder: Folder, step: int, board: str, say: Callable[[str], None]):
-        self._folder, self._say = folder, say
-        self._told: set[str] = set()
+    def __init__(self, folder: Folder, step: int, board: str, log: Callable[[str], None]):
+        self._folder, self._log = folder, log
+        self._reported: set[str] = set()
         self._metrics = None
         if processes.is_first():
             self._metrics = MetricsWriter(
-                folder, first_step=step + 1, board=wants_board(board), report=self._tell
+                folder, first_step=step + 1, board=wants_board(board), report=self._report_once
             )
             with self._harmless(f"{folder}/{STARTS} cannot be written"):
                 start = json.dumps({"from_step": step} | describe())
@@ -82,13 +82,13 @@ class SideFiles:
         if self._metrics:
             with self._harmless("the loss curve cannot be drawn"):
                 self._metrics.flush()
-                self._say(f"loss curve: {plot_loss(self._folder, report=self._tell)}")
+                self._log(f"loss curve: {plot_loss(self._folder, report=self._report_once)}")
 
     def sample(self, step: int, make: Callable[[], str | None]) -> None:
         """Append the text that `make` returns on the first process to `samples.txt`."""
         with self._harmless("no text sample"):
             if (text := make()) is not None:
-                self._say(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
+                self._log(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
                 self._folder.append(SAMPLES, f"== step {step} ==\n{text}\n".encode())
 
     @contextlib.contextmanager
@@ -151,12 +151,12 @@ class SideFiles:
         try:
             yield
         except Exception as error:
-            self._tell(f"note: {what}: {one_line(error)[:300]}; the run continues")
+            self._report_once(f"note: {what}: {one_line(error)[:300]}; the run continues")
 
-    def _tell(self, note: str) -> None:
-        if note not in self._told:
-            self._told.add(note)
-            self._say(note)
+    def _report_once(self, note: str) -> None:
+        if note not in self._reported:
+            self._reported.add(note)
+            self._log(note)
 
 
 def wants_board(choice: str) -> bool:

@@ -71,7 +71,7 @@ class WarmStart:
             return describe(self._folder.local_path).model
         return read_config(self._folder).model
 
-    def initial_params(self, params: Any, shardings: Any, say: Callable[[str], None]) -> Any:
+    def initial_params(self, params: Any, shardings: Any, log: Callable[[str], None]) -> Any:
         """Return `params` with the shared parameters replaced by those of the other model.
 
         Each device reads only its own shards.
@@ -79,7 +79,7 @@ class WarmStart:
         Args:
           params: the randomly initialised parameters.
           shardings: tree of the parameters' shardings.
-          say: a function that prints a line.
+          log: a function that prints a line.
 
         Raises:
           RunError: a file or checkpoint is damaged.
@@ -97,7 +97,7 @@ class WarmStart:
         message = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are loaded from "
         names = ", ".join(_name(path) for path in self._random[:8])
         more = f" and {len(self._random) - 8} more" if len(self._random) > 8 else ""
-        say(message + self._location + (f"; initialised: {names}{more}" if names else ""))
+        log(message + self._location + (f"; initialised: {names}{more}" if names else ""))
         return traverse_util.unflatten_dict(flat | read)
 
     def _read_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:

@@ -275,7 +275,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     with of_argument("workdir"):
         folder = open_folder(workdir)
     if is_hub(folder.local_path):
-        with memory.told_if_out("the model's parameters do not fit"):
+        with memory.report_out_of_memory("the model's parameters do not fit"):
             return _of_hub(folder, step, mesh)
     config = read_config(workdir)
     abstract = nnx.eval_shape(lambda: Decoder(in_floats(config.model), rngs=nnx.Rngs(0)))
@@ -287,7 +287,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
         params = jax.tree.map(placed, params, shardings)
     checkpoints = open_checkpoints(folder)
     like = {"params": params}
-    with memory.told_if_out("the model's parameters do not fit"):
+    with memory.report_out_of_memory("the model's parameters do not fit"):
         step, state, meta = restore_grown(checkpoints, like, config.model, step, partial=True)
     with of_argument("workdir"):
         check_config_meta(folder, config, step, meta, "model.")

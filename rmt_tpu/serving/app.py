@@ -19,7 +19,7 @@ from rmt_tpu.errors import unknown
 from rmt_tpu.serving.answers import Answer
 from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
-from rmt_tpu.streams import say
+from rmt_tpu.streams import log_line
 
 _RETRY_AFTER = 1  # seconds that a refused client is asked to wait before it retries
 _BODY_SECONDS = 60  # maximum number of seconds until a request's body has arrived
@@ -173,7 +173,7 @@ class Front:
     def say(self, line: str) -> None:
         """Log a line, if logging is enabled."""
         if self._log:
-            say(line)
+            log_line(line)
 
 
 class _Reply:

@@ -12,7 +12,7 @@ from uvicorn.protocols.http import h11_impl
 
 from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.serving.app import Front
-from rmt_tpu.streams import say
+from rmt_tpu.streams import log_line
 
 _SLOW_READERS = 5  # seconds that slow clients get to receive their responses at shutdown
 _HEADERS = 30  # maximum number of seconds that the server waits for a request's headers
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
         until = time.monotonic() + self.drain_seconds
         if self.front.texts:
             texts = self.front.texts
-            say(f"{name}: finishing {texts} texts first; repeat the signal to stop at once")
+            log_line(f"{name}: finishing {texts} texts first; repeat the signal to stop at once")
         while self.front.texts and time.monotonic() < until and not self._end_at_once:
             await asyncio.sleep(_LOOK)
         self.front.end_all()

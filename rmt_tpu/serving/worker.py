@@ -10,7 +10,7 @@ from rmt_tpu import memory
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.errors import RmtError, one_line
 from rmt_tpu.generation import Completion, Draft, Engine, Request, Said, Scores
-from rmt_tpu.streams import say
+from rmt_tpu.streams import log_line
 
 
 class Piece(NamedTuple):
@@ -108,7 +108,7 @@ class Worker(threading.Thread):
             if not isinstance(error, RmtError) and not memory.is_out(error):
                 traceback.print_exception(error)
             reason = self._fail(error)
-            say(f"error: {reason}: all requests in progress failed")
+            log_line(f"error: {reason}: all requests in progress failed")
             self._engine.reset()
 
     def _begin(self, job: Job) -> None:

@@ -80,7 +80,7 @@ class GcsFolder(Folder):
         Raises:
           UsageError: they cannot.
         """
-        with _told(self.url, UsageError):
+        with _one_line_errors(self.url, UsageError):
             _within(_CHECK_SECONDS, lambda: self._look(write))
 
     def _look(self, write: bool) -> None:
@@ -112,7 +112,7 @@ class GcsFolder(Folder):
         Raises:
           Fault: the object has more than `limit` bytes.
         """
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             blob = self._bucket.get_blob(self._key(name), **_patience())
             if blob is None:
                 return None
@@ -131,12 +131,12 @@ class GcsFolder(Folder):
 
     def write(self, name: str, data: bytes) -> None:
         """Upload an object, replacing any earlier one."""
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             self._upload(self._blob(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Upload an object on the condition that there is none; see `Folder.create`."""
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
@@ -146,7 +146,7 @@ class GcsFolder(Folder):
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
         """Upload an object on the condition of its generation; see `Folder.replace`."""
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
@@ -160,7 +160,7 @@ class GcsFolder(Folder):
         Raises:
           Fault: another writer changes the object at the same time.
         """
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             whole = self._bucket.get_blob(self._key(name), **_patience())
             if whole is None:
                 if not self.create(name, data):
@@ -184,7 +184,7 @@ class GcsFolder(Folder):
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
         """Delete an object; return whether it does not exist any more."""
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             try:
                 self._blob(name).delete(if_generation_match=generation, **_patience())
             except NotFound:
@@ -196,7 +196,7 @@ class GcsFolder(Folder):
     def names(self, name: str = "") -> list[str]:
         """Return the sorted names after the prefix; pieces of unfinished appends are left out."""
         prefix = self._key(name) + "/" if name else self._prefix
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             listing = self._client.list_blobs(
                 self._bucket_name, prefix=prefix, delimiter="/", **_patience()
             )
@@ -206,7 +206,7 @@ class GcsFolder(Folder):
 
     def delete_folder(self, name: str) -> None:
         """Delete all objects whose names continue with `name` and a slash."""
-        with _told(self._of(name)):
+        with _one_line_errors(self._of(name)):
             # tensorstore's `delete_range` silently deletes nothing where listing is forbidden.
             listing = self._client.list_blobs(
                 self._bucket_name, prefix=self._key(name) + "/", **_patience()
@@ -240,7 +240,7 @@ def find_objects(url: str) -> list[Object]:
     """Return the objects that match a name or glob; see `rmt_tpu.storage.find_objects`."""
     bucket, pattern = _parts(url)
     client = _client(url)
-    with _told(url, UsageError):
+    with _one_line_errors(url, UsageError):
         # The exact name is tried before globbing, because a name may contain brackets.
         patience = _patience(_CHECK_SECONDS / 2)
         look = lambda: client.bucket(bucket).get_blob(pattern, **patience) if pattern else None
@@ -308,7 +308,7 @@ class ObjectReader(io.RawIOBase):
         count = min(len(buffer), self._size - self._at)
         if count <= 0:
             return 0
-        with _told(self._url):
+        with _one_line_errors(self._url):
             try:
                 data = DEFAULT_RETRY.with_timeout(_SECONDS)(self._read)(count)
             except (NotFound, PreconditionFailed):
@@ -421,7 +421,7 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _told(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
+def _one_line_errors(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
     """Turn the client's errors in the body into one-line errors without credentials.
 
     Args:

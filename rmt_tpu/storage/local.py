@@ -83,7 +83,7 @@ class LocalFolder(Folder):
         Raises:
           Fault: the file has more than `limit` bytes.
         """
-        with self._told(name):
+        with self._one_line_errors(name):
             # The size is checked before memory is allocated.
             path = self.local_path / join(name)
             if path.is_file() and (size := path.stat().st_size) > limit:
@@ -95,12 +95,12 @@ class LocalFolder(Folder):
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file under a temporary name, and rename it."""
-        with self._told(name):
+        with self._one_line_errors(name):
             self._kv.write(join(name), data).result()
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file under a lock on the condition that there is none; see `Folder.create`."""
-        with self._told(name):
+        with self._one_line_errors(name):
             before = self._kv.read(join(name)).result()
             if before.state == "missing":
                 written = self._kv.write(name, data, if_equal=before.stamp.generation).result()
@@ -111,7 +111,7 @@ class LocalFolder(Folder):
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
         """Write a file under a lock on the condition of its generation; see `Folder.replace`."""
-        with self._told(name):
+        with self._one_line_errors(name):
             # A refused write does not raise: it has no generation.
             if self._kv.write(join(name), data, if_equal=generation).result().generation:
                 return True
@@ -120,7 +120,7 @@ class LocalFolder(Folder):
     def append(self, name: str, data: bytes) -> None:
         """Append bytes to a file; if that fails, cut the file to its earlier size."""
         path = self.local_path / join(name)
-        with self._told(name):
+        with self._one_line_errors(name):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "ab", buffering=0) as file:
                 before = os.fstat(file.fileno()).st_size
@@ -134,7 +134,7 @@ class LocalFolder(Folder):
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
         """Delete a file; return whether it does not exist any more."""
-        with self._told(name):
+        with self._one_line_errors(name):
             # If the file does not exist, tensorstore would create its folder.
             if not os.path.lexists(self.local_path / join(name)):
                 return True
@@ -147,7 +147,7 @@ class LocalFolder(Folder):
     def names(self, name: str = "") -> list[str]:
         """Return the sorted names of files and subfolders; an absent folder has none."""
         folder = self.local_path / join(name) if name else self.local_path
-        with self._told(name):
+        with self._one_line_errors(name):
             try:
                 with os.scandir(folder) as entries:
                     found = [e.name + "/" * e.is_dir() for e in entries]
@@ -160,7 +160,7 @@ class LocalFolder(Folder):
     def delete_folder(self, name: str) -> None:
         """Delete a subfolder, which another process may be deleting, too."""
         folder = self.local_path / join(name)
-        with self._told(name):
+        with self._one_line_errors(name):
             while os.path.lexists(folder):
                 # If two processes delete the same folder, each may find files already deleted.
                 with contextlib.suppress(FileNotFoundError):
@@ -170,7 +170,7 @@ class LocalFolder(Folder):
         return os.path.join(self.url, name)
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _one_line_errors(self, name: str) -> Iterator[None]:
         try:
             with faults(f"{self._of(name)}: "):
                 yield

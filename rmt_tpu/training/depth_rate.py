@@ -73,7 +73,7 @@ def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
     return jax.tree_util.tree_map_with_path(scaled, rates, over), over
 
 
-def told(config: RunConfig) -> str:
+def describe(config: RunConfig) -> str:
     """Return a text that lists the factors, or "" if there are none."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 

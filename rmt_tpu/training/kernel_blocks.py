@@ -20,7 +20,7 @@ class KernelBlocks:
 
     Args:
       folder: the run folder.
-      say: a function that prints a line.
+      log: a function that prints a line.
       own: the table of block sizes that is already in the folder.
       looks: all look-ups of block sizes; the list grows as kernels are traced.
     """
@@ -28,11 +28,11 @@ class KernelBlocks:
     def __init__(
         self,
         folder: Folder,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         own: tuned.Table,
         looks: list[tuned.Look],
     ):
-        self._folder, self._say, self._own, self._looks = folder, say, own, looks
+        self._folder, self._log, self._own, self._looks = folder, log, own, looks
 
     def write(self) -> None:
         """Save block sizes that are not yet in the folder, on the first process only.
@@ -47,21 +47,21 @@ class KernelBlocks:
         try:
             self._folder.write(FILE, self._own.text().encode())
         except RunError as error:
-            self._say(f"note: kernel block sizes cannot be saved: {error}; the run continues")
+            self._log(f"note: kernel block sizes cannot be saved: {error}; the run continues")
         if found := [e for e in new if e.source != "heuristic"]:
             names = ", ".join(dict.fromkeys(f"{e.kernel} ({e.source})" for e in found))
-            self._say(f"kernel block sizes from tables, saved in {self._folder}/{FILE}: {names}")
+            self._log(f"kernel block sizes from tables, saved in {self._folder}/{FILE}: {names}")
 
 
 @contextlib.contextmanager
 def pinned_block_sizes(
-    folder: Folder, say: Callable[[str], None], *, anew: bool
+    folder: Folder, log: Callable[[str], None], *, anew: bool
 ) -> Iterator[KernelBlocks]:
     """Make kernels in the body use the block sizes saved in the run folder, on all processes.
 
     Args:
       folder: the run folder.
-      say: a function that prints a line.
+      log: a function that prints a line.
       anew: whether the run restarts from scratch, in which case saved block sizes are deleted.
     """
     kernel_tables.use_storage()
@@ -69,17 +69,17 @@ def pinned_block_sizes(
     if processes.is_first():
         if anew:
             folder.delete(FILE)
-        text = _read(folder, say).text()
+        text = _read(folder, log).text()
     own = tuned.parse(processes.from_first(text, "block sizes of kernels"), FILE, exact=True)
     with tuned.tuned(own), tuned.collecting() as looks:
-        yield KernelBlocks(folder, say, own, looks)
+        yield KernelBlocks(folder, log, own, looks)
 
 
-def _read(folder: Folder, say: Callable[[str], None]) -> tuned.Table:
+def _read(folder: Folder, log: Callable[[str], None]) -> tuned.Table:
     found = folder.read(FILE)
     if found is None:
         return tuned.Table(FILE)
     table = tuned.parse(found.data, f"{folder}/{FILE}")
     for fault in table.faults[:1]:
-        say(f"note: {fault}; those block sizes are chosen again")
+        log(f"note: {fault}; those block sizes are chosen again")
     return table

@@ -43,7 +43,7 @@ def check_kernels(
     config: RunConfig,
     run: PreparedRun,
     folder: Folder,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     anew: bool,
     how: CheckMode = "auto",
@@ -58,7 +58,7 @@ def check_kernels(
       config: the run's config, with every "auto" resolved.
       run: the run whose train step is traced to find its kernel calls.
       folder: the run folder.
-      say: a function that prints a line.
+      log: a function that prints a line.
       anew: whether the run restarts from scratch, in which case the list in the folder is deleted.
       how: "auto" checks the kernels; "off" only applies the list in the folder.
 
@@ -72,7 +72,7 @@ def check_kernels(
         yield {}
         return
     listed = processes.from_first(
-        _read(folder, say) if processes.is_first() else {}, "reading earlier kernel checks"
+        _read(folder, log) if processes.is_first() else {}, "reading earlier kernel checks"
     )
     found = {}
     if how == "auto":
@@ -85,13 +85,13 @@ def check_kernels(
         )
     kind = jax.local_devices()[0].device_kind
     for name, why in found.items():
-        say(f"{name} uses plain JAX on {kind}, because a kernel failed its check: {why}")
+        log(f"{name} uses plain JAX on {kind}, because a kernel failed its check: {why}")
     plain = listed | found
     if found and processes.is_first():
         try:
             folder.write(FILE, (json.dumps({"plain": plain}, indent=1) + "\n").encode())
         except RunError as error:
-            say(f"note: the kernel checks cannot be saved: {error}; the run continues")
+            log(f"note: the kernel checks cannot be saved: {error}; the run continues")
     with taking_plain(plain):
         yield plain
 
@@ -214,7 +214,7 @@ def _record(key: Mapping[str, str], differs: str) -> None:
         os.replace(temporary, path)
 
 
-def _read(folder: Folder, say: Callable[[str], None]) -> Failures:
+def _read(folder: Folder, log: Callable[[str], None]) -> Failures:
     found: Any = folder.read(FILE)
     if found is None:
         return {}
@@ -224,5 +224,5 @@ def _read(folder: Folder, say: Callable[[str], None]) -> Failures:
             return plain
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    say(f"note: {folder}/{FILE} cannot be read; kernels are checked again")
+    log(f"note: {folder}/{FILE} cannot be read; kernels are checked again")
     return {}

@@ -103,7 +103,7 @@ class Loop:
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
             train_step = self._compile()
-            with signals.after_the_step(self.progress.say) as stop:
+            with signals.after_the_step(self.progress.log) as stop:
                 stopped_by = self._steps(train_step, profile_steps, stop)
                 if stopped_by is None and self.step < steps:
                     raise Int16Overflow
@@ -115,7 +115,7 @@ class Loop:
             self.side_files.draw()
             return Outcome(self.step, stopped_by)
         if self.side_files.is_complete(steps):
-            self.progress.say(f"{folder} is complete at step {steps}")
+            self.progress.log(f"{folder} is complete at step {steps}")
         else:
             self._evaluate()
             self._ask_tasks()
@@ -168,7 +168,7 @@ class Loop:
         batch = self._batch_at(self.windows_read)
         step = self.model.jitted_step().lower(self.state, batch).compile()
         self.blocks.write()
-        self.progress.say(f"compiled the train step in {time.monotonic() - started:.1f} s")
+        self.progress.log(f"compiled the train step in {time.monotonic() - started:.1f} s")
         return step
 
     def _batches(self) -> data.Prefetcher:
@@ -208,7 +208,7 @@ class Loop:
         most, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
         if self.may_overflow and has_overflowed(most, in_a_row, skipped, self.step):
             if not self.overflowed:
-                self.progress.say(
+                self.progress.log(
                     f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
                     f"({fixed_point.described(self.config.model)}) and continues in float32"
                 )
@@ -253,7 +253,7 @@ class Loop:
     def _say_saved(self, saved: Saved | None) -> None:
         if saved:
             self.good_step = saved.step
-            self.progress.say(
+            self.progress.log(
                 f"saved step {saved.step}: {saved.num_bytes / 1e6:,.1f} MB in {saved.seconds:.2f} "
                 f"s; training waited {saved.blocked_seconds:.3f} s"
             )
@@ -279,7 +279,7 @@ class Loop:
         self.evaluated = {self.step: loss}
         row = {f"eval/aux/{name}": value for name, value in aux.items()}
         self.side_files.write(self.step, {"eval/loss": loss, **row})
-        self.progress.say(f"step {self.step}: loss on held-out text {loss:.4f}")
+        self.progress.log(f"step {self.step}: loss on held-out text {loss:.4f}")
         self.throughput.restart()
 
     def _ask_tasks(self) -> None:
@@ -290,8 +290,8 @@ class Loop:
         self.progress.doing("evaluating on tasks")
         found = self.tasks(self.state.params)
         self.side_files.write(self.step, found)
-        told = (f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
-        self.progress.say(f"step {self.step}: {', '.join(told)}")
+        scores = (f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+        self.progress.log(f"step {self.step}: {', '.join(scores)}")
         self.throughput.restart()
 
     def _leave_side_files(self) -> None:

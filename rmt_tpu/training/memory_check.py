@@ -84,8 +84,8 @@ def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
             parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
             return (
                 f"--batch_size={config.train.batch_size} of --seq_len={config.data.seq_len} with "
-                f"{parameters:,} parameters needs at least {memory.told(needed)} on this {place}, "
-                f"which has {memory.told(available)} ({describe(needs)})"
+                f"{parameters:,} parameters needs at least {memory.format_bytes(needed)} on this "
+                f"{place}, which has {memory.format_bytes(available)} ({describe(needs)})"
             )
     return None
 
@@ -93,9 +93,10 @@ def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
 def describe(needs: MemoryLowerBound) -> str:
     """Return a text that lists the memory of each part."""
     return (
-        f"per device {memory.told(needs.state)} for parameters and optimizer, "
-        f"{memory.told(needs.gradients)} for gradients, at least {memory.told(needs.activations)} "
-        f"for activations; on the host {memory.told(needs.batch)} for a batch"
+        f"per device {memory.format_bytes(needs.state)} for parameters and optimizer, "
+        f"{memory.format_bytes(needs.gradients)} for gradients, at least "
+        f"{memory.format_bytes(needs.activations)} for activations; on the host "
+        f"{memory.format_bytes(needs.batch)} for a batch"
     )
 
 

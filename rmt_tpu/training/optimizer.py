@@ -175,8 +175,8 @@ def load_metrics(gradients: Any, roles: Any) -> dict[str, jax.Array]:
       gradients: the gradients of the step, which for statistics are shares of tokens.
       roles: the role of each parameter.
     """
-    told = zip(jax.tree.leaves(gradients), jax.tree.leaves(roles), strict=True)
-    loads = [g.reshape(-1, g.shape[-1]) for g, role in told if role in ("load", "balance_steps")]
+    leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(roles), strict=True)
+    loads = [g.reshape(-1, g.shape[-1]) for g, role in leaves if role in ("load", "balance_steps")]
     if not loads:
         return {}
     most, entropies = [], []

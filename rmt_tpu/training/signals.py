@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from rmt_tpu.streams import flush_stdout, say
+from rmt_tpu.streams import flush_stdout, log_line
 
 # Codes by which processes agree after a step on what to do; the highest code wins. STOPS maps the
 # codes for stopping to their signals.
@@ -41,7 +41,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
+def after_the_step(log: Callable[[str], None]) -> Iterator[Stop]:
     """Record the first signal in `STOPS` that arrives during the body; a second ends the process.
 
     After the first signal, further signals that are only warnings are ignored.
@@ -68,7 +68,7 @@ def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
             signal.signal(warning, signal.SIG_IGN)
         # Python raises an error if the signal interrupted another write to the same stream.
         with contextlib.suppress(RuntimeError):
-            say("stopping after this step; another signal stops at once, without a checkpoint")
+            log("stopping after this step; another signal stops at once, without a checkpoint")
 
     for number in usual:
         signal.signal(number, on_signal)
@@ -172,5 +172,5 @@ def _terminated(
 def end_process(line: str, code: int) -> None:
     """Print a line and exit immediately; any thread may call this, in runs with one process."""
     flush_stdout()
-    say(line)
+    log_line(line)
     os._exit(code)

@@ -63,7 +63,7 @@ def restore_or_init(
     text: Text,
     warm_start: WarmStart | ContinuedRun | None,
     back: int | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Start:
     """Return the state from which a run starts or resumes.
 
@@ -76,7 +76,7 @@ def restore_or_init(
       text: the text on which the run is trained.
       warm_start: the run or model whose weights or state a new run takes over, or None.
       back: step of the checkpoint to go back to; None is the newest undamaged checkpoint.
-      say: a function that prints a line.
+      log: a function that prints a line.
 
     Raises:
       UsageError: the checkpoint is from another run, text or tokenizer, or does not fit the model.
@@ -87,11 +87,11 @@ def restore_or_init(
         if isinstance(warm_start, ContinuedRun):
             flag = f"--init_from={warm_start.folder}"
             start = _at(config, run, warm_start, flag, text, None)
-            say(f"continuing {warm_start.folder} from step {start.step}, with its optimizer")
+            log(f"continuing {warm_start.folder} from step {start.step}, with its optimizer")
             return start._replace(branch=None, is_saved=False)
         state = run.jitted_init()()
         if warm_start is not None:
-            params = warm_start.initial_params(state.params, run.state_shardings.params, say)
+            params = warm_start.initial_params(state.params, run.state_shardings.params, log)
             state = run.with_copies(state._replace(params=params))
         return Start(state, 0, 0)
     if processes.is_first():
@@ -152,7 +152,7 @@ def checkpoint_meta(
 
 
 def go_back(
-    folder: Folder, checkpoints: Checkpointer, step: int, say: Callable[[str], None]
+    folder: Folder, checkpoints: Checkpointer, step: int, log: Callable[[str], None]
 ) -> None:
     """Delete the checkpoints after `step`, so that the run in `folder` resumes from `step`."""
     later = [str(other) for other in checkpoints.steps() if other > step]
@@ -160,7 +160,7 @@ def go_back(
     dropped = "there is no later checkpoint"
     if later:
         dropped = f"checkpoints {', '.join(later)} and later metrics and samples are deleted"
-        say(f"going back: {folder} resumes from step {step}; {dropped}")
+        log(f"going back: {folder} resumes from step {step}; {dropped}")
 
 
 def warm_start_of(config: RunConfig, folder: Folder) -> WarmStart | ContinuedRun | None:

@@ -114,15 +114,19 @@ def _train(
     progress = TrainingProgress(config.train.steps, how.label, show=processes.is_first())
     if processes.is_first():
         workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
-    with progress, memory.told_if_out(memory.TRAIN_ADVICE), contextlib.ExitStack() as stack:
+    with (
+        progress,
+        memory.report_out_of_memory(memory.TRAIN_ADVICE),
+        contextlib.ExitStack() as stack,
+    ):
         inputs, warm_start = _prepare(config, folder, from_step, how.label, progress)
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
             # Announce the run before anything in the folder changes, to protect a run that is
             # still training there.
-            other = stack.enter_context(presence.announce_run(folder, progress.say))
-        opened = _open(folder, config, change_config, other, progress.say)
+            other = stack.enter_context(presence.announce_run(folder, progress.log))
+        opened = _open(folder, config, change_config, other, progress.log)
         checkpoints = _checkpointer(folder, config, progress)
         back = None
         if processes.is_first():
@@ -130,19 +134,19 @@ def _train(
         back = processes.from_first(back, "the step to go back to")
         progress.doing("checking kernels")
         blocks = stack.enter_context(
-            kernel_blocks.pinned_block_sizes(folder, progress.say, anew=opened.anew)
+            kernel_blocks.pinned_block_sizes(folder, progress.log, anew=opened.anew)
         )
-        given = config, inputs.model, folder, progress.say
+        given = config, inputs.model, folder, progress.log
         checks = kernel_checks.check_kernels(*given, anew=opened.anew, how=how.check_kernels)
         stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
-        start = restore_or_init(inputs.model, saved, inputs.text, warm_start, back, progress.say)
+        start = restore_or_init(inputs.model, saved, inputs.text, warm_start, back, progress.log)
         if back is not None:
-            go_back(folder, checkpoints, back, progress.say)
+            go_back(folder, checkpoints, back, progress.log)
         elif start.step and start.is_saved:
             branched = f", a branch from step {from_step}" if from_step is not None else ""
-            progress.say(f"resuming {folder} from step {start.step}{branched}")
+            progress.log(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
             _write_folder(folder, config, opened, inputs.text.tokenizer)
         # Save the copied state at once, so that this run no longer depends on the folder of the
@@ -151,7 +155,7 @@ def _train(
             meta = checkpoint_meta(config, inputs.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(
-            SideFiles(folder, start.step, config.train.tensorboard, progress.say)
+            SideFiles(folder, start.step, config.train.tensorboard, progress.log)
         )
         loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
         return loop.run(profile_steps, folder, how.all_is_saved)
@@ -170,7 +174,7 @@ def _prepare(
       The prepared run, and the source of its initial weights, or None.
     """
     run = prepare(config, sharding.make_mesh(config.train.mesh))
-    progress.say(f"{label}: {_introduction(config, run)}")
+    progress.log(f"{label}: {_introduction(config, run)}")
     memory_check.check(config, run)
     progress.doing("reading data")
     tokenizer = data.load_tokenizer(config.data.tokenizer)
@@ -191,15 +195,15 @@ def _open(
     config: RunConfig,
     change_config: bool,
     other: str | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> workdir.Opened:
     """Register this run's config in the folder, and print how it differs from the earlier one."""
     opened = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if opened.changes:
         how = "starting again" if opened.anew else "continuing"
-        say(f"{how} with another config: {'; '.join(opened.changes)}")
+        log(f"{how} with another config: {'; '.join(opened.changes)}")
     if note := _untrained_positions(config):
-        say(note)
+        log(note)
     return opened
 
 
@@ -220,8 +224,8 @@ def _introduction(config: RunConfig, run: PreparedRun) -> str:
     devices = run.mesh.devices.flatten()
     plural = "s" if len(devices) > 1 else ""
     tokens = config.train.batch_size * config.data.seq_len
-    told = depth_rate.told(config)
-    rates = f"rates over depth: {told}; " if told else ""
+    rate_factors = depth_rate.describe(config)
+    rates = f"rates over depth: {rate_factors}; " if rate_factors else ""
     return (
         f"{parameters:,} parameters on {len(devices)} {devices[0].device_kind} device{plural}, "
         f"{tokens:,} tokens per step, {tokens * config.train.steps:,} in {config.train.steps:,} "
@@ -235,7 +239,7 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
         folder,
         retention=Retention(train.keep_checkpoints, train.keep_every, train.keep_best),
         compression=train.checkpoint_compression,
-        report=progress.say,
+        report=progress.log,
     )
 
 

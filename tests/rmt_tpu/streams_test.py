@@ -60,9 +60,9 @@ def test_a_program_ends_as_what_it_did(stream, monkeypatch):
 def test_a_run_goes_on(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream())
     with progress.ProgressShown("training", 2, first_line=True) as shown:
-        shown.say("дом")
+        shown.log("дом")
         shown.show(lambda: "step 1", completed=1)
-    streams.say("дом")
+    streams.log_line("дом")
 
 
 @lost
@@ -77,7 +77,7 @@ def test_a_signal_ends_the_process_by_its_code(stream, monkeypatch):
 
 def test_a_program_that_only_prints_fails_where_it_cannot(monkeypatch, capsys):
     for error, code in ((OSError(28, "No space left"), 1), (BrokenPipeError(), 141)):
-        monkeypatch.setattr(sys, "stdout", streams.Told(Broken(error)))
+        monkeypatch.setattr(sys, "stdout", streams.SafeStream(Broken(error)))
         streams.need_stdout()
         assert program._main(lambda: print("text"), ["generate"]) == code
     assert capsys.readouterr().err == (
@@ -87,6 +87,6 @@ def test_a_program_that_only_prints_fails_where_it_cannot(monkeypatch, capsys):
 
 def test_what_an_encoding_lacks_is_written_as_escapes():
     written = io.BytesIO()
-    told = streams.Told(io.TextIOWrapper(written, encoding="ascii"))
+    told = streams.SafeStream(io.TextIOWrapper(written, encoding="ascii"))
     print("in дом", file=told, flush=True)
     assert written.getvalue() == rb"in \u0434\u043e\u043c" + b"\n"

@@ -60,8 +60,8 @@ def test_other_ways_to_weigh():
     assert depth_rate.factors(run(mixer=cfg.FullAttention(query="scalars"))) == {"logits": 1.0}
     assert list(depth_rate.factors(run(mixer=cfg.FullAttention(key_gain=False)))) == ["query"]
     assert depth_rate.factors(run(mixer=cfg.Dense())) == {}
-    assert depth_rate.told(run(mixer=cfg.Sum())) == ""
-    assert depth_rate.told(run()) == "query x0.104, key_gain x0.104"
+    assert depth_rate.describe(run(mixer=cfg.Sum())) == ""
+    assert depth_rate.describe(run()) == "query x0.104, key_gain x0.104"
 
 
 @pytest.mark.parametrize("query", ["static", "input"])
