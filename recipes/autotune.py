@@ -86,8 +86,8 @@ def main() -> int:
         return _dry_run(problems)
     from rmt_tpu.estimator import CompilerError
 
-    log = autotune.Log(out, _RESUME.value)
-    done: list[autotune.Tuned] = []
+    log = autotune.TrialLog(out, _RESUME.value)
+    done: list[autotune.TuningOutcome] = []
     try:
         for number, (target, found) in enumerate(problems.items()):
             seconds = 60 * _BUDGET.value / (len(problems) - number)
@@ -156,9 +156,9 @@ def _asked() -> Any:
     if (_OP.value is None) == (_PRESET.value is None):
         raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
     if _PRESET.value is not None:
-        from rmt_tpu.analysis.step_cost import Step
+        from rmt_tpu.analysis.step_cost import TrainStep
 
-        step = Step(_PRESET.value, _BATCH_SIZE.value, _SEQ_LEN.value)
+        step = TrainStep(_PRESET.value, _BATCH_SIZE.value, _SEQ_LEN.value)
         step.config()
         return step
     for name in _OP.value or [""]:
@@ -170,7 +170,9 @@ def _asked() -> Any:
 def _problems(target, asked: Any) -> list[Any]:
     from rmt_tpu.analysis import kernel_problems
 
-    of = kernel_problems.of_preset if _OP.value is None else kernel_problems.of_ops
+    of = (
+        kernel_problems.problems_of_preset if _OP.value is None else kernel_problems.problems_of_ops
+    )
     found = of(asked, target)
     if _KERNEL.value:
         found = [p for p in found if any(part in p.kernel for part in _KERNEL.value)]

@@ -59,7 +59,7 @@ def main() -> int:
     from rmt_tpu.estimator import CompilerError
 
     cases = [
-        decode.Case(name, batch, context, changes[name])
+        decode.DecodeCase(name, batch, context, changes[name])
         for context in contexts
         for batch in batches
         for name in names

@@ -105,9 +105,9 @@ class _Trained:
             if arm.grows_from is not None:
                 before_growth(common.run_config(arm.config), arm.grows_from)
         from rmt_tpu.experiments.records import Records
-        from rmt_tpu.experiments.runs import Runs, Text
+        from rmt_tpu.experiments.runs import ExperimentText, PlannedRuns
 
-        self.text, records = Text(config, folder.child("text")), None
+        self.text, records = ExperimentText(config, folder.child("text")), None
         self.text.check(folder)
         if _OUTCOMES.value is not None:
             records = Records(*_outcomes_file(_OUTCOMES.value), self.text.checksum())
@@ -119,7 +119,7 @@ class _Trained:
                 changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
             return overrides.apply(config, changes)
 
-        self.runs = Runs(self.plan, self.seeds, configured, folder, records)
+        self.runs = PlannedRuns(self.plan, self.seeds, configured, folder, records)
         self.matched = 0
 
     def _check_searched(self) -> None:
@@ -139,18 +139,18 @@ class _Trained:
 
     def run(self) -> int:
         started = time.monotonic()
-        if (code := self._train(self.runs.of_searches())) is not None:
+        if (code := self._train(self.runs.search_runs())) is not None:
             return code
         rows = self.runs.rows()
-        arms = self.runs.of_arms(rows)
+        arms = self.runs.arm_runs(rows)
         if (code := self._train([run for _, of in arms for run in of])) is not None:
             return code
         if _ONLY.value is not None:
             return self._matched()
         from rmt_tpu.experiments import results
-        from rmt_tpu.experiments.outcomes import outcome
+        from rmt_tpu.experiments.outcomes import arm_outcome
 
-        outcomes = [outcome(arm, [self.runs.record(run) for run in of]) for arm, of in arms]
+        outcomes = [arm_outcome(arm, [self.runs.record(run) for run in of]) for arm, of in arms]
         searches = [row for of_search in rows.values() for row in of_search]
         given = [flag for path, flag in common.given_paths().items() if path != "data.source"]
         notes = self.plan.notes + (f"Changed by flags: {', '.join(given)}.",) * bool(given)
@@ -190,7 +190,7 @@ class _Trained:
         def train_and_keep(config: RunConfig, folder: Folder, *, label: str):
             outcome = train(left[label])
             if outcome is None or not outcome.stopped_by:
-                self.runs.keep(left[label])
+                self.runs.add_record(left[label])
             return outcome
 
         return several.train_all(trials, train_and_keep)

@@ -116,7 +116,7 @@ def _report_steps(folder: Path) -> int:
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--presets={','.join(names)} must be one or more different names")
     steps = [
-        step_cost.Step(
+        step_cost.TrainStep(
             n, _BATCH_SIZE.value, _SEQ_LEN.value, common.changes_of(n, names, _SET.value)
         )
         for n in names

@@ -200,7 +200,7 @@ class _Sweep:
             raise UsageError("--trials, the number of points, is needed with --search=random")
         if _TRIALS.value is None:
             return self.sweep.grid(self.spaces)
-        return self.sweep.drawn(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
+        return self.sweep.random_points(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
 
     def _trials(self, variant: str, points: list, steps: int) -> list[list[several.Trial]]:
         """Return, for each point, its trials, one per seed."""
@@ -218,7 +218,7 @@ class _Sweep:
         return trials
 
     def _row(self, variant: str, point: dict, steps: int, trials: list[several.Trial]):
-        return self.sweep.Row(
+        return self.sweep.SweepRow(
             variant,
             point,
             steps,

@@ -16,7 +16,7 @@ _KERNELS = {"tpu": ("mosaic_tpu", mosaic_tpu), "cuda": ("cudnn", cudnn)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Attends:
+class AttentionForm:
     """The implementation of attention for one kind of attention layer in a model.
 
     Attributes:
@@ -35,7 +35,7 @@ class Attends:
 
 def attention_forms(
     model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
-) -> tuple[Attends, ...]:
+) -> tuple[AttentionForm, ...]:
     """Return the implementation of each kind of softmax attention in a model, in order of depth.
 
     Args:
@@ -55,7 +55,7 @@ def attention_forms(
             why = "model.kernels=xla"
         else:
             why = _refusal(kernel, target, given)
-        attends = Attends(core.kind, given.qkv.shape[3], "xla" if why else name, why)
+        attends = AttentionForm(core.kind, given.qkv.shape[3], "xla" if why else name, why)
         if attends not in found:
             found.append(attends)
     return tuple(found)

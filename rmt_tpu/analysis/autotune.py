@@ -12,16 +12,16 @@ from pallas_kernels import tuned
 from rmt_tpu import kernel_tables
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.estimator import versions
-from rmt_tpu.estimator.search import Rating, Refusal, Result, Timing, Trial, search
+from rmt_tpu.estimator.search import Rating, Refusal, SearchResult, Timing, Trial, search
 from rmt_tpu.estimator.spaces import SPACES, Problem
 from rmt_tpu.estimator.tuning import RATING
 from rmt_tpu.storage import open_parent
 
-Rate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
-Time = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
+RateCandidate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
+TimeCandidates = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
 
 
-class Tuned(NamedTuple):
+class TuningOutcome(NamedTuple):
     """The result of tuning one kernel.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tuned(NamedTuple):
     """
 
     problem: Problem
-    result: Result | None
+    result: SearchResult | None
     entry: tuned.Entry | None
     note: str = ""
 
@@ -54,15 +54,15 @@ class Tuner:
     """
 
     out: str
-    log: "Log"
-    rate: Rate
-    timer: Time | None = None
+    log: "TrialLog"
+    rate: RateCandidate
+    timer: TimeCandidates | None = None
     top: int = 5
     refresh: bool = False
     progress: Callable[[str], None] = lambda line: None
     clock: Callable[[], float] = time.monotonic
 
-    def run(self, problems: Sequence[Problem], seconds: float) -> Iterator[Tuned]:
+    def run(self, problems: Sequence[Problem], seconds: float) -> Iterator[TuningOutcome]:
         """Tune the kernels within a time budget of `seconds`.
 
         Each kernel's outcome is yielded once its result has been written to the table.
@@ -75,12 +75,12 @@ class Tuner:
             now = self.clock()
             yield self.tune(problem, now + (end - now) / (len(problems) - number))
 
-    def tune(self, problem: Problem, until: float) -> Tuned:
+    def tune(self, problem: Problem, until: float) -> TuningOutcome:
         """Tune one kernel, and stop when the clock reaches `until` (in seconds)."""
-        found = self._found(problem)
+        found = self._table_entry(problem)
         if found is not None and not self.refresh:
             old = "" if dict(found.versions) == _versions() else " (other versions; see --refresh)"
-            return Tuned(problem, None, found, f"already in the table{old}")
+            return TuningOutcome(problem, None, found, f"already in the table{old}")
         candidates = problem.candidates()
         known = self.log.known(problem)
         tried = set(known)
@@ -88,7 +88,7 @@ class Tuner:
         def log(*trials: Trial) -> None:
             self.log.write(problem, *trials)
             tried.update(trial.blocks for trial in trials)
-            self.progress(_told(problem, trials, len(tried), len(candidates)))
+            self.progress(_progress_line(problem, trials, len(tried), len(candidates)))
 
         result = search(
             candidates,
@@ -104,12 +104,12 @@ class Tuner:
         )
         measured_on_gpu = result.measured and problem.platform == "cuda"
         if result.best.blocks == result.default.blocks and not measured_on_gpu:
-            return Tuned(problem, result, None)
+            return TuningOutcome(problem, result, None)
         entry = _entry(problem, result)
         kernel_tables.add(self.out, [entry])
-        return Tuned(problem, result, entry)
+        return TuningOutcome(problem, result, entry)
 
-    def _found(self, problem: Problem) -> tuned.Entry | None:
+    def _table_entry(self, problem: Problem) -> tuned.Entry | None:
         """Return the table's entry for the current version of the problem's kernel, or None."""
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
@@ -137,7 +137,7 @@ def check_table(out: str) -> None:
         raise UsageError(f"{table.faults[0]}; fix the file, or move it away")
 
 
-def _entry(problem: Problem, result: Result) -> tuned.Entry:
+def _entry(problem: Problem, result: SearchResult) -> tuned.Entry:
     times = lambda trial: trial.seconds or (trial.estimate,) * (trial.estimate is not None)
     return problem.entry(
         result.best.blocks,
@@ -151,7 +151,7 @@ def _entry(problem: Problem, result: Result) -> tuned.Entry:
     )
 
 
-def _implementation(problem: Problem, result: Result) -> str | None:
+def _implementation(problem: Problem, result: SearchResult) -> str | None:
     """Return the name of the fastest implementation on a GPU, or None on other devices.
 
     On a GPU, a kernel is used only where it is faster than plain JAX.
@@ -172,7 +172,7 @@ def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
     return " ".join(different) or "default"
 
 
-def _told(problem: Problem, trials: Sequence[Trial], number: int, count: int) -> str:
+def _progress_line(problem: Problem, trials: Sequence[Trial], number: int, count: int) -> str:
     trial = trials[-1]
     seconds = "" if trial.time is None else f" {trial.time * 1e6:.1f} us"
     why = f" ({trial.why[:120]})" if trial.why else ""
@@ -183,7 +183,7 @@ def _told(problem: Problem, trials: Sequence[Trial], number: int, count: int) ->
     )
 
 
-class Log:
+class TrialLog:
     """A log of all trials, stored next to the table with one line of JSON per trial.
 
     Args:

@@ -6,12 +6,12 @@ from typing import Any
 
 from pallas_kernels import tuned
 from pallas_kernels.target import slug
-from rmt_tpu.analysis.autotune import Tuned, changed
+from rmt_tpu.analysis.autotune import TuningOutcome, changed
 from rmt_tpu.estimator import DEVICES
 from rmt_tpu.estimator.calibration import error_bar
 
 
-def table(done: Sequence[Tuned]) -> str:
+def table(done: Sequence[TuningOutcome]) -> str:
     """Return a Markdown table with one row per tuned kernel."""
     lines = [
         "| device | kernel | default us | best us | gain | spread | best blocks | source |",
@@ -21,7 +21,7 @@ def table(done: Sequence[Tuned]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(each: Tuned) -> list[str]:
+def _cells(each: TuningOutcome) -> list[str]:
     problem, result, entry, note = each
     if result is None:
         return [problem.device, problem.name, "", "", "", "", note, entry.source if entry else ""]
@@ -43,7 +43,7 @@ def _us(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e6:.1f}"
 
 
-def summary(done: Sequence[Tuned], out: str) -> str:
+def summary(done: Sequence[TuningOutcome], out: str) -> str:
     """Return a summary of the results in one or two lines."""
     searched = [each for each in done if each.result is not None]
     gained = [each for each in searched if each.entry is not None]
@@ -67,12 +67,12 @@ def summary(done: Sequence[Tuned], out: str) -> str:
     return text
 
 
-def values(done: Sequence[Tuned]) -> list[dict[str, Any]]:
+def values(done: Sequence[TuningOutcome]) -> list[dict[str, Any]]:
     """Return the results as JSON values."""
     return [_values(each) for each in done]
 
 
-def _values(each: Tuned) -> dict[str, Any]:
+def _values(each: TuningOutcome) -> dict[str, Any]:
     problem, result, entry, note = each
     found: dict[str, Any] = {
         "device": problem.device,
@@ -97,7 +97,7 @@ def _values(each: Tuned) -> dict[str, Any]:
     return found
 
 
-def draw(done: Sequence[Tuned], path: Path) -> bool:
+def draw(done: Sequence[TuningOutcome], path: Path) -> bool:
     """Draw each candidate's time relative to the default's, with one row per kernel.
 
     Returns:

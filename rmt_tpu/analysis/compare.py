@@ -17,7 +17,7 @@ _CURVES_IN_ONE = 4
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """The cost and the losses of one run.
 
     Losses are in nats per token. FLOPs include the forward and backward passes. `train_loss` is the
@@ -35,7 +35,7 @@ class Result:
     held_out_loss: float
 
 
-def result(name: str, workdir: Location) -> Result:
+def run_result(name: str, workdir: Location) -> RunResult:
     """Read the cost and the losses of a complete run from its folder.
 
     `train_loss` is averaged over the last tenth of the steps, because single steps are noisy. Rows
@@ -47,7 +47,7 @@ def result(name: str, workdir: Location) -> Result:
     _, held_out = series(rows, "eval/loss")
     tail = losses[-max(1, len(losses) // 10) :]
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
-    return Result(
+    return RunResult(
         name=name,
         seed=config.train.seed,
         parameters=sum(resources.parameters(config.model).values()),
@@ -76,7 +76,7 @@ def write_comparison(
       folder: the folder to write to.
       by_loss: whether to sort systems by held-out loss, best first, instead of keeping their order.
     """
-    results = {name: [result(name, w) for w in workdirs] for name, workdirs in runs.items()}
+    results = {name: [run_result(name, w) for w in workdirs] for name, workdirs in runs.items()}
     if by_loss:
         order = sorted(runs, key=lambda name: _mean([r.held_out_loss for r in results[name]]))
         runs = {name: runs[name] for name in order}
@@ -93,7 +93,7 @@ def write_comparison(
 # The table -----------------------------------------------------------------------------------
 
 
-def markdown(results: dict[str, list[Result]]) -> str:
+def markdown(results: dict[str, list[RunResult]]) -> str:
     """Return a Markdown table with one row per system, and a line about the seeds."""
     lines = [
         "| preset | parameters | residual | tokens | FLOPs | seconds | train loss "
@@ -161,7 +161,7 @@ def over_seeds(
 
 
 def _draw(
-    runs: dict[str, list[Location]], results: dict[str, list[Result]], folder: Folder
+    runs: dict[str, list[Location]], results: dict[str, list[RunResult]], folder: Folder
 ) -> None:
     if len(runs) <= _CURVES_IN_ONE:
         _draw_curves(runs, folder)
@@ -170,7 +170,7 @@ def _draw(
         _draw_each_curve(runs, folder)
 
 
-def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
+def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
     """Draw comparison.png for many systems: the final loss of each seed, and the training FLOPs."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -82,10 +82,10 @@ def measure(config: RunConfig, batch: Batch, *, steps: int = 4) -> Coordinates:
 def _activations(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> dict[str, list[jax.Array]]:
     decoder = nnx.merge(graphdef, params)
     with kernels.preferred(decoder.config):
-        return _of_decoder(decoder, batch)
+        return _decoder_activations(decoder, batch)
 
 
-def _of_decoder(decoder, batch):
+def _decoder_activations(decoder, batch):
     trace = depth.unrolled(decoder, batch.inputs, segment_ids=batch.segment_ids)
     read = [part for read in trace.reads[:-1] for part in read if part is not None]
     return {
@@ -124,10 +124,10 @@ def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0
 
 # Maps the name of a parametrisation to a map from width, relative to the first model's, to
 # coordinates.
-Found = dict[str, dict[int | float, Coordinates]]
+CoordinatesByModel = dict[str, dict[int | float, Coordinates]]
 
 
-def table(found: Found) -> str:
+def table(found: CoordinatesByModel) -> str:
     """Return a Markdown table of the growth exponents (see `growth`), with one row per model."""
     lines = [
         f"| activation | widths | {' | '.join(QUANTITIES)} |",
@@ -140,12 +140,12 @@ def table(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_check(found: Found, folder: Folder) -> str:
+def write_check(found: CoordinatesByModel, folder: Folder) -> str:
     """Write coordinates.png, .md and .json to a folder, and return the Markdown table."""
     rows = [
-        {"what": name, "width": width} | asdict(one)
+        {"what": name, "width": width} | asdict(coordinates)
         for name, by_width in found.items()
-        for width, one in by_width.items()
+        for width, coordinates in by_width.items()
     ]
     folder.write("coordinates.json", (json.dumps(rows, indent=1) + "\n").encode())
     text = table(found)
@@ -154,14 +154,14 @@ def write_check(found: Found, folder: Folder) -> str:
     return text
 
 
-def _draw(found: Found, folder: Folder) -> None:
+def _draw(found: CoordinatesByModel, folder: Folder) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 2.6 * len(found)), layout="constrained")
     panels = figure.subplots(len(found), len(QUANTITIES), squeeze=False, sharex="row", sharey=True)
     for row, (name, by_width) in zip(panels, found.items(), strict=True):
         for axes, quantity in zip(row, QUANTITIES, strict=True):
-            moved = np.array([one.moved[quantity] for one in by_width.values()])
+            moved = np.array([coordinates.moved[quantity] for coordinates in by_width.values()])
             for step in range(1, moved.shape[1]):
                 style = line_style(step) | {"markersize": 3}
                 axes.loglog(list(by_width), moved[:, step], label=f"step {step}", **style)

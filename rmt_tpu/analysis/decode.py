@@ -40,7 +40,7 @@ _MOST = 64  # maximum number of tokens generated per row in one repeat of a meas
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class DecodeCase:
     """A decode step to estimate or time: a model, a batch size and a context length.
 
     Attributes:
@@ -72,7 +72,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Least:
+class DecodeLowerBound:
     """The minimum memory traffic, memory and FLOPs of a decode step.
 
     Attributes:
@@ -80,7 +80,7 @@ class Least:
         layer's experts, the expected share that the rows select if all experts are equally likely;
         and all other weights entirely.
       cache: the bytes of the cache that are read for earlier tokens or written for new tokens.
-      held: the bytes of memory that all weights and a cache of `Case.capacity` tokens occupy.
+      held: the bytes of memory that all weights and a cache of `DecodeCase.capacity` tokens occupy.
       flops: the FLOPs of a step, as `rmt_tpu.cost` counts them.
     """
 
@@ -98,7 +98,7 @@ class Least:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DecodeRow:
     """The result of a case on one device.
 
     Attributes:
@@ -115,9 +115,9 @@ class Row:
       fault: why the step could not be estimated or timed, in one line.
     """
 
-    case: Case
+    case: DecodeCase
     device: str
-    least: Least
+    least: DecodeLowerBound
     least_seconds: float | None
     timed: bool = False
     cost: StepCost | None = None
@@ -133,7 +133,7 @@ class Row:
         """
         if self.times:
             return statistics.median(self.times)
-        return self.cost and self._of_cycles(self.cost.cycles)
+        return self.cost and self._step_seconds(self.cost.cycles)
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -142,10 +142,10 @@ class Row:
             return min(self.times), max(self.times)
         if self.cost is None:
             return None
-        seconds = [self._of_cycles(cycles) for cycles in self.cost.by_model.values()]
+        seconds = [self._step_seconds(cycles) for cycles in self.cost.by_model.values()]
         return min(seconds), max(seconds)
 
-    def _of_cycles(self, cycles: float) -> float:
+    def _step_seconds(self, cycles: float) -> float:
         return max(cycles, self.cost.hbm_cycles) / self.cost.clock / STEPS
 
     @property
@@ -167,11 +167,11 @@ class Row:
         }
 
 
-def least(case: Case, dtype: str) -> Least:
+def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
     """Compute the minimum costs of a case from the shapes of its arrays alone.
 
     Raises:
-      UsageError: see `Case.model`.
+      UsageError: see `DecodeCase.model`.
     """
     decoder = _abstract(case.model(dtype))
     read = held = 0
@@ -190,12 +190,12 @@ def least(case: Case, dtype: str) -> Least:
         read += size
     cache = lambda capacity: _bytes(_cache(decoder, case.batch, capacity).cores)
     flops = case.batch * cost.flops_per_token(decoder.config, case.context)
-    return Least(read, cache(case.context), held + cache(case.capacity), flops)
+    return DecodeLowerBound(read, cache(case.context), held + cache(case.capacity), flops)
 
 
 def estimate(
-    cases: Sequence[Case], target: Target, progress: Callable[[str], None] | None = None
-) -> list[Row]:
+    cases: Sequence[DecodeCase], target: Target, progress: Callable[[str], None] | None = None
+) -> list[DecodeRow]:
     """Estimate each case on a chip that need not be present.
 
     `progress` is called with a line of text when a case has been compiled.
@@ -206,16 +206,16 @@ def estimate(
     """
     rows = []
     for case in cases:
-        needs = least(case, "bfloat16")
+        needs = lower_bound(case, "bfloat16")
         seconds = needs.seconds(target.bandwidth, target.peak_flops)
         fault = _fault(case, needs, target.hbm)
-        rows.append(Row(case, target.name, needs, seconds, fault=fault))
+        rows.append(DecodeRow(case, target.name, needs, seconds, fault=fault))
     jobs = [Job(f"{__name__}:lower", dataclasses.asdict(row.case)) for row in rows if not row.fault]
     with contextlib.closing(compile_jobs(target, jobs, progress, buffers=True)) as outcomes:
         return [row if row.fault else _compiled(row, next(outcomes)) for row in rows]
 
 
-def _compiled(row: Row, outcome: Program | Failure) -> Row:
+def _compiled(row: DecodeRow, outcome: Program | Failure) -> DecodeRow:
     if isinstance(outcome, Failure):
         return dataclasses.replace(row, fault=outcome.message)
     decoder = _abstract(row.case.model("bfloat16"))
@@ -223,7 +223,7 @@ def _compiled(row: Row, outcome: Program | Failure) -> Row:
         row,
         cost=step_cost(row.case.preset, row.case.batch, outcome),
         copies=copies(
-            outcome.module, _of_layer(_cache(decoder, row.case.batch, row.case.capacity))
+            outcome.module, _layer_bytes(_cache(decoder, row.case.batch, row.case.capacity))
         ),
     )
 
@@ -237,9 +237,9 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
 
     Args:
       device: a device of a topology description.
-      **case: the fields of a `Case`.
+      **case: the fields of a `DecodeCase`.
     """
-    case = Case(**case)
+    case = DecodeCase(**case)
     graphdef, params = nnx.split(_abstract(case.model("bfloat16")), nnx.Param)
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
@@ -269,8 +269,8 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
 
 
 def measure(
-    cases: Iterable[Case], repeats: int, progress: Callable[[str], None] | None = None
-) -> Iterator[Row]:
+    cases: Iterable[DecodeCase], repeats: int, progress: Callable[[str], None] | None = None
+) -> Iterator[DecodeRow]:
     """Time the engine's decode steps for each case on this machine's first device.
 
     Weights, prompts and sampled tokens are random. Rows grow until they reach the case's context.
@@ -285,11 +285,11 @@ def measure(
     stats = device.memory_stats() or {}
     limit = memory.of_machine() if device.platform == "cpu" else stats.get("bytes_limit", math.inf)
     for case in cases:
-        needs = least(case, "auto")
+        needs = lower_bound(case, "auto")
         fault, seconds = _fault(case, needs, limit), None
         if target and peak:
             seconds = needs.seconds(target.bandwidth, peak)
-        row = Row(case, device.device_kind, needs, seconds, timed=True, fault=fault)
+        row = DecodeRow(case, device.device_kind, needs, seconds, timed=True, fault=fault)
         if not row.fault:
             try:
                 row = dataclasses.replace(row, times=tuple(_times(case, repeats)))
@@ -303,9 +303,9 @@ def measure(
         yield row
 
 
-def _times(case: Case, repeats: int) -> Iterator[float]:
+def _times(case: DecodeCase, repeats: int) -> Iterator[float]:
     config = case.model("auto")
-    engine = Engine(_random(config), -1, slots=case.batch, steps=STEPS)
+    engine = Engine(_random_decoder(config), -1, slots=case.batch, steps=STEPS)
     rounds = max(2, min(_MOST, case.context // 2) // STEPS)
     new = rounds * STEPS
     prompts = np.random.default_rng(0).integers(
@@ -322,14 +322,14 @@ def _times(case: Case, repeats: int) -> Iterator[float]:
             yield float(np.median(np.diff(ends[1:]))) / STEPS
 
 
-def _random(config: ModelConfig) -> Decoder:
+def _random_decoder(config: ModelConfig) -> Decoder:
     draw = lambda: nnx.state(cast_once(Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
     graphdef, _ = nnx.split(_abstract(config), nnx.Param)
     # Drawing all weights in one program is much faster than one program per array.
     return nnx.merge(graphdef, jax.jit(draw)())
 
 
-def _fault(case: Case, needs: Least, limit: int | float) -> str:
+def _fault(case: DecodeCase, needs: DecodeLowerBound, limit: int | float) -> str:
     """Return why a step is impossible, in one line, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
@@ -350,7 +350,7 @@ def _cache(decoder: Decoder, batch: int, capacity: int) -> Cache:
     return jax.eval_shape(lambda: decoder.empty_cache(batch, capacity))
 
 
-def _of_layer(cache: Cache) -> int:
+def _layer_bytes(cache: Cache) -> int:
     """Return the bytes of one layer in the cache's largest array, for example of its keys."""
     return max(_bytes(leaf) // leaf.shape[0] for leaf in jax.tree.leaves(cache.cores))
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rmt_tpu.analysis.decode import STEPS, Row
+from rmt_tpu.analysis.decode import STEPS, DecodeRow
 from rmt_tpu.analysis.step_cost import PARTS
 from rmt_tpu.analysis.step_report import largest_table
 from rmt_tpu.estimator import MODELS
@@ -15,7 +15,7 @@ from rmt_tpu.runs.plots import line_style
 _PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unembedding"}
 
 
-def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
+def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
     """Return a Markdown report with the method, a table per device, and parts of estimated steps.
 
     Args:
@@ -33,7 +33,7 @@ def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
     return "\n".join(parts)
 
 
-def how(rows: Sequence[Row]) -> list[str]:
+def how(rows: Sequence[DecodeRow]) -> list[str]:
     """Return paragraphs that explain how the figures were obtained and how accurate they are."""
     told = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
@@ -51,7 +51,7 @@ def how(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
     """Return each preset's step time relative to the first preset's, per device and case."""
     found = []
     for row in rows:
@@ -70,7 +70,7 @@ def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def figure(rows: Sequence[Row], versions: str) -> Any:
+def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
     """Draw the fraction of bandwidth, or milliseconds if that is unknown, against batch size."""
     from matplotlib.figure import Figure
 
@@ -101,7 +101,7 @@ def figure(rows: Sequence[Row], versions: str) -> Any:
     return drawn
 
 
-def _tables(device: str, rows: Sequence[Row]) -> str:
+def _tables(device: str, rows: Sequence[DecodeRow]) -> str:
     first, timed = rows[0].case.preset, rows[0].timed
     several = any(row.case.preset != first for row in rows)
     estimated = [row for row in rows if row.cost is not None]
@@ -122,7 +122,7 @@ def _tables(device: str, rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figures(row: Row, rows: Sequence[Row], several: bool) -> list[str]:
+def _figures(row: DecodeRow, rows: Sequence[DecodeRow], several: bool) -> list[str]:
     needs, cost = row.least, row.cost
     cells = [f"{(needs.weights + needs.cache) / 1e6:,.0f}", _shown(row.least_seconds, 1e3, ".3f")]
     cells += [_shown(row.seconds, 1e3, ".3f"), _shown(row.of_bandwidth, 1, ".2f")]
@@ -137,7 +137,7 @@ def _figures(row: Row, rows: Sequence[Row], several: bool) -> list[str]:
     return cells
 
 
-def _over(row: Row, rows: Iterable[Row]) -> float | None:
+def _over(row: DecodeRow, rows: Iterable[DecodeRow]) -> float | None:
     """Return the row's time relative to the first preset's for the same case, or None."""
     rows = list(rows)
     same = lambda other: (other.device, other.case.batch, other.case.context)
@@ -148,12 +148,12 @@ def _over(row: Row, rows: Iterable[Row]) -> float | None:
     return row.seconds / of_first[0].seconds
 
 
-def _by_device(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def _by_device(rows: Sequence[DecodeRow]) -> list[tuple[str, list[DecodeRow]]]:
     devices = dict.fromkeys(row.device for row in rows)
     return [(device, [row for row in rows if row.device == device]) for device in devices]
 
 
-def _case(row: Row) -> list[str]:
+def _case(row: DecodeRow) -> list[str]:
     return [row.case.preset, str(row.case.batch), f"{row.case.context:,}"]
 
 

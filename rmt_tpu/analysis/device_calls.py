@@ -15,12 +15,12 @@ from pallas_kernels.platform import Called
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
-from rmt_tpu.analysis.device_case import Case
+from rmt_tpu.analysis.device_case import DeviceCase
 
 _TOKENS, _LOGITS = 8192, 2048
 
 
-def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
+def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[DeviceCase]]:
     """Return the distinct cases for some calls, keyed by the name of the op (`Called.name`).
 
     Args:
@@ -28,7 +28,7 @@ def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
       platform: the device's platform, "tpu" or "cuda". Calls that its kernels do not support are
         left out.
     """
-    found: dict[str, dict[tuple[str, str], Case]] = {}
+    found: dict[str, dict[tuple[str, str], DeviceCase]] = {}
     for call in calls:
         if platform in call.platforms and call.name in _CASES:
             for case in _CASES[call.name](call):
@@ -46,7 +46,7 @@ def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
     return max(1, min(batch, most // max(seq, 1))), seq
 
 
-def _key_vector(call: Called) -> Iterator[Case]:
+def _key_vector(call: Called) -> Iterator[DeviceCase]:
     given = call.args[0]
     site = given.site if call.op == "backward" else given
     d_residual = given.d_residual if call.op == "backward" else None
@@ -73,7 +73,7 @@ def _key_vector(call: Called) -> Iterator[Case]:
         yield residual.norm_retrieve(*given, **norm)
 
 
-def _depth(call: Called) -> Iterator[Case]:
+def _depth(call: Called) -> Iterator[DeviceCase]:
     given = call.args[0]
     if call.op.startswith("partial"):
         S, *entries = given.queries.shape
@@ -92,7 +92,7 @@ def _depth(call: Called) -> Iterator[Case]:
     yield make(size, tokens, matrix, str(dtype))
 
 
-def _attention(call: Called) -> Iterator[Case]:
+def _attention(call: Called) -> Iterator[DeviceCase]:
     given = call.args[0]
     if call.op.startswith("part"):
         batch, seq, heads, D = given.q.shape
@@ -117,21 +117,21 @@ def _attention(call: Called) -> Iterator[Case]:
     yield layers.attention(Heads(heads, D), _capped((batch, seq)), **options)
 
 
-def _delta(call: Called) -> Iterator[Case]:
+def _delta(call: Called) -> Iterator[DeviceCase]:
     q, v = call.args[0].q, call.args[0].v
     if q.shape[-1] == v.shape[-1]:
         batch, seq, heads, D = q.shape
         yield layers.delta(_capped((batch, seq)), Heads(heads, D), str(v.dtype))
 
 
-def _grouped(call: Called) -> Iterator[Case]:
+def _grouped(call: Called) -> Iterator[DeviceCase]:
     if call.op == "product" and not call.options.get("transposed"):
         rows, matrices, _ = call.args
         G, K, N = matrices.shape
         yield layers.grouped(min(len(rows), _TOKENS), K, N, G, str(rows.dtype))
 
 
-def _token_rows(call: Called) -> Iterator[Case]:
+def _token_rows(call: Called) -> Iterator[DeviceCase]:
     rows, _, places = call.args
     each = call.options["each"]
     tokens = len(places) // each
@@ -140,12 +140,12 @@ def _token_rows(call: Called) -> Iterator[Case]:
     yield layers.token_rows(kept, each, count, rows.shape[1], str(rows.dtype))
 
 
-def _logits(call: Called) -> Iterator[Case]:
+def _logits(call: Called) -> Iterator[DeviceCase]:
     x, kernel, _ = call.args
     yield layers.logits(min(len(x), _LOGITS), *kernel.shape, str(x.dtype))
 
 
-_CASES: Mapping[str, Callable[[Called], Iterator[Case]]] = {
+_CASES: Mapping[str, Callable[[Called], Iterator[DeviceCase]]] = {
     "key_vector": _key_vector,
     "depth_attention": _depth,
     "depth_attention_matrices": _depth,

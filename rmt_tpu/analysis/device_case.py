@@ -13,7 +13,7 @@ EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class DeviceCase:
     """A call of an op, as a test case for its kernels.
 
     Attributes:

@@ -7,12 +7,12 @@ from pallas_kernels import shapes
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
-from rmt_tpu.analysis.device_case import Case
+from rmt_tpu.analysis.device_case import DeviceCase
 
 Scale = Literal["real", "small"]
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: Scale) -> list[DeviceCase]:
     """Return test cases for all ops, at the sizes of models or at the kernels' minimum sizes.
 
     Some cases have an odd number of tokens.
@@ -20,7 +20,7 @@ def cases(scale: Scale) -> list[Case]:
     return [case for op in OPS.values() for case in op(scale)]
 
 
-def _key_vector(scale: Scale) -> Iterator[Case]:
+def _key_vector(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         sites = [(KeyVector(8, 16, 3, 5), (1, 130)), (KeyVector(16, 32, 2, 3), (2, 129))]
     else:
@@ -34,7 +34,7 @@ def _key_vector(scale: Scale) -> Iterator[Case]:
         yield residual.site_at(size, tokens[0])
 
 
-def _depth(scale: Scale) -> Iterator[Case]:
+def _depth(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         vectors = [(Depth(2, 3, 128), (1, 37)), (Depth(1, 4, 256), (2, 24))]
         matrices = [(Depth(2, 3, 128), (1, 130), (8, 16)), (Depth(1, 2, 512), (2, 131), (16, 32))]
@@ -55,7 +55,7 @@ def _depth(scale: Scale) -> Iterator[Case]:
         yield residual.merge_read(size, tokens, matrix)
 
 
-def _attention(scale: Scale) -> Iterator[Case]:
+def _attention(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         # The cases include full and partial blocks, a single key head, and a head size that does
         # not divide into the vector lanes.
@@ -85,7 +85,7 @@ def _attention(scale: Scale) -> Iterator[Case]:
         yield layers.attention_to(size, tokens, before)
 
 
-def _delta(scale: Scale) -> Iterator[Case]:
+def _delta(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         yield layers.delta((1, 67), Heads(1, 128), stepwise=True)
         yield layers.delta((2, 64), Heads(1, 128), stepwise=True)
@@ -94,7 +94,7 @@ def _delta(scale: Scale) -> Iterator[Case]:
         yield layers.delta((3, 701), Heads(8, 128))
 
 
-def _grouped(scale: Scale) -> Iterator[Case]:
+def _grouped(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         yield layers.grouped(301, 128, 128, 3, rowwise=True)
         yield layers.grouped(256, 128, 256, 2, rowwise=True)
@@ -103,19 +103,19 @@ def _grouped(scale: Scale) -> Iterator[Case]:
         yield layers.grouped(5001, 768, 1024, 7)
 
 
-def _token_rows(scale: Scale) -> Iterator[Case]:
+def _token_rows(scale: Scale) -> Iterator[DeviceCase]:
     small = scale == "small"
     yield layers.token_rows(*((71, 2, 43, 128) if small else (4096, 8, 8192, 1024)))
     yield layers.token_rows(*((64, 3, 192, 256) if small else (1001, 4, 1500, 768)))
 
 
-def _logits(scale: Scale) -> Iterator[Case]:
+def _logits(scale: Scale) -> Iterator[DeviceCase]:
     small = scale == "small"
     yield layers.logits(*((71, 128, 301) if small else (4096, 1024, 50257)))
     yield layers.logits(*((64, 256, 512) if small else (1001, 768, 32000)))
 
 
-OPS: dict[str, Callable[[Scale], Iterator[Case]]] = {
+OPS: dict[str, Callable[[Scale], Iterator[DeviceCase]]] = {
     "key_vector": _key_vector,
     "depth_attention": _depth,
     "attention": _attention,

@@ -11,7 +11,7 @@ from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.logits import reference as logits_reference
 from pallas_kernels.shapes import Heads
 from pallas_kernels.token_rows import reference as rows_reference
-from rmt_tpu.analysis.device_case import Arrays, Case, in_words, normal
+from rmt_tpu.analysis.device_case import Arrays, DeviceCase, in_words, normal
 
 Tokens = tuple[int, int]
 
@@ -28,7 +28,7 @@ def attention(
     values: int | None = None,
     order: Rows = "size_major",
     dtype: str = "bfloat16",
-) -> Case:
+) -> DeviceCase:
     """Return a test case for `causal_attention` on whole sequences.
 
     Args:
@@ -76,10 +76,12 @@ def attention(
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
     # If a query sees only one key, the terms of the query's and the key's gradients cancel.
     cancels = frozenset({"d_qkv", "d_k"})
-    return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
+    return DeviceCase("causal_attention", words, function, inputs, flops, cancels=cancels)
 
 
-def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
+def attention_after(
+    size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16"
+) -> DeviceCase:
     """Return a test case for attention whose queries also see `before` earlier tokens.
 
     The op computes its gradients with the plain JAX form.
@@ -99,10 +101,10 @@ def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bflo
 
     words = in_words(tokens, dtype, H=heads, D=D, before=before)
     flops = 4 * tokens[0] * tokens[1] * (before + tokens[1] // 2) * heads * D
-    return Case("attention_after", words, function, inputs, flops)
+    return DeviceCase("attention_after", words, function, inputs, flops)
 
 
-def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
+def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for attention to given keys, as in decoding; it has no gradients."""
     heads, D = size
 
@@ -120,7 +122,7 @@ def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat1
 
     words = in_words(tokens, dtype, H=heads, D=D, before=before)
     flops = 4 * tokens[0] * tokens[1] * before * heads * D
-    return Case("attention_to", words, function, inputs, flops, gradients=False)
+    return DeviceCase("attention_to", words, function, inputs, flops, gradients=False)
 
 
 def _filled(batch: int, before: int) -> jax.Array:
@@ -128,7 +130,9 @@ def _filled(batch: int, before: int) -> jax.Array:
     return jnp.arange(before - batch, before, dtype=jnp.int32)
 
 
-def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: bool = False) -> Case:
+def delta(
+    tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: bool = False
+) -> DeviceCase:
     """Return a test case for linear attention with a gated delta rule.
 
     Args:
@@ -168,7 +172,7 @@ def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: boo
     words = in_words(tokens, dtype, H=heads, D=D)
     flops = 11 * tokens[0] * tokens[1] * heads * D**2
     reference = recurrence if stepwise else None
-    return Case("delta_attention", words, function, inputs, flops, reference=reference)
+    return DeviceCase("delta_attention", words, function, inputs, flops, reference=reference)
 
 
 # Experts and logits ---------------------------------------------------------------------------
@@ -176,7 +180,7 @@ def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: boo
 
 def grouped(
     M: int, K: int, N: int, G: int, dtype: str = "bfloat16", *, rowwise: bool = False
-) -> Case:
+) -> DeviceCase:
     """Return a test case for grouped matrix products: each of M rows times its group's matrix.
 
     Some rows belong to no group, and one group is empty.
@@ -211,14 +215,16 @@ def grouped(
 
     words = in_words((M,), dtype, K=K, N=N, groups=G)
     reference = by_rows if rowwise else None
-    return Case("grouped_matmul", words, function, inputs, 2 * M * K * N, reference=reference)
+    return DeviceCase("grouped_matmul", words, function, inputs, 2 * M * K * N, reference=reference)
 
 
 def _of_a_group(rows, sizes):
     return (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
 
 
-def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfloat16") -> Case:
+def token_rows(
+    tokens: int, each: int, count: int, width: int, dtype: str = "bfloat16"
+) -> DeviceCase:
     """Return a test case that gathers tokens' rows for their chosen experts and sums by token.
 
     Each token has `each` choices, and `count` rows are gathered.
@@ -248,7 +254,7 @@ def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfl
         return {"sums": sums, "rows": _of_choices(x[order // each], places)}
 
     words = in_words((tokens,), dtype, choices=each, rows=count, width=width)
-    return Case("token_rows", words, function, inputs, count * width, reference=reference)
+    return DeviceCase("token_rows", words, function, inputs, count * width, reference=reference)
 
 
 def _of_choices(rows, places):
@@ -257,7 +263,7 @@ def _of_choices(rows, places):
     return jnp.where(there[:, None], rows, 0)
 
 
-def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> Case:
+def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for logits and the sums that a loss needs; it has no gradients."""
 
     def inputs() -> Arrays:
@@ -268,7 +274,7 @@ def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> Case
             "targets": jnp.asarray(targets),
         }
 
-    return Case(
+    return DeviceCase(
         "logits",
         in_words((tokens,), dtype, width=width, vocab=vocab),
         lambda implementation, x, kernel, targets: pallas_kernels.logits_with_sums(

@@ -16,7 +16,7 @@ from pallas_kernels.depth_attention import reference as depth_reference
 from pallas_kernels.depth_attention.interface import Merge, Partial
 from pallas_kernels.key_vector import reference as key_vector_reference
 from pallas_kernels.shapes import Depth, KeyVector
-from rmt_tpu.analysis.device_case import EPSILON, Arrays, Case, in_words, normal, only
+from rmt_tpu.analysis.device_case import EPSILON, Arrays, DeviceCase, in_words, normal, only
 
 Tokens = tuple[int, int]
 
@@ -29,7 +29,7 @@ _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
 
 def site(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
-) -> Case:
+) -> DeviceCase:
     """Return a test case for `store_norm_retrieve` (write, norm and read), with gradients."""
     options = {"norm": norm, "epsilon": EPSILON}
 
@@ -46,7 +46,7 @@ def site(
     flops = (size.R + size.P) * _each(size, tokens)
     inputs = functools.partial(_site_inputs, size, tokens, dtype)
     words = _site_words(size, tokens, dtype)
-    return Case(
+    return DeviceCase(
         "store_norm_retrieve",
         words,
         function,
@@ -57,10 +57,10 @@ def site(
     )
 
 
-def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
+def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for a write to the residual alone."""
     made = functools.partial(_site_inputs, size, tokens, dtype)
-    return Case(
+    return DeviceCase(
         "store",
         _site_words(size, tokens, dtype),
         lambda implementation, **given: {
@@ -74,11 +74,11 @@ def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
 
 def norm_retrieve(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
-) -> Case:
+) -> DeviceCase:
     """Return a test case for a norm and a read of the residual, without a write."""
     options = {"norm": norm, "epsilon": EPSILON}
     made = functools.partial(_site_inputs, size, tokens, dtype)
-    return Case(
+    return DeviceCase(
         "norm_retrieve",
         _site_words(size, tokens, dtype),
         lambda implementation, **given: {
@@ -99,7 +99,7 @@ def norm_retrieve(
 
 def undo(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
-) -> Case:
+) -> DeviceCase:
     """Return a test case for a reversible backward pass: a write in int16, and its undo.
 
     The gradients that the undo computes are among the results; the case itself is not
@@ -118,7 +118,7 @@ def undo(
         return {"stored": stored, "retrieved": retrieved, "rebuilt": g.rebuilt} | gradients
 
     K, V, R, P = size
-    return Case(
+    return DeviceCase(
         "undo",
         _site_words(size, tokens, dtype),
         function,
@@ -132,7 +132,7 @@ def undo(
 
 def again(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
-) -> Case:
+) -> DeviceCase:
     """Return a test case for an undo that also reads the rebuilt residual, and for that read alone.
 
     Neither is differentiated.
@@ -163,7 +163,7 @@ def again(
         )
         return {"first": first, "again": retrieved, "undone": g.retrieved, "rebuilt": g.rebuilt}
 
-    return Case(
+    return DeviceCase(
         "norm_retrieve_again",
         _site_words(size, tokens, dtype),
         function,
@@ -175,7 +175,7 @@ def again(
     )
 
 
-def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> Case:
+def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for a write, norm and read in one of two layers, with one token per row.
 
     The kernels have no gradients.
@@ -195,7 +195,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> Case:
 
     flops = (size.R + size.P) * _each(size, tokens)
     words = _site_words(size, tokens, dtype)
-    return Case(
+    return DeviceCase(
         "store_norm_retrieve_at",
         words,
         function,
@@ -241,10 +241,10 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 _READ = 12  # number of data vectors to read after a merge
 
 
-def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Case:
+def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for depth attention at one site, over all sources."""
     _, N, D = size
-    return Case(
+    return DeviceCase(
         "depth_attention",
         _depth_words(size, tokens, None, dtype),
         lambda implementation, queries, sources: {
@@ -262,7 +262,7 @@ def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Cas
 
 def partial(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
-) -> Case:
+) -> DeviceCase:
     """Return a test case for depth attention of all sites at once over the same sources.
 
     The sources are vectors, or K x V matrices if `matrix` gives K and V.
@@ -274,7 +274,7 @@ def partial(
         )
         return {"mixed": mixed, "log_sums": log_sums}
 
-    return Case(
+    return DeviceCase(
         "depth_attention_matrices_partial" if matrix else "depth_attention_partial",
         _depth_words(size, tokens, matrix, dtype),
         function,
@@ -286,7 +286,7 @@ def partial(
 
 def merge(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
-) -> Case:
+) -> DeviceCase:
     """Return a test case for merging the last site's partial result with the current source.
 
     If the residual is a vector, the merge also normalizes its result.
@@ -300,7 +300,7 @@ def merge(
         )
         return {"mixed": mixed, "current": current, "z": z}
 
-    return Case(
+    return DeviceCase(
         "depth_attention_matrices_merge" if matrix else "depth_attention_merge",
         _depth_words(size, tokens, matrix, dtype),
         function,
@@ -310,7 +310,7 @@ def merge(
     )
 
 
-def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> Case:
+def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for a merge of matrices, with a norm and a read in the same kernel."""
 
     def function(implementation, mixed, log_sums, current, **given):
@@ -327,10 +327,10 @@ def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat
 
     flops = (15 + 2 * _READ) * tokens[0] * tokens[1] * size.D
     words = _depth_words(size, tokens, matrix, dtype)
-    return Case("depth_attention_merge_read", words, function, inputs, flops)
+    return DeviceCase("depth_attention_merge_read", words, function, inputs, flops)
 
 
-def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> Case:
+def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for a merge with one token per row, in one of two layers.
 
     The kernels have no gradients.
@@ -350,7 +350,7 @@ def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> Case:
 
     words = _depth_words(size, tokens, None, dtype)
     flops = 15 * batch * size.D
-    return Case("depth_attention_merge_at", words, function, inputs, flops, gradients=False)
+    return DeviceCase("depth_attention_merge_at", words, function, inputs, flops, gradients=False)
 
 
 def _depth_words(size: Depth, tokens: Tokens, matrix: Tokens | None, dtype: str) -> str:

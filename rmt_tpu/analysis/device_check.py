@@ -19,9 +19,9 @@ import jax.extend
 import jax.numpy as jnp
 
 from pallas_kernels.platform import interpreting
-from rmt_tpu.analysis.device_case import Arrays, Case, normal
+from rmt_tpu.analysis.device_case import Arrays, DeviceCase, normal
 from rmt_tpu.analysis.device_compare import compare
-from rmt_tpu.estimator.measure import placed, seconds_of, wall_seconds
+from rmt_tpu.estimator.measure import program_arguments, seconds_of, wall_seconds
 
 _ROUNDS = 3
 # The minimum duration of a wall-clock measurement in seconds, and the maximum number of calls in
@@ -42,7 +42,7 @@ def wrong(differences: Mapping[str, float], bounds: Mapping[str, float]) -> list
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class CheckRow:
     """The outcome of checking one case.
 
     Attributes:
@@ -108,8 +108,8 @@ class Rates:
 
 
 def check(
-    case: Case, implementation: str | None, *, interpret: bool = False, timed: bool = True
-) -> Row:
+    case: DeviceCase, implementation: str | None, *, interpret: bool = False, timed: bool = True
+) -> CheckRow:
     """Run a case and compare its results with the equations; a failure is reported in the row.
 
     Args:
@@ -123,14 +123,14 @@ def check(
         return _check(case, implementation, interpret, timed)
     except Exception as error:  # any exception is a finding of this check
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return Row(case.op, case.size, implementation or "auto", error=words)
+        return CheckRow(case.op, case.size, implementation or "auto", error=words)
 
 
-def _check(case: Case, implementation: str | None, interpret: bool, timed: bool) -> Row:
+def _check(case: DeviceCase, implementation: str | None, interpret: bool, timed: bool) -> CheckRow:
     ran = run(case, implementation, interpret=interpret)
     differences, bounds = compare(case, ran.inputs, ran.got, ran.want)
     arguments = ran.inputs, ran.cotangents
-    return Row(
+    return CheckRow(
         case.op,
         case.size,
         ran.implementation,
@@ -143,7 +143,7 @@ def _check(case: Case, implementation: str | None, interpret: bool, timed: bool)
     )
 
 
-class Ran(NamedTuple):
+class CaseRun(NamedTuple):
     """A case that ran: its inputs, results and expected results, as arrays on the host."""
 
     program: jax.stages.Compiled
@@ -155,7 +155,7 @@ class Ran(NamedTuple):
     note: str
 
 
-def run(case: Case, implementation: str | None, *, interpret: bool = False) -> Ran:
+def run(case: DeviceCase, implementation: str | None, *, interpret: bool = False) -> CaseRun:
     """Compile and run a case, and evaluate its equations; see `check` for the arguments."""
     inputs = case.inputs()
     cotangents = _cotangents(case, inputs)
@@ -173,10 +173,10 @@ def run(case: Case, implementation: str | None, *, interpret: bool = False) -> R
     notes = dict.fromkeys(str(w.message) for w in said if "kernel for this call" in str(w.message))
     got = jax.device_get(program(inputs, cotangents))
     want = jax.device_get(wanted(case, inputs, cotangents))
-    return Ran(program, inputs, cotangents, got, want, name, "; ".join(notes))
+    return CaseRun(program, inputs, cotangents, got, want, name, "; ".join(notes))
 
 
-def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
+def wanted(case: DeviceCase, inputs: Arrays, cotangents: Arrays) -> Arrays:
     """Return the expected results and gradients, by evaluating the equations in float32."""
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     plain = lambda _, **given: case.reference(**given)
@@ -197,7 +197,7 @@ def measure_rates(*, small: bool = False) -> Rates:
     return Rates(2 * n**3 / product, 2 * line.nbytes / copied)
 
 
-def table(rows: Sequence[Row], rates: Rates | None) -> str:
+def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
     """Return a Markdown table with one row per case."""
     lines = [
         "| op | size | implementation | largest difference | bound | time, ms | share of device "
@@ -217,7 +217,7 @@ def table(rows: Sequence[Row], rates: Rates | None) -> str:
     return "\n".join(lines)
 
 
-def share(row: Row, rates: Rates | None) -> str:
+def share(row: CheckRow, rates: Rates | None) -> str:
     """Return how near a call comes to the device's measured speed, as text.
 
     It is the larger of two fractions: of a copy's bandwidth, and of a matrix product's FLOP/s.
@@ -229,7 +229,7 @@ def share(row: Row, rates: Rates | None) -> str:
     return f"{bandwidth:.0%} of a copy" if bandwidth >= peak else f"{peak:.0%} of a matmul"
 
 
-def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
+def record(rows: Sequence[CheckRow], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
     """Return all results for a machine as JSON values; non-finite numbers become null."""
     number = lambda x: x if x is None or math.isfinite(x) else None
     names = lambda values: {name: number(x) for name, x in values.items()}
@@ -253,7 +253,7 @@ def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict
 
 
 def results_and_gradients(
-    case: Case, implementation: str | None
+    case: DeviceCase, implementation: str | None
 ) -> Callable[[Arrays, Arrays], Arrays]:
     """Return a function of inputs and cotangents that returns results and gradients by name.
 
@@ -272,13 +272,13 @@ def results_and_gradients(
     return both
 
 
-def _cotangents(case: Case, inputs: Arrays) -> Arrays:
+def _cotangents(case: DeviceCase, inputs: Arrays) -> Arrays:
     out = abstract_cotangents(case, inputs)
     drawn = (normal(100 + i, x.dtype, *x.shape) for i, x in enumerate(out.values()))
     return dict(zip(out, drawn, strict=True))
 
 
-def abstract_cotangents(case: Case, inputs: Arrays) -> Arrays:
+def abstract_cotangents(case: DeviceCase, inputs: Arrays) -> Arrays:
     """Return the shapes and dtypes of a case's cotangents; {} for a case without gradients."""
     if not case.gradients:
         return {}
@@ -286,7 +286,7 @@ def abstract_cotangents(case: Case, inputs: Arrays) -> Arrays:
 
 
 def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:
-    fresh = functools.partial(placed, program, arguments, ())
+    fresh = functools.partial(program_arguments, program, arguments, ())
     once = _wall_seconds if jax.default_backend() == "cpu" else seconds_of
     return statistics.median(once(program, fresh) for _ in range(_ROUNDS))
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from rmt_tpu.analysis.device_case import Arrays, Case
+from rmt_tpu.analysis.device_case import Arrays, DeviceCase
 
 # The unit roundoffs of bfloat16 and of float32.
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
@@ -35,7 +35,7 @@ _BLOCK = 2**22  # number of entries compared at a time
 MEAN = " (rms)"  # appended to a result's name for its root mean square
 
 
-class Error(NamedTuple):
+class RelativeError(NamedTuple):
     """The error of an array, as two relative figures.
 
     Attributes:
@@ -48,7 +48,7 @@ class Error(NamedTuple):
 
 
 def compare(
-    case: Case, inputs: Arrays, got: Arrays, want: Arrays
+    case: DeviceCase, inputs: Arrays, got: Arrays, want: Arrays
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the differences of results from expected values, and the bounds on them, by name.
 
@@ -71,20 +71,20 @@ def compare(
     return differences, bounds
 
 
-def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> Error:
+def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> RelativeError:
     """Return the bound on the error of results that are computed from `inputs`.
 
     With `wide`, no step of the computation rounds to the dtype of the inputs.
     """
     if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
-        return Error(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
+        return RelativeError(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
     # An upper bound on the length of a sum: over all axes but the last, or over any single axis.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
     most = 32 * math.sqrt(max(length, 1)) * _WIDE
-    return Error(most, most / 2)
+    return RelativeError(most, most / 2)
 
 
-def error(got: Any, want: Any, *, cancels: bool = False) -> Error:
+def error(got: Any, want: Any, *, cancels: bool = False) -> RelativeError:
     """Return the error of the array `got` relative to the array `want`.
 
     The error is NaN if one of the two arrays contains NaN or infinity, or if their shapes differ.
@@ -92,9 +92,9 @@ def error(got: Any, want: Any, *, cancels: bool = False) -> Error:
     """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
-        return Error(math.nan, math.nan)
+        return RelativeError(math.nan, math.nan)
     if not want.size:
-        return Error(0.0, 0.0)
+        return RelativeError(0.0, 0.0)
     row, axes = 1, list(want.shape)
     while axes and row < _ROW:
         row *= axes.pop()
@@ -110,4 +110,4 @@ def error(got: Any, want: Any, *, cancels: bool = False) -> Error:
     size, off = np.concatenate(sizes), np.concatenate(errors)
     floor = (_FLOOR_OF_CANCELLED if cancels else _FLOOR) * (np.max(size) or 1.0)
     mean = math.sqrt(squares[0] / (squares[1] or 1.0))
-    return Error(float(np.max(off / np.maximum(size, floor))), mean)
+    return RelativeError(float(np.max(off / np.maximum(size, floor))), mean)

@@ -42,7 +42,7 @@ _OTHERS = "Calls that use another implementation"
 _NOT_FASTER = "the kernel is not estimated to be faster"
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an op.
 
     Attributes:
@@ -56,7 +56,7 @@ class Call(NamedTuple):
     args: tuple
 
 
-class Row(NamedTuple):
+class ImplementationRow(NamedTuple):
     """A row of the table: ops that share their implementations.
 
     Attributes:
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
     ops: tuple[str, ...]
     group: str
-    calls: tuple[Call, ...]
+    calls: tuple[OpCall, ...]
     of: str = ""
 
     @property
@@ -77,7 +77,7 @@ class Row(NamedTuple):
         return f"`{self.ops[0]}`" + (f" of {self.of}" if self.of else "")
 
 
-def rows() -> list[Row]:
+def rows() -> list[ImplementationRow]:
     """Return all rows, in the order of the table."""
     return [*_key_vector(), *_depth(), *_attention(), *_experts()]
 
@@ -90,11 +90,11 @@ def groups() -> dict[str, Implementations]:
     return {value.name: value for value in values if isinstance(value, Implementations)}
 
 
-def _key_vector() -> Iterator[Row]:
+def _key_vector() -> Iterator[ImplementationRow]:
     def both(words: str, size: KeyVector, tokens=TOKENS, data="bfloat16", residual=None):
         site = size.site(tokens, data, residual)
-        yield Call(words, "forward", (site,))
-        yield Call(words, "backward", (size.backward(tokens, data, residual),))
+        yield OpCall(words, "forward", (site,))
+        yield OpCall(words, "backward", (size.backward(tokens, data, residual),))
 
     size = RMT_305M
     ops = "store_norm_retrieve", "store_norm_retrieve_with_statistics", "undo", "store"
@@ -107,13 +107,13 @@ def _key_vector() -> Iterator[Row]:
         *both("64 tokens", size, (16, 64)),
         *both("`D_k` of 8192", size._replace(K=8192)),
     )
-    yield Row(ops, "key_vector", calls)
+    yield ImplementationRow(ops, "key_vector", calls)
     layers = lambda dtype: _layers(size.site((8,), dtype), dtype)
     calls = (
-        Call("", "at_layer", (layers("bfloat16"), array("int32"))),
-        Call("float16", "at_layer", (layers("float16"), array("int32"))),
+        OpCall("", "at_layer", (layers("bfloat16"), array("int32"))),
+        OpCall("float16", "at_layer", (layers("float16"), array("int32"))),
     )
-    yield Row(("store_norm_retrieve_at",), "key_vector_at", calls)
+    yield ImplementationRow(("store_norm_retrieve_at",), "key_vector_at", calls)
 
 
 def _layers(site: Site, dtype: str) -> Site:
@@ -123,23 +123,23 @@ def _layers(site: Site, dtype: str) -> Site:
     return site._replace(**keys)
 
 
-def _depth() -> Iterator[Row]:
+def _depth() -> Iterator[ImplementationRow]:
     def both(words: str, dtype: str):
         given, scored = ALL_SITES.partial((8192,), dtype), ALL_SITES.scored((8192,), dtype)
-        yield Call(words, "partial", (given,))
-        yield Call(words, "partial_backward", (given, scored))
-        yield Call(words, "merge", (ALL_SITES.merge((8192,), dtype),))
-        yield Call(words, "merge_backward", ALL_SITES.merge_backward((8192,), dtype))
+        yield OpCall(words, "partial", (given,))
+        yield OpCall(words, "partial_backward", (given, scored))
+        yield OpCall(words, "merge", (ALL_SITES.merge((8192,), dtype),))
+        yield OpCall(words, "merge_backward", ALL_SITES.merge_backward((8192,), dtype))
 
     calls = (*both("", "bfloat16"), *both("float32", "float32"), *both("float16", "float16"))
     ops = "depth_attention", "depth_attention_partial", "depth_attention_partial_backward"
     ops += ("depth_attention_merge",)
-    yield Row(ops, "depth_attention", calls, of="vectors")
+    yield ImplementationRow(ops, "depth_attention", calls, of="vectors")
 
     def matrices(words: str, *size: int, tokens: int = 512, dtype: str = "bfloat16"):
         given = _partial(dtype, tokens, size)
-        yield Call(words, "partial", (given,))
-        yield Call(words, "merge", (_merge(dtype, tokens, size),))
+        yield OpCall(words, "partial", (given,))
+        yield OpCall(words, "merge", (_merge(dtype, tokens, size),))
 
     calls = (
         *matrices("", 64, 64),
@@ -147,20 +147,20 @@ def _depth() -> Iterator[Row]:
         *matrices("64 tokens", 64, 64, tokens=64),
         *matrices("matrices of 10 x 10", 10, 10),
     )
-    yield Row(ops, "depth_attention_matrices", calls, of="matrices")
+    yield ImplementationRow(ops, "depth_attention_matrices", calls, of="matrices")
 
     def read(words: str, tokens: int = 512, dtype: str = "bfloat16"):
         merge = _merge(dtype, tokens, (64, 64))
         keys = array("float32", 64, 64), array("float32", 48, 64)
-        return Call(words, "merge_read", (MergeRead(merge, *keys),))
+        return OpCall(words, "merge_read", (MergeRead(merge, *keys),))
 
-    yield Row(
+    yield ImplementationRow(
         ("depth_attention_merge_read",),
         "merge_read",
         (read(""), read("float16", dtype="float16"), read("64 tokens", 64)),
     )
-    at = lambda words, dtype: Call(words, "merge_at", (_merge_at(dtype),))
-    yield Row(
+    at = lambda words, dtype: OpCall(words, "merge_at", (_merge_at(dtype),))
+    yield ImplementationRow(
         ("depth_attention_merge_at",),
         "depth_attention_at",
         (at("", "bfloat16"), at("float16", "float16")),
@@ -188,17 +188,17 @@ def _merge_at(dtype: str) -> MergeAt:
     return MergeAt(parameters, index, mixed, sums, index, current, array("bool"))
 
 
-def _attention() -> Iterator[Row]:
+def _attention() -> Iterator[ImplementationRow]:
     def whole(words: str, size: int, *, dtype="bfloat16", alibi=False, ids=True):
         qkv = array(dtype, 4, 2048, 48, size)
         slopes = array("float32", 16) if alibi else None
         given = Attention(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
-        return Call(words, "attention_forward", (given,))
+        return OpCall(words, "attention_forward", (given,))
 
     def part(words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512):
         q, kv = array(dtype, 4, queries, 16, size), array(dtype, 4, 2048, 16, size)
         ids = array("int32", 4, queries), array("int32", 4, 2048)
-        return Call(words, "part_forward", (Part(q, (kv, kv), 0.1, 0, None, ids),))
+        return OpCall(words, "part_forward", (Part(q, (kv, kv), 0.1, 0, None, ids),))
 
     calls = (
         whole("", 64),
@@ -212,26 +212,26 @@ def _attention() -> Iterator[Row]:
         whole("heads of 256 in rows of several documents", 256),
     )
     ops = "causal_attention", "attention_forward", "attention_backward"
-    yield Row(ops, "causal_attention", calls)
+    yield ImplementationRow(ops, "causal_attention", calls)
     calls = part(""), part("float32", dtype="float32"), part("one query", queries=1)
-    yield Row(("attention_after", "attention_to"), "causal_attention", calls)
+    yield ImplementationRow(("attention_after", "attention_to"), "causal_attention", calls)
 
     def delta(words: str, size: int = 128, dtype: str = "bfloat16"):
         vectors = [array(dtype, 4, 2048, 16, size)] * 3
         decay, beta = array("float32", 4, 2048, 16, size), array("float32", 4, 2048, 16)
         operands = Operands(*vectors, decay, beta, array("int32", 4, 2048))
-        return Call(words, "forward", (operands, array("float32", 4, 16, size, size)))
+        return OpCall(words, "forward", (operands, array("float32", 4, 16, size, size)))
 
     calls = delta(""), delta("float32", dtype="float32"), delta("heads of 64", 64)
-    yield Row(("delta_attention",), "delta_attention", calls)
+    yield ImplementationRow(("delta_attention",), "delta_attention", calls)
 
 
-def _experts() -> Iterator[Row]:
+def _experts() -> Iterator[ImplementationRow]:
     def grouped(words: str, dtype: str = "bfloat16"):
         given = array(dtype, 8192, 1024), array(dtype, 16, 1024, 2048), array("int32", 16)
-        return Call(words, "product", given)
+        return OpCall(words, "product", given)
 
-    yield Row(
+    yield ImplementationRow(
         ("grouped_matmul",),
         "grouped_matmul",
         (grouped(""), grouped("float32", "float32"), grouped("float16", "float16")),
@@ -239,7 +239,7 @@ def _experts() -> Iterator[Row]:
 
     def sums(words: str, count: int = 8192, choices: int = 32768, width: int = 1024):
         indices = array("int32", count), array("int32", choices)
-        return Call(words, "sums", (array("bfloat16", count, width), *indices))
+        return OpCall(words, "sums", (array("bfloat16", count, width), *indices))
 
     calls = (
         sums(""),
@@ -247,11 +247,11 @@ def _experts() -> Iterator[Row]:
         sums("fewer than 1024 choices", count=256, choices=1023),
         sums("rows of fewer than 128 numbers", width=127),
     )
-    yield Row(("sums_of_rows", "rows_of_tokens"), "token_rows", calls)
+    yield ImplementationRow(("sums_of_rows", "rows_of_tokens"), "token_rows", calls)
 
     def logits(words: str, dtype: str = "bfloat16", tokens: int = 4096, width: int = 1024):
         given = array(dtype, tokens, width), array(dtype, width, 2**15), array("int32", tokens)
-        return Call(words, "logits", given)
+        return OpCall(words, "logits", given)
 
     calls = (
         logits(""),
@@ -259,10 +259,10 @@ def _experts() -> Iterator[Row]:
         logits("fewer than 2^20 logits", tokens=31),
         logits("rows of more than 8192 numbers", width=8193),
     )
-    yield Row(("logits_with_sums",), "logits", calls)
+    yield ImplementationRow(("logits_with_sums",), "logits", calls)
 
 
-class Chosen(NamedTuple):
+class ImplementationChoice(NamedTuple):
     """The implementation that a call uses on one device.
 
     Attributes:
@@ -274,14 +274,14 @@ class Chosen(NamedTuple):
     why: str | None
 
 
-def choice(row: Row, call: Call, platform: str, kind: str) -> Chosen:
+def choice(row: ImplementationRow, call: OpCall, platform: str, kind: str) -> ImplementationChoice:
     """Return what a call uses by default on a device of `kind`; `platform` is a table's column."""
     chosen = _choices(kind)[row.name, row.calls.index(call)]
-    return chosen.get(platform.lower(), Chosen("xla", None))
+    return chosen.get(platform.lower(), ImplementationChoice("xla", None))
 
 
 @functools.cache
-def _choices(kind: str) -> dict[tuple[str, int], dict[str, Chosen]]:
+def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]]:
     """Return the choices of all calls by row and index, each by platform, for a kind of device."""
     every = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
     found = {}
@@ -289,7 +289,9 @@ def _choices(kind: str) -> dict[tuple[str, int], dict[str, Chosen]]:
     def ask(args: dict) -> None:
         for key, (row, call) in every.items():
             chosen = groups()[row.group].chosen(call.op, *args[key])
-            found[key] = {platform: Chosen(*outcome) for platform, outcome in chosen.items()}
+            found[key] = {
+                platform: ImplementationChoice(*outcome) for platform, outcome in chosen.items()
+            }
 
     with lowering_for(kind):
         jax.eval_shape(ask, {key: call.args for key, (_, call) in every.items()})
@@ -308,7 +310,7 @@ def tables() -> str:
     return "\n".join([*lines, "", f"## {_OTHERS}", "", *others])
 
 
-def _usual(row: Row, platform: str) -> str:
+def _usual(row: ImplementationRow, platform: str) -> str:
     """Return the cell of a platform, on whose devices all usual calls use the same."""
     kinds, usual = DEVICES[platform].values(), [call for call in row.calls if not call.words]
     names = {choice(row, call, platform, kind).name for call in usual for kind in kinds}
@@ -327,12 +329,12 @@ def _on_request(group: Implementations, platform: str) -> str | None:
     return next((name for name in kernels if group.names[name] == (platform,)), None)
 
 
-def _others(row: Row) -> Iterator[str]:
+def _others(row: ImplementationRow) -> Iterator[str]:
     """Yield the cells after the first for calls that use something else than the usual ones."""
     for words in dict.fromkeys(call.words for call in row.calls if call.words):
         calls = [call for call in row.calls if call.words == words]
         for platform, kinds in DEVICES.items():
-            devices: dict[Chosen, list[str]] = {}
+            devices: dict[ImplementationChoice, list[str]] = {}
             for device, kind in kinds.items():
                 usual = choice(row, row.calls[0], platform, kind).name
                 found = (choice(row, call, platform, kind) for call in calls)

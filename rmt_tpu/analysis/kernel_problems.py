@@ -9,14 +9,14 @@ from flax import nnx
 from pallas_kernels import tuned
 from pallas_kernels.platform import preferring
 from pallas_kernels.target import lowering_for
-from rmt_tpu.analysis.step_cost import Step, trace_config
+from rmt_tpu.analysis.step_cost import TrainStep, trace_config
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.estimator import Target
 from rmt_tpu.estimator.ops import OPS
 from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
-def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
+def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
     """Return the kernels that the ops' cases call, in the forward and the backward pass."""
 
     def trace() -> None:
@@ -28,7 +28,7 @@ def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
     return _problems(target, trace)
 
 
-def of_preset(step: Step, target: Target) -> list[Problem]:
+def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
     """Return the kernels that a preset calls in a train step, in reading a prompt and in decoding.
 
     The prompt is as long as the sequences of the train step.

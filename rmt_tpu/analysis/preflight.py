@@ -19,7 +19,7 @@ import jax
 
 import sharding
 from rmt_tpu import cost as resources
-from rmt_tpu.analysis.attention_forms import Attends, attention_forms
+from rmt_tpu.analysis.attention_forms import AttentionForm, attention_forms
 from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
 from rmt_tpu.analysis.step_cost import PARTS, StepCost, assignment_of, lower_config, step_cost
 from rmt_tpu.config import RunConfig, overrides
@@ -60,7 +60,7 @@ _PLUMBING = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class PeakBuffer:
     """A buffer that is in memory at the step's peak.
 
     Attributes:
@@ -77,7 +77,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """All collectives in one step with the same kind and the same mesh axes.
 
     Attributes:
@@ -100,7 +100,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Time:
+class StepTime:
     """The estimated time of one step; times are in seconds.
 
     Attributes:
@@ -176,9 +176,9 @@ class Preflight:
     limit: int
     memory: dict[str, int]
     gaps: int
-    buffers: tuple[Held, ...]
-    traffic: tuple[Traffic, ...]
-    time: Time | None
+    buffers: tuple[PeakBuffer, ...]
+    traffic: tuple[CollectiveTraffic, ...]
+    time: StepTime | None
     compile_seconds: float | None
     launches: int | None = None
     prompt: Prompt | None = None
@@ -197,7 +197,7 @@ class Preflight:
         return self.config.train.batch_size * self.config.data.seq_len
 
     @property
-    def attention(self) -> tuple[Attends, ...]:
+    def attention(self) -> tuple[AttentionForm, ...]:
         """The implementations of attention; empty for decode steps, which use a separate op."""
         if self.prompt is None:
             length = self.config.data.seq_len
@@ -280,8 +280,8 @@ def preflight(
     with contextlib.closing(compile_jobs(target, [job], progress, buffers=True)) as compiled:
         (outcome,) = compiled
     if isinstance(outcome, Program):
-        return _of_program(config, prompt, outcome)
-    return _of_failure(config, target, prompt, outcome)
+        return _compiled_preflight(config, prompt, outcome)
+    return _failed_preflight(config, target, prompt, outcome)
 
 
 def lower_run(
@@ -301,7 +301,7 @@ def lower_run(
     return lower_config(run, devices), sizes_of(mesh)
 
 
-def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> Preflight:
+def _compiled_preflight(config: RunConfig, prompt: Prompt | None, program: Program) -> Preflight:
     target, mesh = program.target, program.info["mesh"]
     memory, gaps, buffers = _memory(assignment_of(program))
     memory["program"] = program.memory["generated_code"]
@@ -329,7 +329,7 @@ def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> P
     return dataclasses.replace(report, time=_time(report, cost, sent))
 
 
-def _of_failure(
+def _failed_preflight(
     config: RunConfig, target: Target, prompt: Prompt | None, failure: Failure
 ) -> Preflight:
     message = failure.message.removeprefix(f"{failure.error}: ")
@@ -356,14 +356,15 @@ def _of_failure(
     )
 
 
-def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[Held, ...]]:
+def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[PeakBuffer, ...]]:
     held = [
-        Held(_argument(b.name), readable(b.name), b.shape, b.bytes) for b in assignment.arguments
+        PeakBuffer(_argument(b.name), readable(b.name), b.shape, b.bytes)
+        for b in assignment.arguments
     ]
     for b in assignment.live:
         copied = "a copy of " if _is_path(b.name) else ""
-        kind = "activations" if b.kept else "temporaries"
-        held.append(Held(kind, copied + readable(b.name), b.shape, b.bytes))
+        kind = "activations" if b.is_saved else "temporaries"
+        held.append(PeakBuffer(kind, copied + readable(b.name), b.shape, b.bytes))
     memory = {kind: sum(h.bytes for h in held if h.kind == kind) for kind in KINDS}
     memory["temporaries"] += assignment.gaps + assignment.other
     return memory, assignment.gaps, tuple(sorted(held, key=lambda h: -h.bytes))
@@ -402,13 +403,13 @@ def _is_path(name: str) -> bool:
     return re.match(r"\w+(\[|\.\w)", name) is not None and "/" not in name
 
 
-def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
+def _traffic(sent: Sequence[Collective]) -> tuple[CollectiveTraffic, ...]:
     groups: dict[tuple[str, str, bool], list[Collective]] = {}
     for collective in sent:
         key = collective.kind, " x ".join(collective.axes), collective.between_slices
         groups.setdefault(key, []).append(collective)
     found = [
-        Traffic(
+        CollectiveTraffic(
             kind,
             axes,
             instructions=len(group),
@@ -422,12 +423,12 @@ def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
     return tuple(sorted(found, key=lambda traffic: -traffic.bytes))
 
 
-def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Time:
+def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> StepTime:
     config, target = report.config, report.target
     seconds = {part: cycles / target.clock for part, cycles in cost.parts.items()}
     duration = lambda sent: sent.bytes / target.network(sent.between_slices)
     assert set(PARTS) == {part for parts in GROUPS.values() for part in parts}
-    time = Time(
+    time = StepTime(
         parts={group: sum(seconds[p] for p in parts) for group, parts in GROUPS.items()},
         by_model={name: cycles / target.clock for name, cycles in cost.by_model.items()},
         collectives=sum((duration(c) for c in sent), start=0.0),

@@ -72,7 +72,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class InstructionCost:
     """An instruction with the cost of all its calls in one step.
 
     Attributes:
@@ -124,7 +124,7 @@ class StepCost:
 
     preset: str
     target: str
-    rows: tuple[Row, ...]
+    rows: tuple[InstructionCost, ...]
     temporary_bytes: int
     argument_bytes: int
     clock: float
@@ -200,7 +200,7 @@ class StepCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class TrainStep:
     """A train step: a preset, batch sizes, and config values that replace the preset's."""
 
     preset: str
@@ -224,7 +224,7 @@ class Step:
 
 
 def step_costs(
-    steps: Sequence[Step], target: Target, progress: Callable[[str], None] | None = None
+    steps: Sequence[TrainStep], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[StepCost]:
     """Compile steps for a chip, and return the estimated cost of each.
 
@@ -253,9 +253,9 @@ def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
 
     Args:
       device: a device of a topology description.
-      **step: the fields of a `Step`.
+      **step: the fields of a `TrainStep`.
     """
-    return lower_config(Step(**step).config(), [device])
+    return lower_config(TrainStep(**step).config(), [device])
 
 
 def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
@@ -337,11 +337,11 @@ def part_of(op_name: str) -> str:
     return words[-1] if words else "other"
 
 
-def _row(program: Program, ran: Executed, names: dict[str, str]) -> Row:
+def _row(program: Program, ran: Executed, names: dict[str, str]) -> InstructionCost:
     instruction, module = ran.instruction, program.module
     traffic = module.traffic(ran.computation, instruction)
     op_name, asked = names[instruction.name], work_of(program, ran)
-    return Row(
+    return InstructionCost(
         name=instruction.name,
         part=part_of(op_name),
         what="/".join(op_name.split("/")[-3:]),

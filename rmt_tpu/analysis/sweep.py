@@ -46,7 +46,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Between:
+class NumberRange:
     """A range of numbers to try for one config path.
 
     Attributes:
@@ -84,7 +84,7 @@ class Between:
         return _short(rng.uniform(self.low, self.high))
 
 
-Space = Choices | Between
+Space = Choices | NumberRange
 
 
 def _short(x: float) -> float:
@@ -120,7 +120,7 @@ def parse_space(text: str) -> Space:
             f"--sweep={shown(text)} must go from a number to a larger one (for log: from a number "
             "above 0), in at least 2 points"
         )
-    return Between(path, low, high, kind == "log", number)
+    return NumberRange(path, low, high, kind == "log", number)
 
 
 def grid(spaces: Sequence[Space]) -> list[Point]:
@@ -129,7 +129,7 @@ def grid(spaces: Sequence[Space]) -> list[Point]:
     return [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
 
 
-def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
+def random_points(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
     """Return `count` distinct random points.
 
     Raises:
@@ -176,7 +176,7 @@ def _text(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """The result of training one point of a variant for a number of steps.
 
     Attributes:
@@ -201,7 +201,7 @@ class Row:
         return math.fsum(self.losses) / len(self.losses)
 
 
-def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
+def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
     """Return the `count` rows of lowest loss, best first; equal losses keep their order."""
     return sorted(rows, key=lambda row: row.loss)[:count]
 
@@ -214,7 +214,7 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
 
     Return None if the run was settled before or has diverged now.
     """
-    if settled(config, folder):
+    if is_settled(config, folder):
         return None
     try:
         return train(config, folder, label=label, **options)
@@ -223,7 +223,7 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
         return None
 
 
-def begun(config: RunConfig, folder: Folder) -> bool:
+def is_started(config: RunConfig, folder: Folder) -> bool:
     """Return whether this run has been started in the folder.
 
     The config stored there may differ in values that do not affect results, such as file paths.
@@ -231,9 +231,9 @@ def begun(config: RunConfig, folder: Folder) -> bool:
     return holds_run(folder, resolve_auto(config, resume_overrides(folder)))
 
 
-def settled(config: RunConfig, folder: Folder) -> bool:
+def is_settled(config: RunConfig, folder: Folder) -> bool:
     """Return whether this run is in the folder and is complete or diverged."""
-    if not begun(config, folder):
+    if not is_started(config, folder):
         return False
     complete = folder.read(COMPLETE)
     if complete is not None and json.loads(complete.data)["step"] == config.train.steps:
@@ -252,7 +252,7 @@ def held_out_loss(folder: Folder) -> float | None:
 # Showing -------------------------------------------------------------------------------------
 
 
-def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) -> str:
+def write_sweep(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Location) -> str:
     """Write sweep.png, .md and .json to a folder, and return the Markdown tables."""
     folder = open_folder(folder)
     text = f"{table(rows)}\n{transfer(rows)}"
@@ -263,7 +263,7 @@ def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) 
     return text
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SweepRow]) -> str:
     """Return a Markdown table with one row per point."""
     paths = list(rows[0].point)
     head = ["variant", *paths, "steps", "held-out loss"]
@@ -277,7 +277,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _losses(row: Row) -> str:
+def _losses(row: SweepRow) -> str:
     known = [loss for loss in row.losses if loss is not None]
     if len(known) < len(row.losses):
         return f"not finite: {len(row.losses) - len(known)} of {len(row.losses)}"
@@ -286,7 +286,7 @@ def _losses(row: Row) -> str:
     return f"{row.loss:.4f} ({min(known):.4f}..{max(known):.4f})"
 
 
-def transfer(rows: Sequence[Row]) -> str:
+def transfer(rows: Sequence[SweepRow]) -> str:
     """Return a table of each variant's best point, and its loss at the first variant's best."""
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(of) for of in by_variant.values())
@@ -304,17 +304,17 @@ def transfer(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _last_rungs(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _last_rungs(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
     """Return the rows with the largest number of steps, by variant."""
     most = max(row.steps for row in rows)
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[SweepRow]] = {}
     for row in rows:
         if row.steps == most:
             found.setdefault(row.variant, []).append(row)
     return found
 
 
-def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
+def _draw(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Folder) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -342,7 +342,7 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
             failed = [at[name_of(row.point)] for row in of if not math.isfinite(row.loss)]
             top = axes.get_xaxis_transform()
             axes.plot(failed, [0.98] * len(failed), "x", color=style["color"], transform=top)
-        if isinstance(space, Between) and space.log:
+        if isinstance(space, NumberRange) and space.log:
             axes.set_xscale("log")
         if all(type(value) is int for value in at.values()):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -358,5 +358,5 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
     save_picture(figure, folder, "sweep.png")
 
 
-def _failed(rows: Sequence[Row]) -> bool:
+def _failed(rows: Sequence[SweepRow]) -> bool:
     return any(math.isinf(row.loss) for row in rows)

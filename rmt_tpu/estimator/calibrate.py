@@ -50,7 +50,7 @@ def main() -> int:
     return 0
 
 
-def compiled(rows: Sequence[calibration.Row]) -> Iterator[calibration.Row]:
+def compiled(rows: Sequence[calibration.PublishedCall]) -> Iterator[calibration.PublishedCall]:
     """Recompile the rows of one target, and yield them with updated figures.
 
     The figures come from the installed compiler and from the current cost model.

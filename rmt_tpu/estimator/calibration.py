@@ -24,7 +24,7 @@ PATH = Path(__file__).with_name("calibration.json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PublishedCall:
     """A call with a published time.
 
     Attributes:
@@ -84,21 +84,21 @@ class Agreement:
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[PublishedCall, ...]:
     """Return all rows of calibration.json."""
     return parse(json.loads(PATH.read_text(encoding="utf-8")))
 
 
-def parse(values: dict[str, Any]) -> tuple[Row, ...]:
+def parse(values: dict[str, Any]) -> tuple[PublishedCall, ...]:
     """Parse the decoded JSON of calibration.json into rows."""
     work = lambda listed: tuple((Work(*fields), times) for times, *fields in listed)
-    return tuple(Row(**value | {"work": work(value["work"])}) for value in values["rows"])
+    return tuple(PublishedCall(**value | {"work": work(value["work"])}) for value in values["rows"])
 
 
-def text(values: dict[str, Any], rows: Iterable[Row]) -> str:
+def text(values: dict[str, Any], rows: Iterable[PublishedCall]) -> str:
     """Return the text of calibration.json with its rows replaced, one row per line."""
 
-    def line(row: Row) -> str:
+    def line(row: PublishedCall) -> str:
         fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
         listed = [[times, *dataclasses.astuple(work)] for work, times in row.work]
         return json.dumps(fields | {"work": listed})
@@ -108,7 +108,7 @@ def text(values: dict[str, Any], rows: Iterable[Row]) -> str:
     return f'{head},\n "rows": [\n{lines}\n]}}\n'
 
 
-def agreement(rows: Sequence[Row], model: str = BEST_GUESS) -> Agreement | None:
+def agreement(rows: Sequence[PublishedCall], model: str = BEST_GUESS) -> Agreement | None:
     """Compare estimated with measured times of calls; return None if `rows` is empty."""
     if not rows:
         return None
@@ -186,7 +186,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def described(row: Row) -> str:
+def described(row: PublishedCall) -> str:
     """Return a description of a call: its function and its arguments, without block sizes."""
     arguments = {k: v for k, v in row.arguments.items() if k != "blocks"}
     sizes = "x".join(map(str, arguments.pop("shape")))

@@ -87,17 +87,17 @@ def collectives(
       ids: the device ids in mesh order, which are needed only if there are several slices.
     """
     found = []
-    whole = mesh
+    full = mesh
     if ids is not None:
-        mesh = _of_slice(mesh, ids)  # XLA compiles one program per slice of the mesh
+        mesh = _axes_in_slice(mesh, ids)  # XLA compiles one program per slice of the mesh
     for ran in module.run():
         if ids is not None and _BETWEEN.search(ran.instruction.attributes):
             if ran.instruction.opcode == "send":
-                found.append(_between(module, ran, whole, ids))
+                found.append(_slice_collective(module, ran, full, ids))
             continue
-        for scope, instruction, kind, overlaps in _within(module, ran):
-            axes, devices = _along(instruction, mesh)
-            sent = _sent(kind, scope, instruction, devices)
+        for scope, instruction, kind, overlaps in _collectives_of(module, ran):
+            axes, devices = _axes_and_devices(instruction, mesh)
+            sent = _bytes_sent(kind, scope, instruction, devices)
             if sent:
                 found.append(
                     Collective(
@@ -127,10 +127,10 @@ def only_communicates(module: Module, instruction: Instruction) -> bool:
     return name.startswith("all-reduce-scatter") or bool(_HALF.search(root.attributes))
 
 
-_Found = tuple[dict[str, Instruction], Instruction, str, bool]
+_FoundCollective = tuple[dict[str, Instruction], Instruction, str, bool]
 
 
-def _within(module: Module, ran: Executed) -> Iterator[_Found]:
+def _collectives_of(module: Module, ran: Executed) -> Iterator[_FoundCollective]:
     """Yield an executed instruction if it is a collective, or the collectives that it calls."""
     instruction = ran.instruction
     if (kind := kind_of(instruction)) is not None:
@@ -138,10 +138,12 @@ def _within(module: Module, ran: Executed) -> Iterator[_Found]:
         yield scope, instruction, kind, instruction.opcode.endswith("-start")
     elif instruction.opcode in ("fusion", "async-start") and "calls" in instruction.called:
         asynchronous = instruction.opcode == "async-start"
-        yield from _inside(module, instruction.called["calls"], asynchronous)
+        yield from _fused_collectives(module, instruction.called["calls"], asynchronous)
 
 
-def _inside(module: Module, computation: str, asynchronous: bool) -> Iterator[_Found]:
+def _fused_collectives(
+    module: Module, computation: str, asynchronous: bool
+) -> Iterator[_FoundCollective]:
     inside = module.computations[computation]
     starts = any(_STARTS in i.attributes for i in inside.values())
     for instruction in inside.values():
@@ -154,30 +156,32 @@ def _inside(module: Module, computation: str, asynchronous: bool) -> Iterator[_F
                     kind = "reduce-scatter"
                 yield inside, instruction, kind, chained or asynchronous
         elif instruction.opcode == "fusion":
-            yield from _inside(module, instruction.called["calls"], asynchronous)
+            yield from _fused_collectives(module, instruction.called["calls"], asynchronous)
 
 
-def _sent(kind: str, scope: dict[str, Instruction], instruction: Instruction, devices: int) -> int:
+def _bytes_sent(
+    kind: str, scope: dict[str, Instruction], instruction: Instruction, devices: int
+) -> int:
     operands = sum(
         array.size for name in instruction.operands if name in scope for array in scope[name].arrays
     )
     if kind == "collective-permute":
         return operands if devices else 0
-    whole = operands * devices if kind == "all-gather" else operands
-    return (2 if kind == "all-reduce" else 1) * whole * (devices - 1) // max(devices, 1)
+    full = operands * devices if kind == "all-gather" else operands
+    return (2 if kind == "all-reduce" else 1) * full * (devices - 1) // max(devices, 1)
 
 
 # Between slices -------------------------------------------------------------------------------
 
 
-def _of_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
+def _axes_in_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
     """Return the sizes of the mesh axes within one slice."""
     slices = np.asarray(ids).reshape(tuple(mesh.values())) // _SLICE
     first = lambda axis: slices[tuple(slice(None) if a == axis else 0 for a in mesh)]
     return {axis: size // len(np.unique(first(axis))) for axis, size in mesh.items()}
 
 
-def _between(
+def _slice_collective(
     module: Module, ran: Executed, mesh: Mapping[str, int], ids: Sequence[int]
 ) -> Collective:
     """Return the collective between slices to which a `send` to the host belongs."""
@@ -203,7 +207,7 @@ def _between(
         sent = (2 if kind == "all-reduce" else 1) * operand * (devices - own) // devices
     return Collective(
         kind, instruction.op_name, tuple(axis for axis in mesh if axis in differ), devices,
-        ran.times, sent * ran.times, _has_work_beside(instruction, scope), between_slices=True,
+        ran.times, sent * ran.times, _overlaps_work(instruction, scope), between_slices=True,
     )  # fmt: skip
 
 
@@ -224,7 +228,7 @@ def _numbers(text: str) -> list[int]:
     return [n for part in parts for n in range(part[0], part[-1] + 1)]
 
 
-def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
+def _overlaps_work(send: Instruction, scope: dict[str, Instruction]) -> bool:
     """Return whether anything is computed between a `send` and the completion of its `recv`."""
     rendezvous = _RENDEZVOUS.findall(send.attributes)
     answers = {
@@ -241,7 +245,9 @@ def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
 # Groups ---------------------------------------------------------------------------------------
 
 
-def _along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+def _axes_and_devices(
+    instruction: Instruction, mesh: Mapping[str, int]
+) -> tuple[tuple[str, ...], int]:
     """Return the mesh axes along which a collective runs, and the number of devices per group."""
     count = math.prod(mesh.values())
     if (pairs := _PAIRS.search(instruction.attributes)) is not None:
@@ -310,8 +316,8 @@ def _cycles(pairs: list[tuple[int, ...]]) -> list[set[int]]:
     """Return the sets of devices connected by `pairs`, directly or through other devices."""
     together: dict[int, set[int]] = {}
     for pair in pairs:
-        joined = set().union(*(together.get(device, {device}) for device in pair))
-        together |= dict.fromkeys(joined, joined)
+        connected = set().union(*(together.get(device, {device}) for device in pair))
+        together |= dict.fromkeys(connected, connected)
     return list(together.values())
 
 

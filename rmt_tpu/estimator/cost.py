@@ -73,9 +73,9 @@ def _most(work: Work) -> float:
     return _best_guess(work)
 
 
-Model = Callable[[Work], float]
+CostModel = Callable[[Work], float]
 # Maps each cost model's name to a function from a call's Work to cycles, lowest model first.
-MODELS: Mapping[str, Model] = MappingProxyType(
+MODELS: Mapping[str, CostModel] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
 BEST_GUESS = "best guess"  # the model that reports show first

@@ -96,19 +96,19 @@ class Instruction:
     attributes: str = dataclasses.field(repr=False)
     is_root: bool
 
-    def _told(self, pattern: re.Pattern) -> str | None:
+    def _attribute(self, pattern: re.Pattern) -> str | None:
         found = pattern.search(self.attributes)
         return found.group(1) if found else None
 
     @functools.cached_property
     def op_name(self) -> str:
         """Name of the JAX operation that the instruction is from, or an empty string."""
-        return re.sub(r"\\(.)", r"\1", self._told(_OP_NAME) or "")
+        return re.sub(r"\\(.)", r"\1", self._attribute(_OP_NAME) or "")
 
     @functools.cached_property
     def cycles(self) -> int | None:
         """XLA's own estimate in cycles, or None; XLA writes 2^63 - 1 where it has no estimate."""
-        found = self._told(_CYCLES)
+        found = self._attribute(_CYCLES)
         return None if found is None or int(found) == 2**63 - 1 else int(found)
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Instruction:
     @property
     def branches(self) -> list[str]:
         """Names of the computations that a conditional chooses from."""
-        return _NAME.findall(self._told(_BRANCHES) or "")
+        return _NAME.findall(self._attribute(_BRANCHES) or "")
 
     @property
     def is_kernel(self) -> bool:
@@ -135,18 +135,18 @@ class Instruction:
     @property
     def kernel_body(self) -> str:
         """The kernel's encoded program, which is equal for equal kernels."""
-        found = self._told(_KERNEL_BODY)
+        found = self._attribute(_KERNEL_BODY)
         return self.name if found is None else found
 
     @property
     def declared_flops(self) -> int:
         """The FLOPs in the kernel's declared cost estimate; 0 if it declares none."""
-        return int(self._told(_FLOPS) or 0) if self.is_kernel else 0
+        return int(self._attribute(_FLOPS) or 0) if self.is_kernel else 0
 
     @property
     def vmem_bytes(self) -> int:
         """The VMEM that a kernel uses for its blocks and scratch, in bytes."""
-        return int(self._told(_SCOPED) or 0)
+        return int(self._attribute(_SCOPED) or 0)
 
     @property
     def result(self) -> str:
@@ -251,7 +251,7 @@ class Module:
         total = sum(map(_bytes, read), _bytes(instruction.arrays))
         return _declared(instruction, total) if opcode == "custom-call" else total
 
-    def alike(self, computation: str, instruction: Instruction) -> Hashable:
+    def equality_key(self, computation: str, instruction: Instruction) -> Hashable:
         """Return a key that is equal for instructions with equal computations on equal shapes.
 
         The compiler schedules only one of several instructions with equal keys.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rmt_tpu.estimator.ops import Case, Direction
+from rmt_tpu.estimator.ops import Direction, OpCase
 from rmt_tpu.estimator.programs import lower
 
 Name = TypeVar("Name", bound=Hashable)
@@ -22,7 +22,7 @@ _CACHE = 2 * 128 * 2**20  # in bytes: twice the largest second-level cache of an
 
 
 def measure(
-    case: Case, direction: Direction, implementations: Sequence[str | None], device: jax.Device
+    case: OpCase, direction: Direction, implementations: Sequence[str | None], device: jax.Device
 ) -> list[float]:
     """Return one call's time in seconds per implementation, as the median of `ROUNDS` rounds.
 
@@ -57,7 +57,7 @@ def seconds_in_turn(
     taken: dict[Name, list[float]] = {name: [] for name in programs}
     for turn in range(_WARM_UP + ROUNDS):
         for name, program in programs.items():
-            fresh = functools.partial(placed, program, arguments, donated)
+            fresh = functools.partial(program_arguments, program, arguments, donated)
             seconds = seconds_of(program, fresh)
             if turn >= _WARM_UP:
                 taken[name].append(seconds)
@@ -145,7 +145,9 @@ def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list
     return arguments
 
 
-def placed(program: Compiled, arguments: Sequence[Any], donated: Sequence[int]) -> list[Any]:
+def program_arguments(
+    program: Compiled, arguments: Sequence[Any], donated: Sequence[int]
+) -> list[Any]:
     """Return the arguments in the program's layouts, with donated arguments copied.
 
     If the arguments are small, all of them are copied. Otherwise they would still be in the

@@ -53,14 +53,14 @@ class Buffer:
       instruction: the name of that instruction in the program.
       shape: the dtype and shape of the array, as text.
       bytes: the size in memory, in bytes.
-      kept: whether the forward pass produces the array and the backward pass reads it.
+      is_saved: whether the forward pass produces the array and the backward pass reads it.
     """
 
     name: str
     instruction: str
     shape: str
     bytes: int
-    kept: bool = False
+    is_saved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +130,13 @@ def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
             place = value.offset, value.size, names.of(value.name)
             lives_of.setdefault(place, []).append(ranges[value.name])
     buffers = []
-    for sharing in _apart(live):
+    for sharing in _without_overlaps(live):
         best = min(sharing, key=lambda v: names.vagueness(v.name))
         name = names.of(best.name)
         lives_here = lives_of.get((best.offset, best.size, name), [])
-        crosses = in_backward or any(_holds(life, backward) for life in lives_here)
-        kept = _is_forward(name) and crosses
-        buffers.append(Buffer(name, best.name, best.shape, best.size, kept))
+        crosses = in_backward or any(_contains_time(life, backward) for life in lives_here)
+        is_saved = _is_forward(name) and crosses
+        buffers.append(Buffer(name, best.name, best.shape, best.size, is_saved))
     arguments = [names.argument(number, size) for number, size in parameters]
     by_size = lambda found: tuple(sorted(found, key=lambda buffer: -buffer.bytes))
     return Assignment(by_size(arguments), by_size(buffers), temporary, other)
@@ -217,19 +217,19 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
     return [value for value in values if inside(ranges.get(value.name))], moment
 
 
-def _apart(values: list[_Value]) -> Iterator[list[_Value]]:
+def _without_overlaps(values: list[_Value]) -> Iterator[list[_Value]]:
     """Yield groups of values that share a memory range; of overlapping ranges, keep the largest."""
     places: dict[tuple[int, int], list[_Value]] = {}
     for value in values:
         places.setdefault((value.offset, value.size), []).append(value)
-    taken: list[tuple[int, int]] = []
+    used_ranges: list[tuple[int, int]] = []
     for offset, size in sorted(places, key=lambda place: (-place[1], place[0])):
-        if size and not any(offset < end and start < offset + size for start, end in taken):
-            taken.append((offset, offset + size))
+        if size and not any(offset < end and start < offset + size for start, end in used_ranges):
+            used_ranges.append((offset, offset + size))
             yield places[offset, size]
 
 
-def _holds(life: tuple[int, int], times: list[int]) -> bool:
+def _contains_time(life: tuple[int, int], times: list[int]) -> bool:
     """Return whether a live range contains one of `times` (ascending) after its start."""
     after = bisect.bisect_right(times, life[0])
     return after < len(times) and times[after] <= life[1]
@@ -290,7 +290,7 @@ class _Names:
         instruction = self._where.get(name)
         if instruction is None:
             return name
-        made_by = self._made_by(instruction, index, set()) or instruction.op_name or name
+        made_by = self._producer_name(instruction, index, set()) or instruction.op_name or name
         return made_by.replace("\\'", "'")
 
     def vagueness(self, value: str) -> tuple[bool, int]:
@@ -298,29 +298,31 @@ class _Names:
         name = self.of(value)
         return _is_vague(name), -len(name)
 
-    def _made_by(self, instruction: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
+    def _producer_name(
+        self, instruction: Instruction, index: int, seen: set[tuple[str, int]]
+    ) -> str:
         if (instruction.name, index) in seen:
             return ""
         seen.add((instruction.name, index))
         opcode, scope = instruction.opcode, self._scope[instruction.name]
         operand = lambda i: self._where.get(instruction.operands[i])
         if opcode == "while":
-            return self._carried(instruction, index, seen)
+            return self._carried_name(instruction, index, seen)
         if opcode == "parameter":
             loop = self._loops.get(scope)
-            return self._carried(loop, index, seen) if loop else instruction.op_name
+            return self._carried_name(loop, index, seen) if loop else instruction.op_name
         if opcode == "get-tuple-element":
             number = int(re.search(r"index=(\d+)", instruction.attributes).group(1))
-            return self._made_by(operand(0), number, seen)
+            return self._producer_name(operand(0), number, seen)
         if opcode == "tuple":
-            return self._made_by(operand(index), 0, seen)
+            return self._producer_name(operand(index), 0, seen)
         if opcode in _PASSES and instruction.operands and _is_vague(instruction.op_name):
-            return self._made_by(operand(0), index, seen)
+            return self._producer_name(operand(0), index, seen)
         if (update := self._update(instruction)) is not None:
-            return self._made_by(update, 0, seen) or instruction.op_name
+            return self._producer_name(update, 0, seen) or instruction.op_name
         return instruction.op_name
 
-    def _carried(self, loop: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
+    def _carried_name(self, loop: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
         """Return the name of the value at `index` that a loop carries between its iterations.
 
         The initial value's name is used if the name of the value from the previous iteration is
@@ -329,11 +331,11 @@ class _Names:
         body = self._module.computations[loop.called["body"]]
         root = next(i for i in body.values() if i.is_root)
         if root.opcode == "tuple" and index < len(root.operands):
-            found = self._made_by(self._where[root.operands[index]], 0, seen)
+            found = self._producer_name(self._where[root.operands[index]], 0, seen)
             if found and not _is_vague(found):
                 return found
         start = self._where[loop.operands[0]]
-        return self._made_by(start, index, seen)
+        return self._producer_name(start, index, seen)
 
     def _update(self, instruction: Instruction) -> Instruction | None:
         """Return the producer of the slice that an instruction updates in an array, or None."""

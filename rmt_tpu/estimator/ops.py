@@ -25,18 +25,18 @@ _ITEM = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class MinimumWork:
     """The minimum HBM traffic in bytes, with each array moved once, and the FLOPs."""
 
     bytes: int
     flops: int
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
+        return MinimumWork(self.bytes + other.bytes, self.flops + other.flops)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class OpCase:
     """A call of an op at one size.
 
     Attributes:
@@ -52,11 +52,11 @@ class Case:
     name: str
     function: Callable[..., Any]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
-    forward: Work
-    backward: Work
+    forward: MinimumWork
+    backward: MinimumWork
     carried: bool = False
 
-    def work(self, direction: Direction) -> Work:
+    def work(self, direction: Direction) -> MinimumWork:
         """Return the work of the forward pass, or for "training" of both passes together."""
         return self.forward if direction == "forward" else self.forward + self.backward
 
@@ -97,11 +97,11 @@ class Case:
 class Op:
     """An op, with its cases and, for each platform, the name of its kernel implementation."""
 
-    cases: Callable[[], list[Case]]
+    cases: Callable[[], list[OpCase]]
     kernels: dict[str, str]
 
 
-def cases(op: str) -> dict[str, Case]:
+def cases(op: str) -> dict[str, OpCase]:
     """Return the cases of an op, keyed by case name."""
     return {case.name: case for case in OPS[op].cases()}
 
@@ -114,7 +114,7 @@ def lower_case(
     return lower(function, arguments, device, donate=donated)
 
 
-def _key_vector() -> list[Case]:
+def _key_vector() -> list[OpCase]:
     """Return key-vector cases: a write to a matrix residual and the reads of the next sublayer.
 
     With R writes per site, attention needs P = 3R reads, and a feed-forward layer P = R. There are
@@ -125,7 +125,7 @@ def _key_vector() -> list[Case]:
     return [_store_norm_retrieve(size) for size in sizes]
 
 
-def _store_norm_retrieve(size: KeyVector) -> Case:
+def _store_norm_retrieve(size: KeyVector) -> OpCase:
     K, V, R, P = size
 
     def function(implementation, residual, store_keys, data, gain, read_keys):
@@ -139,21 +139,21 @@ def _store_norm_retrieve(size: KeyVector) -> Case:
     # data vectors. It writes the cotangents of the residual and of the data vectors.
     backward = _TOKENS * _ITEM * V * (3 * K + 2 * R + P) + 2 * 4 * keys
     flops = 2 * _TOKENS * (R + P) * K * V
-    return Case(
+    return OpCase(
         f"K={K} V={V} R={R} P={P}",
         function,
         tuple(size.site(TOKENS)),
-        Work(forward, flops),
-        Work(backward, 2 * flops),
+        MinimumWork(forward, flops),
+        MinimumWork(backward, 2 * flops),
         carried=True,
     )
 
 
-def _attention() -> list[Case]:
+def _attention() -> list[OpCase]:
     return [_causal_attention(shapes.GPT2_405M), _causal_attention(shapes.GPT2_160M)]
 
 
-def _causal_attention(sizes: Heads) -> Case:
+def _causal_attention(sizes: Heads) -> OpCase:
     heads, size = sizes
 
     def function(implementation, qkv, segment_ids):
@@ -165,17 +165,17 @@ def _causal_attention(sizes: Heads) -> Case:
     log_sums = 4 * _TOKENS * heads
     # FLOPs of one product between queries and keys; the causal mask halves them.
     product = _TOKENS * heads * TOKENS[1] * size
-    return Case(
+    return OpCase(
         f"H={heads} D={size}",
         function,
         (array("bfloat16", *TOKENS, 3 * heads, size), array("int32", *TOKENS)),
-        Work(4 * per_array + log_sums, 2 * product),
+        MinimumWork(4 * per_array + log_sums, 2 * product),
         # The backward pass reads qkv, the result and its cotangent, and recomputes probabilities.
-        Work(8 * per_array + log_sums, 5 * product),
+        MinimumWork(8 * per_array + log_sums, 5 * product),
     )
 
 
-def _depth() -> list[Case]:
+def _depth() -> list[OpCase]:
     """Return the cases of depth attention.
 
     They are a single site that attends to all blocks or sublayers, the two phases that the
@@ -186,7 +186,7 @@ def _depth() -> list[Case]:
     return [*map(_depth_partial, partials), *merges, *TABLE_1]
 
 
-def _depth_partial(size: Depth, *, prior: bool = False) -> Case:
+def _depth_partial(size: Depth, *, prior: bool = False) -> OpCase:
     S, N, D = size
 
     def function(implementation, queries, sources, *prior):
@@ -199,19 +199,19 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> Case:
     parameters = 4 * S * D
     flops = 4 * S * N * _TOKENS * D
     given = size.partial(TOKENS, prior=prior)
-    return Case(
+    return OpCase(
         f"S={S} N={N} D={D}{' prior' if prior else ''}",
         function,
         (given.queries, given.sources, *(given.prior or ())),
-        Work((N + S) * row + sums + parameters + of_prior, flops),
+        MinimumWork((N + S) * row + sums + parameters + of_prior, flops),
         # The backward pass reads the sources and the cotangent of the result, and writes the
         # cotangent of the sources. If a prior result was merged, it also reads the prior and the
         # forward result.
-        Work((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
+        MinimumWork((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
     )
 
 
-def _depth_merge(size: Depth) -> Case:
+def _depth_merge(size: Depth) -> OpCase:
     D, given = size.D, size.merge(TOKENS)
 
     def function(implementation, current, mixed, log_sums, query, norm_gain):
@@ -221,18 +221,18 @@ def _depth_merge(size: Depth) -> Case:
         return current, z
 
     row, sums, parameters = _TOKENS * D * _ITEM, 4 * _TOKENS, 2 * 4 * D
-    return Case(
+    return OpCase(
         f"merge D={D}",
         function,
         (given.current, given.current, given.log_sums, given.query, given.norm_gain),
         # `current` is returned unchanged, which moves no bytes.
-        Work(3 * row + sums + parameters, 15 * _TOKENS * D),
-        Work(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
+        MinimumWork(3 * row + sums + parameters, 15 * _TOKENS * D),
+        MinimumWork(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
         carried=True,
     )
 
 
-def _delta() -> list[Case]:
+def _delta() -> list[OpCase]:
     """Return a delta-attention case: one long sequence with the head sizes of Kimi Linear."""
     heads, size = shapes.KIMI_48B
 
@@ -248,14 +248,14 @@ def _delta() -> list[Case]:
     # FLOPs of one product per token with a chunk of 128 tokens; a causal mask halves them.
     product = 2 * _TOKENS * heads * size**2
     return [
-        Case(
+        OpCase(
             f"H={heads} D={size}",
             function,
             (*[operand] * 3, array("float32", *rows, size), array("float32", *rows)),
             # Five products are between a chunk's tokens, and therefore halved: keys with keys,
             # queries with keys, the inverse, and the values with the inverse and with the queries.
-            Work(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
-            Work(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
+            MinimumWork(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
+            MinimumWork(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
         )
     ]
 

@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # Attention kernels, whose schedules contain a branch with a mask and a branch without one.
-from pallas_kernels.causal_attention.block_sizes import KERNELS as EITHER
+from pallas_kernels.causal_attention.block_sizes import KERNELS as MASKED_KERNELS
 from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.estimator.memory import Assignment, read_assignment
 from rmt_tpu.estimator.schedule import Schedule, parse_schedule
@@ -119,7 +119,7 @@ def compile_jobs(
         for i, job in enumerate(jobs):
             outcome = worker.compile(job)
             if progress is not None:
-                progress(_told(target, job, i, len(jobs), outcome))
+                progress(_progress_line(target, job, i, len(jobs), outcome))
             yield outcome
 
 
@@ -177,7 +177,7 @@ class Worker:
                 raise CompilerError(words)
             if line.strip() == f"ended {number}":
                 results = self._folder / str(number)
-                outcome = _read(self._target, results)
+                outcome = _read_outcome(self._target, results)
                 shutil.rmtree(results)
                 return outcome
 
@@ -274,7 +274,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _read(target: Target, folder: Path) -> Program | Failure:
+def _read_outcome(target: Target, folder: Path) -> Program | Failure:
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     assignment = read_assignment(folder)
     if "error" in result:
@@ -320,7 +320,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
     parsed, keys = {}, {}
     for ran in module.run():
         instruction = ran.instruction
-        keys[instruction.name] = module.alike(ran.computation, instruction)
+        keys[instruction.name] = module.equality_key(ran.computation, instruction)
         bundles = folder / f"{instruction.name}.bundles.txt"
         if not bundles.exists() or instruction.name in parsed:
             continue
@@ -330,7 +330,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 bundles.read_text(encoding="utf-8", errors="replace"),
                 use.read_text(encoding="utf-8"),
                 target.matrix,
-                either=any(name in instruction.name for name in EITHER),
+                longest_branch_only=any(name in instruction.name for name in MASKED_KERNELS),
             )
         except ValueError:  # dumps of instructions other than kernels may have another form
             if module.kernel(instruction) is not None:
@@ -339,7 +339,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
     return {name: done[key] for name, key in keys.items() if key in done} | parsed
 
 
-def _told(target: Target, job: Job, i: int, jobs: int, outcome: Program | Failure) -> str:
+def _progress_line(target: Target, job: Job, i: int, jobs: int, outcome: Program | Failure) -> str:
     what = " ".join(str(value) for value in job.arguments.values() if not isinstance(value, dict))
     end, warned = "failed", ""
     if isinstance(outcome, Program):

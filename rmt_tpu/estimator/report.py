@@ -14,7 +14,7 @@ from rmt_tpu.estimator.ops import (
     OPS,
     PORTABLE,
     Direction,
-    Work,
+    MinimumWork,
     cases,
     elements_per_sublayer,
 )
@@ -47,7 +47,7 @@ class OpRow:
     device: str
     bandwidth: float | None
     kernel: str
-    work: Work
+    work: MinimumWork
     seconds: float | None
     portable_seconds: float | None
     cost: ProgramCost | None = None

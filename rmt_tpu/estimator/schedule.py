@@ -131,14 +131,18 @@ class Schedule:
 
 
 def parse_schedule(
-    bundles_text: str, utilization_text: str, matrix: MatrixUnit, *, either: bool = False
+    bundles_text: str,
+    utilization_text: str,
+    matrix: MatrixUnit,
+    *,
+    longest_branch_only: bool = False,
 ) -> Schedule:
     """Parse a schedule from libtpu's `final_bundles.txt` and `per-bundle-utilization.txt`.
 
     Args:
       bundles_text, utilization_text: the contents of the two files.
       matrix: the timing of the target's matrix units.
-      either: whether only the longest of adjacent conditional regions counts.
+      longest_branch_only: whether only the longest of adjacent conditional regions counts.
 
     Raises:
       ValueError: the files belong to different programs, or there are no bundles.
@@ -148,7 +152,7 @@ def parse_schedule(
     if not bundles or len(bundles) != len(use):
         raise ValueError(f"the schedule has {len(bundles)} bundles, but unit usage for {len(use)}")
     spans = _loop_spans(bundles)
-    left_out = _left_out(bundles) if either else frozenset()
+    skipped = _skipped_bundles(bundles) if longest_branch_only else frozenset()
     constants = dict(_CONSTANT.findall(bundles_text))
 
     def build(start: int, end: int, times: int | None, inside: Sequence[tuple[int, int]]) -> Loop:
@@ -163,7 +167,7 @@ def parse_schedule(
             trips = _trips(bundles, first, last, constants)
             loops.append(build(first, last, trips, nested))
             position = last + 1
-        own = [i for i in (*own, *range(position, end + 1)) if i not in left_out]
+        own = [i for i in (*own, *range(position, end + 1)) if i not in skipped]
         units = Counter()
         for i in own:
             units.update(dict(zip(slots, use[i], strict=True)))
@@ -216,7 +220,7 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
     return sorted(ends.items(), key=lambda span: (span[0], -span[1]))
 
 
-def _left_out(bundles: list[_Bundle]) -> frozenset[int]:
+def _skipped_bundles(bundles: list[_Bundle]) -> frozenset[int]:
     """Return the bundles to leave out: all but the longest of adjacent conditional regions."""
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)

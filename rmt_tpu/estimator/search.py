@@ -102,7 +102,7 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class SearchResult:
     """The result of one search.
 
     Attributes:
@@ -165,7 +165,7 @@ def search(
     known: Mapping[Blocks, Trial] | None = None,
     time: Callable[[Sequence[Blocks]], Mapping[Blocks | None, Timing]] | None = None,
     top: int = 5,
-) -> Result:
+) -> SearchResult:
     """Compile candidates one by one, time the best on a device if there is one, and accept one.
 
     Args:
@@ -206,7 +206,7 @@ def search(
             log(*bound)
             break
         best = _fastest(trials[candidates[0]], trials.values())
-        like = functools.partial(unlike, fields(best.blocks))
+        like = functools.partial(distance, fields(best.blocks))
         blocks = min(untried, key=lambda each: like(fields(each)))
         alike = like(fields(blocks))[0] <= 1 or best.estimate is None
         if time is None and not alike:
@@ -217,8 +217,8 @@ def search(
     default = trials[candidates[0]]
     if time is None:
         best = _accepted(default, trials.values(), ESTIMATED_GAIN)
-        return Result(default, best, tuple(trials.values()), left, False, late=late)
-    chosen = hopeful(default, trials.values(), top)
+        return SearchResult(default, best, tuple(trials.values()), left, False, late=late)
+    chosen = trials_to_time(default, trials.values(), top)
     timings = dict(time([trial.blocks for trial in chosen]))
     plain = timings.pop(None, Timing()).seconds
     for blocks, timing in timings.items():
@@ -228,7 +228,7 @@ def search(
     timed = [trial for trial in trials.values() if trial.fate == "timed"]
     threshold = max(MEASURED_GAIN, SPREADS * spread(default.seconds))
     best = _accepted(default, timed, threshold)
-    return Result(default, best, tuple(trials.values()), left, True, tuple(plain), late)
+    return SearchResult(default, best, tuple(trials.values()), left, True, tuple(plain), late)
 
 
 def _timed(trial: Trial, timing: Timing) -> Trial:
@@ -237,7 +237,7 @@ def _timed(trial: Trial, timing: Timing) -> Trial:
     return dataclasses.replace(trial, fate=fate, why=timing.wrong, seconds=tuple(timing.seconds))
 
 
-def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
+def trials_to_time(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
     """Return the trials to time: the default, and up to `top` others that may be the fastest."""
     others = [t for t in trials if t.fate in ("compiled", "unrated", "timed") and t != default]
     rated = sorted((t for t in others if t.estimate is not None), key=lambda t: t.estimate)
@@ -245,7 +245,7 @@ def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
     return [default, *(near or others)[:top]]
 
 
-def unlike(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:
+def distance(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:
     """Return how different two candidates are.
 
     The result is the number of fields that differ, and the total of their differences in powers of

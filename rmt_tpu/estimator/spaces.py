@@ -94,7 +94,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TuningCall:
     """A call of an op, which can be built from its kernels or from plain JAX.
 
     Attributes:
@@ -135,7 +135,7 @@ class Space:
     default: Callable[[Values, int], tuned.Blocks | None]
     values: Callable[[Values, int, Values], Iterable[Values]]
     grows: tuple[str, ...]
-    call: Callable[[Values, int], Call]
+    call: Callable[[Values, int], TuningCall]
 
 
 def problem_of(look: tuned.Look) -> Problem:
@@ -159,7 +159,7 @@ def lower_candidate(
 
 
 def lower_call(
-    device: jax.Device, problem: Problem, call: Call, blocks: tuned.Blocks | None
+    device: jax.Device, problem: Problem, call: TuningCall, blocks: tuned.Blocks | None
 ) -> jax.stages.Lowered:
     """Lower (for compilation) a call with the kernel, or in plain JAX if `blocks` is None.
 
@@ -232,7 +232,7 @@ def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterato
     )
 
 
-def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
+def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> TuningCall:
     """Return the call with which a key-vector op is tuned.
 
     Args:
@@ -254,16 +254,18 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
         run = lambda m, *given: m.backward(Backward(*given), **options)
-        return Call(lambda m: functools.partial(run, m), *modules, given, (2,) if both else ())
+        return TuningCall(
+            lambda m: functools.partial(run, m), *modules, given, (2,) if both else ()
+        )
     options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
     options |= {} if stores else {"dtype": jnp.dtype(data)}
     given = size.site(rows(tokens), *dtypes)
     run = lambda m, *given: m.forward(Site(*given), **options)
-    return Call(lambda m: functools.partial(run, m), *modules, given, (0,) if stores else ())
+    return TuningCall(lambda m: functools.partial(run, m), *modules, given, (0,) if stores else ())
 
 
 _in_sequences = lambda tokens: (max(2, _TOKENS // tokens), tokens)
-_in_one = lambda tokens: (1, tokens)
+_in_one_sequence = lambda tokens: (1, tokens)
 
 
 def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
@@ -288,7 +290,7 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
                 lambda key, tokens, rule=rule: rule(tokens=tokens, **key),
                 _key_vector_gpu_values,
                 ("keys", "stages"),
-                functools.partial(_key_vector_call, op, modules, _in_one),
+                functools.partial(_key_vector_call, op, modules, _in_one_sequence),
             ),
         )
 
@@ -316,7 +318,7 @@ def _depth_gpu_values(name, key: Values, tokens: int, default: Values) -> Iterat
     )
 
 
-def _depth_call(op, modules, key: Values, tokens: int) -> Call:
+def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
     size, epsilon = Depth(key["S"], key["N"], key["D"]), {"epsilon": _EPSILON}
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
@@ -324,19 +326,19 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
         row = _bytes(given.current)  # `given` has two sites, but only one is merged
         if op == "merge":
             function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
-            return Call(function, *modules, tuple(given), spared=row)
+            return TuningCall(function, *modules, tuple(given), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*given, *cotangents)
         # The gradient overwrites the incoming gradient of this site without reading it.
         function, spared = lambda m: functools.partial(back, m), 4 * row
-        return Call(function, *modules, arguments, (8, 9), spared=spared)
+        return TuningCall(function, *modules, arguments, (8, 9), spared=spared)
     given, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}
     if op == "partial":
         function = lambda m: lambda *a: m.partial(Partial(*a), **epsilon)
-        return Call(function, *modules, given, counts=counts)
+        return TuningCall(function, *modules, given, counts=counts)
     back = lambda m, *a: m.partial_backward(Partial(*a[:3]), Scored(*a[3:]), **epsilon)
     arguments = (*given, *size.scored((tokens,), key["dtype"]))
-    return Call(lambda m: functools.partial(back, m), *modules, arguments, (6,), counts)
+    return TuningCall(lambda m: functools.partial(back, m), *modules, arguments, (6,), counts)
 
 
 _DEPTH_OPS = {
@@ -392,7 +394,7 @@ def _attention_default(op, key: Values, tokens: int) -> tuned.Blocks:
     return attention_whole.default_blocks(op, tokens)
 
 
-def _attention_call(op, key: Values, tokens: int) -> Call:
+def _attention_call(op, key: Values, tokens: int) -> TuningCall:
     B, N, H, D = max(2, _TOKENS // tokens), tokens, key["heads"], key["size"]
     G, Dv, rows = key.get("kv_heads", H), key.get("value_size", D), key["rows"]
     portable = op.replace("_blocks", "")
@@ -413,7 +415,7 @@ def _attention_call(op, key: Values, tokens: int) -> Call:
     if op.endswith("backward"):
         attended = data(B, N, H, Dv), _array(B, N, H), data(B, N, H, Dv)
         arguments += (Attended(*attended),)
-    return Call(function, attention_tpu, attention_portable, arguments)
+    return TuningCall(function, attention_tpu, attention_portable, arguments)
 
 
 def _attention() -> Iterator[tuple[tuple[str, str], Space]]:

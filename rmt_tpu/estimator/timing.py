@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from pallas_kernels import tuned
-from rmt_tpu.estimator.measure import Compiled, draw, placed, seconds_in_turn
+from rmt_tpu.estimator.measure import Compiled, draw, program_arguments, seconds_in_turn
 from rmt_tpu.estimator.search import Timing
-from rmt_tpu.estimator.spaces import SPACES, Call, Problem, lower_call
+from rmt_tpu.estimator.spaces import SPACES, Problem, TuningCall, lower_call
 
 # _WORSE: the maximum ratio of a candidate's error to the error of the default block sizes, which
 # tests compare with float64. _ROUNDING: an error relative to the array's largest value that counts
@@ -74,11 +74,11 @@ def wrong(errors: Sequence[float], allowed: Sequence[float]) -> str:
 
 
 def _compiled(
-    device: jax.Device, problem: Problem, call: Call, blocks: tuned.Blocks | None
+    device: jax.Device, problem: Problem, call: TuningCall, blocks: tuned.Blocks | None
 ) -> Compiled:
     return lower_call(device, problem, call, blocks).compile()
 
 
-def _results(program: Compiled, call: Call, arguments: Sequence[Any]) -> list[np.ndarray]:
-    out = program(*placed(program, arguments, call.donated))
+def _results(program: Compiled, call: TuningCall, arguments: Sequence[Any]) -> list[np.ndarray]:
+    out = program(*program_arguments(program, arguments, call.donated))
     return [np.asarray(jax.device_get(x)) for x in jax.tree.leaves(out)]

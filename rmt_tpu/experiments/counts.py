@@ -24,7 +24,7 @@ _PRINTED = {
 
 
 @dataclass(frozen=True)
-class Point:
+class ModelCounts:
     """A model in Figure 1: the size of the residual, the parameter count, and the FLOPs per token.
 
     FLOPs are those of the forward pass. Parameters and FLOPs include the embeddings.
@@ -35,16 +35,16 @@ class Point:
     flops: int
 
 
-def point(config: ModelConfig) -> Point:
+def model_counts(config: ModelConfig) -> ModelCounts:
     """Return a model's counts, including embeddings, at the sequence length of Figure 1."""
-    return Point(
+    return ModelCounts(
         config.residual_size,
         sum(cost.parameters(config).values()),
         sum(cost.forward_flops(config, SEQ_LEN).values()),
     )
 
 
-def resource_scaling() -> dict[str, list[Point]]:
+def resource_scaling() -> dict[str, list[ModelCounts]]:
     """Return the counts of models shaped like GPT-2 medium, for residuals of 1024 numbers or more.
 
     There is one curve for vector residuals, and one for matrix residuals.
@@ -52,8 +52,8 @@ def resource_scaling() -> dict[str, list[Point]]:
     transformer, rmt = preset("gpt2-405m"), preset("rmt-305m")
     _, vector_dim = rmt.data_shape
     return {
-        "Transformer": [point(replace(transformer, store=VectorStore(s))) for s in _SIZES],
-        "RMT": [point(replace(rmt, store=MatrixStore(s // vector_dim))) for s in _SIZES],
+        "Transformer": [model_counts(replace(transformer, store=VectorStore(s))) for s in _SIZES],
+        "RMT": [model_counts(replace(rmt, store=MatrixStore(s // vector_dim))) for s in _SIZES],
     }
 
 
@@ -74,7 +74,7 @@ def page() -> Page:
     return Page("\n\n".join(parts) + "\n", numbers, {"figure_1.png": lambda: _draw(curves)})
 
 
-def _curves_table(curves: dict[str, list[Point]]) -> str:
+def _curves_table(curves: dict[str, list[ModelCounts]]) -> str:
     lines = ["| model | residual | parameters | GFLOPs per token | if doubled: parameters, FLOPs |"]
     lines.append("|---|---|---|---|---|")
     for name, points in curves.items():
@@ -115,7 +115,7 @@ def _sizes_table() -> str:
     return "\n".join(lines)
 
 
-def _draw(curves: dict[str, list[Point]]):
+def _draw(curves: dict[str, list[ModelCounts]]):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

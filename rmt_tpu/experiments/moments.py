@@ -21,7 +21,7 @@ _HEADS, _HEAD_DIM, _KEY_DIM, _HIDDEN, _TOKENS, _DRAWS = 16, 64, 64, 4096, 8, 128
 _WIDTH = _HEADS * _HEAD_DIM
 
 
-class Site(NamedTuple):
+class LayerOperation(NamedTuple):
     """An operation of a layer, with the paper's figures for it.
 
     Attributes:
@@ -44,19 +44,19 @@ class Site(NamedTuple):
         return self.out_of * variance, self.into * variance
 
 
-SITES = (
-    Site("ATTN", "storage", "RMT", _HEADS, _KEY_DIM, (0.4, 1.6)),
-    Site("ATTN", "storage", "Transformer", _WIDTH, _WIDTH, (1, 1)),
-    Site("ATTN", "retrieval", "RMT", _KEY_DIM, 3 * _HEADS, (1.14, 0.86)),
-    Site("ATTN", "retrieval", "Transformer", _WIDTH, 3 * _WIDTH, (0.5, 1.5)),
-    Site("FF", "storage", "RMT", _HEADS, _KEY_DIM, (1, 1)),
-    Site("FF", "storage", "Transformer", _HIDDEN, _WIDTH, (1.6, 0.4)),
-    Site("FF", "retrieval", "RMT", _KEY_DIM, _HEADS, (1, 1)),
-    Site("FF", "retrieval", "Transformer", _WIDTH, _HIDDEN, (0.4, 1.6)),
+OPERATIONS = (
+    LayerOperation("ATTN", "storage", "RMT", _HEADS, _KEY_DIM, (0.4, 1.6)),
+    LayerOperation("ATTN", "storage", "Transformer", _WIDTH, _WIDTH, (1, 1)),
+    LayerOperation("ATTN", "retrieval", "RMT", _KEY_DIM, 3 * _HEADS, (1.14, 0.86)),
+    LayerOperation("ATTN", "retrieval", "Transformer", _WIDTH, 3 * _WIDTH, (0.5, 1.5)),
+    LayerOperation("FF", "storage", "RMT", _HEADS, _KEY_DIM, (1, 1)),
+    LayerOperation("FF", "storage", "Transformer", _HIDDEN, _WIDTH, (1.6, 0.4)),
+    LayerOperation("FF", "retrieval", "RMT", _KEY_DIM, _HEADS, (1, 1)),
+    LayerOperation("FF", "retrieval", "Transformer", _WIDTH, _HIDDEN, (0.4, 1.6)),
 )
 
 
-class Simulated(NamedTuple):
+class SimulatedMoments(NamedTuple):
     """Simulated means and variances of the output and of the gradient with respect to the input.
 
     Each field is a mean over draws of the weights, with its standard error.
@@ -68,7 +68,7 @@ class Simulated(NamedTuple):
     gradient_variance: tuple[float, float]
 
 
-def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
+def simulate(operation: LayerOperation, *, draws: int = _DRAWS, seed: int = 0) -> SimulatedMoments:
     """Simulate an operation with random weights, inputs and gradients, and return the moments.
 
     The inputs have a mean of 1/2 and a second moment of 1.
@@ -76,12 +76,12 @@ def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
     import jax
     import numpy as np
 
-    apply, shape = _operation(site)
+    apply, shape = _apply_and_shape(operation)
 
     def once(key):
         of_weight, of_input, of_gradient = jax.random.split(key, 3)
-        deviation = math.sqrt(2 / (site.out_of + site.into))
-        weight = deviation * jax.random.normal(of_weight, (site.into, site.out_of))
+        deviation = math.sqrt(2 / (operation.out_of + operation.into))
+        weight = deviation * jax.random.normal(of_weight, (operation.into, operation.out_of))
         x = 0.5 + math.sqrt(0.75) * jax.random.normal(of_input, (_TOKENS, *shape))
         y, back = jax.vjp(lambda x: apply(weight, x), x)
         (dx,) = back(jax.random.normal(of_gradient, y.shape))
@@ -90,18 +90,20 @@ def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
     keys = jax.random.split(jax.random.key(seed), draws)
     found = np.asarray(jax.jit(lambda keys: jax.lax.map(once, keys))(keys), np.float64)
     ends = found.mean(1), found.std(1, ddof=1) / math.sqrt(draws)
-    return Simulated(*((float(mean), float(error)) for mean, error in zip(*ends, strict=True)))
+    return SimulatedMoments(
+        *((float(mean), float(error)) for mean, error in zip(*ends, strict=True))
+    )
 
 
-def _operation(site: Site) -> tuple[Callable, tuple[int, ...]]:
+def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ...]]:
     """Return a function of a weight [into, out_of] and inputs, and the input shape per token."""
     import jax.numpy as jnp
 
-    if site.model == "Transformer":
-        return (lambda w, x: x @ w.T), (site.out_of,)
+    if operation.model == "Transformer":
+        return (lambda w, x: x @ w.T), (operation.out_of,)
     # A storage sums R data vectors, and a retrieval sums D_k rows of the residual, so both are the
     # same product.
-    return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (site.out_of, _HEAD_DIM)
+    return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (operation.out_of, _HEAD_DIM)
 
 
 def page() -> Page:
@@ -112,19 +114,22 @@ def page() -> Page:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     numbers, differ, means = [], [], []
-    for site in SITES:
-        found, formula = simulate(site), site.formula()
+    for operation in OPERATIONS:
+        found, formula = simulate(operation), operation.formula()
         variances = found.variance, found.gradient_variance
         cells = []
-        for expected, (value, error), printed in zip(formula, variances, site.printed, strict=True):
+        for expected, (value, error), printed in zip(
+            formula, variances, operation.printed, strict=True
+        ):
             # The tolerance is wide, because printed values are rounded, some to one digit.
             wrong = abs(printed - expected) > 0.05
             cells += [f"{expected:.3f}", f"{value:.3f} ± {error:.3f}"]
             cells.append(f"**{printed:g}**" if wrong else f"{printed:g}")
         if "**" in "".join(cells):
-            differ.append(f"{site.model}'s {site.operation} of {site.layer}")
-        lines.append(f"| {site.layer} | {site.operation} | {site.model} | {' | '.join(cells)} |")
-        numbers.append({**site._asdict(), "formula": formula, "simulated": found._asdict()})
+            differ.append(f"{operation.model}'s {operation.operation} of {operation.layer}")
+        names = operation.layer, operation.operation, operation.model
+        lines.append(f"| {' | '.join((*names, *cells))} |")
+        numbers.append({**operation._asdict(), "formula": formula, "simulated": found._asdict()})
         means += [found.mean, found.gradient_mean]
     worst = max(abs(mean) / error for mean, error in means)
     text = (

@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
         return f"{self.mean:+.4f}" + ("" if math.isnan(self.half) else f" ± {self.half:.4f}")
 
     @property
-    def sure(self) -> bool:
+    def excludes_zero(self) -> bool:
         """Whether the 95% interval excludes 0."""
         return abs(self.mean) > self.half
 
@@ -46,7 +46,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ArmOutcome:
     """The results of an arm's runs.
 
     Attributes:
@@ -78,12 +78,12 @@ class Outcome:
         return None not in self.losses
 
 
-def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
+def arm_outcome(arm: Arm, records: Sequence[Record]) -> ArmOutcome:
     """Return the outcome of an arm from the records of its runs, one per seed."""
     counted = cost.parameters(arm.config.model)
     total = sum(counted.values())
     per_step = arm.config.train.batch_size * arm.config.data.seq_len
-    return Outcome(
+    return ArmOutcome(
         arm,
         total,
         total - counted["embedding"] - counted["unembedding"],
@@ -94,7 +94,7 @@ def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
     )
 
 
-def differences(one: Outcome, other: Outcome) -> list[float]:
+def differences(one: ArmOutcome, other: ArmOutcome) -> list[float]:
     """Return the losses of `one` minus those of `other`, seed by seed; empty if any run diverged.
 
     If one outcome has fewer seeds, its seeds are the first seeds of the other outcome.
@@ -104,7 +104,7 @@ def differences(one: Outcome, other: Outcome) -> list[float]:
     return [a - b for a, b in zip(one.losses, other.losses, strict=False)]
 
 
-class Test(NamedTuple):
+class PairedTest(NamedTuple):
     """A two-sided paired t-test of whether the mean difference is 0.
 
     Attributes:
@@ -121,7 +121,7 @@ class Test(NamedTuple):
     detectable: float
 
 
-def test_of(found: Sequence[float]) -> Test:
+def paired_test(found: Sequence[float]) -> PairedTest:
     """Test whether the mean of two or more paired differences is 0."""
     from scipy import optimize, stats
 
@@ -137,7 +137,7 @@ def test_of(found: Sequence[float]) -> Test:
         return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is negligible: below 1e-8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
-    return Test(of, s, p, float(detectable))
+    return PairedTest(of, s, p, float(detectable))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -153,7 +153,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
+def share_of_tokens(one: ArmOutcome, other: ArmOutcome) -> float | None:
     """Return the fraction of `other`'s tokens that `one` needs to reach `other`'s final loss.
 
     This is the quantity in Table 3 of the RMT paper. Between evaluations, losses are interpolated
@@ -200,14 +200,14 @@ class Fit(NamedTuple):
         ]
 
 
-def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
+def fit(outcomes: Sequence[ArmOutcome], x: str) -> Fit | None:
     """Fit a power law to each seed's losses, by least squares on logarithms.
 
     Return None if there are fewer than three points.
 
     Args:
       outcomes: the outcomes of one system at several sizes.
-      x: the field of Outcome to fit over: "flops" or "weights".
+      x: the field of ArmOutcome to fit over: "flops" or "weights".
     """
     outcomes = [o for o in outcomes if o.complete]
     if len(outcomes) < 3:
@@ -217,9 +217,9 @@ def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
     return Fit([float(a) for a, _ in lines], [float(b) for _, b in lines])
 
 
-def by_system(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_system(outcomes: Sequence[ArmOutcome]) -> dict[str, list[ArmOutcome]]:
     """Group outcomes by system, in the order in which the systems first occur."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[ArmOutcome]] = {}
     for o in outcomes:
         found.setdefault(o.arm.system, []).append(o)
     return found

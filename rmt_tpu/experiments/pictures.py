@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rmt_tpu.analysis.sweep import Row
-from rmt_tpu.experiments.outcomes import Outcome, by_system, differences, estimate, fit
+from rmt_tpu.analysis.sweep import SweepRow
+from rmt_tpu.experiments.outcomes import ArmOutcome, by_system, differences, estimate, fit
 from rmt_tpu.experiments.plan import DEPTH_RATE, RATE, Plan
 from rmt_tpu.runs.plots import line_style
 
 
-def draw(plan: Plan, outcomes: Sequence[Outcome]):
+def draw(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw the results of a plan in the form that suits the plan, and return the figure.
 
     The form is a ladder of model sizes, losses over one varied size, or differences between arms.
@@ -20,7 +20,7 @@ def draw(plan: Plan, outcomes: Sequence[Outcome]):
     return how(plan, outcomes)
 
 
-def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
+def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw losses over FLOPs and over weights with fits, and differences from the first system."""
     from matplotlib.figure import Figure
 
@@ -61,7 +61,7 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
     return figure
 
 
-def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
+def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw each arm's loss, its difference from the arm it is compared with, and the paper's loss.
 
     The horizontal axis is the size that the plan varies, `Arm.x`.
@@ -104,7 +104,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
     return figure
 
 
-def _draw_differences(plan: Plan, outcomes: Sequence[Outcome]):
+def _draw_differences(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw one row per arm, with its difference, the interval, and the paper's difference."""
     from matplotlib.figure import Figure
 
@@ -139,7 +139,7 @@ def _draw_differences(plan: Plan, outcomes: Sequence[Outcome]):
     return figure
 
 
-def draw_searches(rows: Sequence[Row]):
+def draw_searches(rows: Sequence[SweepRow]):
     """Draw the loss of each search over its rate factor, one line per common learning rate.
 
     A search without a rate factor is a point per learning rate, drawn at factor 1.

@@ -149,7 +149,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
     )
 
 
-def between(found: Sequence[Point]) -> Point:
+def geometric_mean(found: Sequence[Point]) -> Point:
     """Return the geometric mean of points that set the same paths."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:

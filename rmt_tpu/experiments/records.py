@@ -41,7 +41,7 @@ class Record(NamedTuple):
     loss: float | None
 
 
-def of_folder(folder: Folder) -> Record:
+def read_record(folder: Folder) -> Record:
     """Read the record of a settled (complete or diverged) run from its folder."""
     return Record(*series(read_metrics(folder), "eval/loss"), sweep.held_out_loss(folder))
 

@@ -4,26 +4,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rmt_tpu.analysis.sweep import Row, best, name_of
+from rmt_tpu.analysis.sweep import SweepRow, best, name_of
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError
 from rmt_tpu.experiments import pictures
 from rmt_tpu.experiments.outcomes import (
+    ArmOutcome,
     Estimate,
-    Outcome,
     by_system,
     differences,
     estimate,
     fit,
     holm,
+    paired_test,
     share_of_tokens,
-    test_of,
 )
-from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, between
+from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, geometric_mean
 
 
 def page(
-    plan: Plan, seeds: Sequence[int], outcomes: Sequence[Outcome], rows: Sequence[Row]
+    plan: Plan, seeds: Sequence[int], outcomes: Sequence[ArmOutcome], rows: Sequence[SweepRow]
 ) -> Page:
     """Return the result page of a plan whose runs have finished.
 
@@ -31,7 +31,7 @@ def page(
       plan: the plan.
       seeds: the seeds of the arms' runs.
       outcomes: the outcomes of the plan's arms; empty if the plan has only searches.
-      rows: the result rows of the plan's searches; `Row.variant` is the name of the search.
+      rows: the result rows of the plan's searches; `SweepRow.variant` is the name of the search.
     """
     parts = list(plan.notes)
     if outcomes:
@@ -73,14 +73,14 @@ _TESTS = (
 )
 
 
-def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
+def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
     """Return a Markdown table with one row per registered test of a difference."""
     by_name = {o.arm.name: o for o in outcomes}
     tests = {}
     for name in plan.registered:
         one = by_name[name]
         found = differences(one, by_name[one.arm.against])
-        tests[name] = test_of(found) if len(found) > 1 else None
+        tests[name] = paired_test(found) if len(found) > 1 else None
     # A test without a result still counts as a test in Holm's procedure, with p = 1.
     adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
     lines = [
@@ -100,7 +100,7 @@ def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int], *, bold: bool = True) -> str:
+def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bool = True) -> str:
     """Return a Markdown table of results with one row per arm.
 
     If `bold` is set, differences whose 95% interval excludes 0 are bold.
@@ -141,7 +141,7 @@ def _rates(config: RunConfig) -> str:
     return rate if factor is None else f"{rate}, x{factor:.3g} over depth"
 
 
-def _losses(o: Outcome) -> str:
+def _losses(o: ArmOutcome) -> str:
     known = [loss for loss in o.losses if loss is not None]
     if not o.complete:
         return f"diverged: {len(o.losses) - len(known)} of {len(o.losses)}"
@@ -150,12 +150,12 @@ def _losses(o: Outcome) -> str:
     )
 
 
-def _against(o: Outcome, other: Outcome | None, bold: bool) -> list[str]:
+def _against(o: ArmOutcome, other: ArmOutcome | None, bold: bool) -> list[str]:
     found = differences(o, other) if other else []
     if not found:
         return [other.arm.name if other else "", "", ""]
     of = estimate(found)
-    difference = f"**{of}**" if bold and of.sure else str(of)
+    difference = f"**{of}**" if bold and of.excludes_zero else str(of)
     if any(len(tokens) < 2 for tokens, _ in o.curves):
         return [other.arm.name, difference, ""]
     share = share_of_tokens(o, other)
@@ -165,7 +165,7 @@ def _against(o: Outcome, other: Outcome | None, bold: bool) -> list[str]:
     return [other.arm.name, difference, f"{share:.0%}, {flops:.0%}"]
 
 
-def fits_table(outcomes: Sequence[Outcome]) -> str:
+def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
     """Return a Markdown table of the fitted exponents of each system.
 
     The last columns are the FLOPs and weights that the first system needs, by its fits, to reach
@@ -207,7 +207,7 @@ def _plain(of: Estimate) -> str:
     return f"{of.mean:.4f}" + ("" if math.isnan(of.half) else f" ± {of.half:.4f}")
 
 
-def searches_table(rows: Sequence[Row]) -> str:
+def searches_table(rows: Sequence[SweepRow]) -> str:
     """Return a Markdown table of search results, with one column per learning rate.
 
     There is a row per search and per combination of the other searched values.
@@ -215,13 +215,13 @@ def searches_table(rows: Sequence[Row]) -> str:
     rates = list(dict.fromkeys(row.point[RATE] for row in rows))
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
     lines.append("|---" * (len(rates) + 1) + "|")
-    of_search: dict[str, list[Row]] = {}
+    of_search: dict[str, list[SweepRow]] = {}
     for row in rows:
         of_search.setdefault(row.variant, []).append(row)
     for name, of in of_search.items():
         (taken,) = best(of)
         at_edge = taken.point[RATE] in (rates[0], rates[-1])
-        besides: dict[str, dict[float, Row]] = {}
+        besides: dict[str, dict[float, SweepRow]] = {}
         for row in of:
             others = {path: value for path, value in row.point.items() if path != RATE}
             besides.setdefault(name_of(others), {})[row.point[RATE]] = row
@@ -239,7 +239,7 @@ def searches_table(rows: Sequence[Row]) -> str:
 
 
 def with_best(
-    config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[Row]]
+    config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[SweepRow]]
 ) -> RunConfig:
     """Return an arm's run config with the best point of its search.
 
@@ -255,10 +255,10 @@ def with_best(
                 f"every point of the search {name} diverged, so {arm.name} has no learning rate"
             )
     found = [row.point for row in taken.values()]
-    return overrides.apply(config, between(found)) if found else config
+    return overrides.apply(config, geometric_mean(found)) if found else config
 
 
-def _numbers(o: Outcome, seeds: Sequence[int]) -> dict:
+def _numbers(o: ArmOutcome, seeds: Sequence[int]) -> dict:
     return {
         "name": o.arm.name, "system": o.arm.system, "against": o.arm.against, "x": o.arm.x,
         "parameters": o.parameters, "weights": o.weights, "tokens": o.tokens, "flops": o.flops,

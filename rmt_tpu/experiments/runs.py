@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from rmt_tpu import data
 from rmt_tpu.analysis import sweep
-from rmt_tpu.analysis.sweep import Row, name_of
+from rmt_tpu.analysis.sweep import SweepRow, name_of
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.data.prepare import prepare
 from rmt_tpu.errors import UsageError
 from rmt_tpu.experiments import results
 from rmt_tpu.experiments.plan import Arm, Plan, Point, before_growth
-from rmt_tpu.experiments.records import Record, Records, of_folder
+from rmt_tpu.experiments.records import Record, Records, read_record
 from rmt_tpu.runs.side_files import DIVERGED
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.trainer import Outcome
 
 
-class Run(NamedTuple):
+class PlannedRun(NamedTuple):
     """One run of a plan.
 
     Attributes:
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 _TEXT = "text.json"  # file with the checksum of the text that a folder's runs read
 
 
-class Text:
+class ExperimentText:
     """The token store that all runs of an experiment read.
 
     All runs read one store, so that runs with different seeds hold out the same part of the text.
@@ -68,7 +68,7 @@ class Text:
             try:
                 prepare(source, self._config.tokenizer, self.store, **how)
             except UsageError as error:
-                raise UsageError(_of_data(str(error), source)) from None
+                raise UsageError(_data_error(str(error), source)) from None
             self._is_there = True
 
     def checksum(self) -> int:
@@ -99,7 +99,7 @@ class Text:
         runs.write(_TEXT, json.dumps(self.checksum()).encode())
 
 
-def _of_data(message: str, source: str) -> str:
+def _data_error(message: str, source: str) -> str:
     """Return an error message of `prepare`, with --data and --workdir in place of its flags."""
     if not message.startswith("--output="):
         return message.replace("--input=", "--data=", 1)
@@ -110,7 +110,7 @@ def _of_data(message: str, source: str) -> str:
     )
 
 
-class Runs:
+class PlannedRuns:
     """The runs of a plan, in a folder that all plans of the same scale share.
 
     Args:
@@ -136,18 +136,18 @@ class Runs:
             for name, search in plan.searches.items()
         }
 
-    def of_searches(self) -> list[Run]:
+    def search_runs(self) -> list[PlannedRun]:
         """Return all runs of the plan's searches."""
         return [run for name in self._searches for _, runs in self._points(name) for run in runs]
 
-    def rows(self) -> dict[str, list[Row]]:
+    def rows(self) -> dict[str, list[SweepRow]]:
         """Return the results of finished searches, by search name."""
         found = {}
         for name, search in self._searches.items():
             points = list(self._points(name))
             if all(self.settled(run) for _, runs in points for run in runs):
                 found[name] = [
-                    Row(
+                    SweepRow(
                         name,
                         point,
                         search.config.train.steps,
@@ -158,7 +158,9 @@ class Runs:
                 ]
         return found
 
-    def of_arms(self, rows: Mapping[str, Sequence[Row]]) -> list[tuple[Arm, list[Run]]]:
+    def arm_runs(
+        self, rows: Mapping[str, Sequence[SweepRow]]
+    ) -> list[tuple[Arm, list[PlannedRun]]]:
         """Return the arms whose searches have finished, each with its runs.
 
         The arms' configs have the best values of the searches, whose results are `rows`.
@@ -174,19 +176,19 @@ class Runs:
             found.append((replace(arm, config=config), runs))
         return found
 
-    def settled(self, run: Run) -> bool:
+    def settled(self, run: PlannedRun) -> bool:
         """Return whether a run is complete or diverged, according to its folder or a record.
 
         If its folder says so, its record is added if necessary.
         """
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
-        if not sweep.settled(run.config, run.folder):
+        if not sweep.is_settled(run.config, run.folder):
             return False
-        self.keep(run)
+        self.add_record(run)
         return True
 
-    def keep(self, run: Run) -> None:
+    def add_record(self, run: PlannedRun) -> None:
         """Add the record of a run that finished in its folder, unless the file already has it."""
         if self.records is None:
             return
@@ -194,16 +196,16 @@ class Runs:
         # the file.
         self.records.read()
         if self.records.find(run.config, run.grows_from) is None:
-            self.records.add(run.label, run.config, of_folder(run.folder), run.grows_from)
+            self.records.add(run.label, run.config, read_record(run.folder), run.grows_from)
 
-    def record(self, run: Run) -> Record:
+    def record(self, run: PlannedRun) -> Record:
         """Return the record of a finished run."""
         known = None
         if self.records is not None:
             known = self.records.find(run.config, run.grows_from)
-        return of_folder(run.folder) if known is None else known
+        return read_record(run.folder) if known is None else known
 
-    def _points(self, name: str) -> Iterator[tuple[Point, list[Run]]]:
+    def _points(self, name: str) -> Iterator[tuple[Point, list[PlannedRun]]]:
         search = self._searches[name]
         for point in search.points:
             label = f"searches/{name}/{name_of(point)}"
@@ -214,9 +216,9 @@ class Runs:
 
 def _seeded(
     label: str, config: RunConfig, folder: Folder, seeds: Sequence[int], grows_from: int | None
-) -> list[Run]:
+) -> list[PlannedRun]:
     return [
-        Run(
+        PlannedRun(
             f"{label}/seed-{seed}",
             folder.child(f"seed-{seed}"),
             overrides.apply(config, {"train.seed": seed}),
@@ -226,11 +228,11 @@ def _seeded(
     ]
 
 
-def train(run: Run) -> Outcome | None:
+def train(run: PlannedRun) -> Outcome | None:
     """Train or resume a run; see `sweep.try_run` for the result."""
     if run.grows_from is None:
         return sweep.try_run(run.config, run.folder, label=run.label)
-    if not sweep.begun(run.config, run.folder):
+    if not sweep.is_started(run.config, run.folder):
         first = before_growth(run.config, run.grows_from)
         outcome = sweep.try_run(first, run.folder, label=f"{run.label} before it grows")
         if outcome is not None and outcome.stopped_by:
@@ -240,7 +242,7 @@ def train(run: Run) -> Outcome | None:
     return sweep.try_run(run.config, run.folder, label=run.label, change_config=True)
 
 
-def write_commands(runs: Sequence[Run], script: Path) -> None:
+def write_commands(runs: Sequence[PlannedRun], script: Path) -> None:
     """Write a shell script that trains runs one after the other with `recipes.train`.
 
     The configs are written to a folder next to the script, which has the same name. The script

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu.analysis.compare import (
-    Result,
+    RunResult,
     line_style,
     markdown,
     notes,
@@ -135,7 +135,7 @@ def test_spread():
     numbers = {"parameters": 1200, "residual_size": 8, "tokens": 64, "flops": 10**6}
     losses = {0: (2.0, 2.5), 1: (2.25, 3.0), 4: (2.125, 2.0)}
     runs = [
-        Result("a", seed, **numbers, seconds=seed + 0.5, train_loss=t, held_out_loss=h)
+        RunResult("a", seed, **numbers, seconds=seed + 0.5, train_loss=t, held_out_loss=h)
         for seed, (t, h) in losses.items()
     ]
     row, _, note = markdown({"a": runs}).splitlines()[2:]

@@ -9,7 +9,7 @@ from pallas_kernels import tuned
 from pallas_kernels.target import lowering_for
 from rmt_tpu import kernel_tables
 from rmt_tpu.analysis import autotune, autotune_report, kernel_problems
-from rmt_tpu.analysis.autotune import Log, Tuner
+from rmt_tpu.analysis.autotune import TrialLog, Tuner
 from rmt_tpu.errors import UsageError
 from rmt_tpu.estimator import DEVICES
 from rmt_tpu.estimator.calibration import error_bar
@@ -49,7 +49,7 @@ def out(tmp_path):
 
 def tune(out, *tokens, compiler=None, seconds=100.0, resume=True, **options):
     compiler = compiler or Compiler()
-    log = Log(out, resume)
+    log = TrialLog(out, resume)
     tuner = Tuner(out, log, compiler.rate, clock=lambda: compiler.now, **options)
     return list(tuner.run([problem(n) for n in tokens], seconds)), compiler
 
@@ -143,7 +143,10 @@ def test_the_report(out, tmp_path):
 @pytest.mark.slow
 def test_kernels_of_ops_are_those_of_the_target():
     """Sizes as the kernels have them; a GPU's are found though nobody takes them unasked."""
-    on = {name: kernel_problems.of_ops(["key_vector"], DEVICES[name]) for name in ("v5e", "h200")}
+    on = {
+        name: kernel_problems.problems_of_ops(["key_vector"], DEVICES[name])
+        for name in ("v5e", "h200")
+    }
     assert {p.device for p in on["v5e"]} == {"tpu_v5_lite"}
     assert {p.kernel for p in on["v5e"]} == {"key_vector_forward", "key_vector_backward"}
     assert {p.tokens for p in on["v5e"]} == {512} and len(on["v5e"]) == 2 * 4
@@ -169,7 +172,7 @@ def test_on_a_gpu_an_entry_says_what_is_faster(out):
             {b: Timing((1e-3,) * 3) for b in chosen} | {None: Timing((s,) * 3)}
         )
         rate = lambda problem, blocks: Rating(1e-3)
-        tuner = Tuner(out, Log(out, True), rate, timer, 1, refresh=True, clock=lambda: 0.0)
+        tuner = Tuner(out, TrialLog(out, True), rate, timer, 1, refresh=True, clock=lambda: 0.0)
         (done,) = tuner.run([given], -1.0)
         (entry,) = kernel_tables.read(out).entries
         assert entry == done.entry and entry.implementation == name

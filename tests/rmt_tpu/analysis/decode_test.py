@@ -7,9 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from rmt_tpu.analysis import decode, decode_report
-from rmt_tpu.analysis.decode import STEPS, Case, Least, Row, copies, estimate, least, measure
-from rmt_tpu.analysis.step_cost import Row as Instruction
-from rmt_tpu.analysis.step_cost import StepCost
+from rmt_tpu.analysis.decode import (
+    STEPS,
+    DecodeCase,
+    DecodeLowerBound,
+    DecodeRow,
+    copies,
+    estimate,
+    lower_bound,
+    measure,
+)
+from rmt_tpu.analysis.step_cost import InstructionCost, StepCost
 from rmt_tpu.errors import UsageError
 from rmt_tpu.estimator import BEST_GUESS, TARGETS, Failure, Job
 from rmt_tpu.estimator.calibration import error_bar
@@ -25,7 +33,7 @@ TOKEN = 98304  # bytes of keys and values, 2 L R D_v of two bytes
 def test_the_least_of_a_transformer():
     products = 2 * (4 * LAYERS * WIDTH**2 + FEED_FORWARD + UNEMBEDDING)
     gains = 4 * (2 * LAYERS + 1) * WIDTH
-    found = least(Case("gpt2-405m", 1, 512), "bfloat16")
+    found = lower_bound(DecodeCase("gpt2-405m", 1, 512), "bfloat16")
     assert round(products / 1e6) == 707
     assert found.weights == products + gains + EMBEDDINGS
     assert found.cache == 512 * TOKEN
@@ -39,7 +47,7 @@ def test_the_least_of_a_residual_matrix():
     products = 2 * (FEED_FORWARD + UNEMBEDDING)
     keys = 4 * (6 * LAYERS + 3) * 16 * 64
     gains = 4 * (2 * LAYERS + 1) * 64 * 64
-    found = least(Case("rmt-305m", 32, 300), "bfloat16")
+    found = lower_bound(DecodeCase("rmt-305m", 32, 300), "bfloat16")
     assert round(products / 1e6) == 506
     assert found.weights == products + keys + gains + 32 * EMBEDDINGS
     assert found.cache == 32 * 300 * TOKEN, "and not of the 512 that a program has room for"
@@ -48,12 +56,15 @@ def test_the_least_of_a_residual_matrix():
 
 
 def test_every_core_has_its_own_cache():
-    grouped = least(Case("llama-374m", 2, 64), "bfloat16")
+    grouped = lower_bound(DecodeCase("llama-374m", 2, 64), "bfloat16")
     assert grouped.cache == 2 * 64 * LAYERS * 2 * 4 * 64 * 2  # four heads of keys
     latent = {"kind": "mla", "num_heads": 4, "head_dim": 32, "kv_rank": 40, "rope_dim": 8}
     cores = [latent, {"kind": "feed_forward", "hidden_dim": 64}]
     changes = {"model.stacks": [{"cores": cores, "repeat": 3}]}
-    assert least(Case("gpt2-tiny", 2, 64, changes), "bfloat16").cache == 2 * 64 * 3 * 48 * 2
+    assert (
+        lower_bound(DecodeCase("gpt2-tiny", 2, 64, changes), "bfloat16").cache
+        == 2 * 64 * 3 * 48 * 2
+    )
 
 
 def test_experts_that_no_row_has_chosen_are_not_read():
@@ -62,13 +73,13 @@ def test_experts_that_no_row_has_chosen_are_not_read():
     of_rows = {}
     for rows in (1, 2):
         changes = {"model.stacks": [{"cores": [experts], "repeat": 3}]}
-        of_rows[rows] = least(Case("gpt2-tiny", rows, 64, changes), "bfloat16").weights
+        of_rows[rows] = lower_bound(DecodeCase("gpt2-tiny", rows, 64, changes), "bfloat16").weights
     embedding = 2 * 128  # of one row more
     assert of_rows[2] - of_rows[1] == 2 * 3 * (3 * 64 * 128) + embedding
 
 
 def test_products_bind_where_there_are_many():
-    many = Least(weights=8, cache=2, held=100, flops=60)
+    many = DecodeLowerBound(weights=8, cache=2, held=100, flops=60)
     assert many.seconds(bandwidth=2.0, peak_flops=10.0) == 6.0
     assert many.seconds(bandwidth=1.0, peak_flops=10.0) == 10.0
 
@@ -76,13 +87,15 @@ def test_products_bind_where_there_are_many():
 def cost(cycles=2000.0, hbm=819):
     """A dispatch of one instruction."""
     by_model = {"least": cycles / 2, BEST_GUESS: cycles, "most": cycles * 1.5}
-    attending = Instruction("f", "attention", "", "", 1, by_model, Bytes(hbm), False, False, False)
+    attending = InstructionCost(
+        "f", "attention", "", "", 1, by_model, Bytes(hbm), False, False, False
+    )
     return StepCost("m", "v5e", (attending,), 7, 9, V5E.clock, V5E.bandwidth, 2, 0, (), 1.0)
 
 
 def row(preset="gpt2-tiny", batch=2, context=64, **changes):
-    needs, seconds = Least(10, 6, 20, 5), 1e-6
-    return Row(Case(preset, batch, context), "v5e", needs, seconds, **changes)
+    needs, seconds = DecodeLowerBound(10, 6, 20, 5), 1e-6
+    return DecodeRow(DecodeCase(preset, batch, context), "v5e", needs, seconds, **changes)
 
 
 def test_figures_of_a_step():
@@ -134,7 +147,11 @@ def test_what_cannot_be_is_told_and_not_compiled(monkeypatch):
             yield Failure("the compiler has no more of it")
 
     monkeypatch.setattr(decode, "compile_jobs", compiled)
-    cases = [Case("rmt-305m", 1, 513), Case("gpt2-405m", 256, 512), Case("prenorm-528m", 512, 512)]
+    cases = [
+        DecodeCase("rmt-305m", 1, 513),
+        DecodeCase("gpt2-405m", 256, 512),
+        DecodeCase("prenorm-528m", 512, 512),
+    ]
     rows = estimate(cases, V5E)
     assert asked == [Job("rmt_tpu.analysis.decode:lower", dataclasses.asdict(cases[1]))]
     assert [row.case for row in rows] == cases and not any(row.seconds for row in rows)
@@ -142,7 +159,7 @@ def test_what_cannot_be_is_told_and_not_compiled(monkeypatch):
     assert rows[1].fault == "the compiler has no more of it"
     assert rows[2].fault.startswith("does not fit: weights and cache take 21.")
     with pytest.raises(UsageError, match="rmt-305"):
-        estimate([Case("rmt-304m", 1, 8)], V5E)
+        estimate([DecodeCase("rmt-304m", 1, 8)], V5E)
 
 
 ENTRY = """
@@ -193,13 +210,13 @@ class Fake:
 def test_a_time_is_of_steps_alone(monkeypatch):
     monkeypatch.setattr(decode, "Engine", Fake)
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=lambda: Fake.clock))
-    monkeypatch.setattr(decode, "_random", lambda config: None)
+    monkeypatch.setattr(decode, "_random_decoder", lambda config: None)
     told = []
-    (found,) = measure([Case("rmt-tiny", 2, 64)], 3, told.append)
+    (found,) = measure([DecodeCase("rmt-tiny", 2, 64)], 3, told.append)
     assert found.times == (3 / 8,) * 3 and found.timed and found.cost is None
     assert found.least_seconds is None, "nobody knows a CPU's bandwidth"
     assert told == ["cpu: rmt-tiny 2 64: 375.000 ms per step"]
-    (large,) = measure([Case("gpt2-405m", 2**20, 512)], 3)
+    (large,) = measure([DecodeCase("gpt2-405m", 2**20, 512)], 3)
     assert large.fault.startswith("does not fit") and large.times == ()
 
 
@@ -208,7 +225,7 @@ def test_small_steps():
     small = {"model.vocab_size": 512, "model.num_layers": 3}
     # Of three heads of 64 the cache has room for four; one layer's keys are more than VMEM.
     padded = small | {"model.attention.num_heads": 3, "model.attention.head_dim": 64}
-    cases = [Case("rmt-tiny", 32, 128, small), Case("gpt2-tiny", 512, 512, padded)]
+    cases = [DecodeCase("rmt-tiny", 32, 128, small), DecodeCase("gpt2-tiny", 512, 512, padded)]
     found, large = estimate(cases, V5E)
     assert not found.fault and found.copies == (0, 0)
     assert 0 < found.of_bandwidth < 1 and found.span[0] <= found.seconds <= found.span[1]

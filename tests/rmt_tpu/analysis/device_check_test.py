@@ -121,8 +121,10 @@ def test_a_kernel_that_fails_is_a_row():
 
 
 def test_table_and_record():
-    good = device_check.Row("a", "1", "xla", {"z": 0.01}, {"z": 0.02}, 1e-3, 2_000_000, 10)
-    bad = device_check.Row("b", "2", "triton", {"z": math.nan, "y": 0.0}, {"z": 0.02, "y": 0.0})
+    good = device_check.CheckRow("a", "1", "xla", {"z": 0.01}, {"z": 0.02}, 1e-3, 2_000_000, 10)
+    bad = device_check.CheckRow(
+        "b", "2", "triton", {"z": math.nan, "y": 0.0}, {"z": 0.02, "y": 0.0}
+    )
     rates = device_check.Rates(flops=1e12, bytes=4e9)
     first, second = device_check.table([good, bad], rates).splitlines()[2:]
     assert first == "| a | 1 | xla | 0.01 (z) | 0.02 | 1 | 50% of a copy | ok |"

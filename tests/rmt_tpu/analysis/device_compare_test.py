@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rmt_tpu.analysis import device_compare
-from rmt_tpu.analysis.device_case import Case
+from rmt_tpu.analysis.device_case import DeviceCase
 from rmt_tpu.analysis.device_compare import bound, compare, error
 
 
@@ -95,7 +95,7 @@ def test_bounds_are_those_of_the_dtype_and_of_the_sum():
 
 
 def test_what_has_to_be_the_same_to_the_bit():
-    case = Case("undo", "", lambda: {}, dict, 0, exact={"rebuilt": "residual"})
+    case = DeviceCase("undo", "", lambda: {}, dict, 0, exact={"rebuilt": "residual"})
     inputs = {"residual": jnp.arange(4, dtype=jnp.int16)}
     got = {"rebuilt": np.array([0, 1, 2, 5], np.int16)}
     assert compare(case, inputs, got, {}) == ({"rebuilt": 2.0}, {"rebuilt": 0.0})

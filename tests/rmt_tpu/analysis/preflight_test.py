@@ -10,7 +10,7 @@ import pytest
 import sharding
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import preflight as module
-from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, Time, preflight, readable
+from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, StepTime, preflight, readable
 from rmt_tpu.analysis.preflight_advice import advice
 from rmt_tpu.analysis.preflight_report import draw_memory, report_text
 from rmt_tpu.analysis.prompt import Prompt
@@ -333,7 +333,7 @@ def test_a_prompt_has_a_cache_and_no_moments():
 def test_time_is_a_range_where_the_model_of_cost_decides():
     parts = dict.fromkeys(GROUPS, 0.0) | {"cores": 0.3, "residual": 0.1}
     by_model = {"least": 0.25, BEST_GUESS: 0.4, "most": 0.5}
-    time = Time(parts, by_model, collectives=0.1, overlapped=0.06, mfu=0.3, unknown_loops=0)
+    time = StepTime(parts, by_model, collectives=0.1, overlapped=0.06, mfu=0.3, unknown_loops=0)
     assert (time.total, time.least) == pytest.approx((0.5, 0.44))
     assert time.range == pytest.approx((0.29, 0.6))
     given = dataclasses.replace(report(), fits=True, time=time, compile_seconds=1.0)

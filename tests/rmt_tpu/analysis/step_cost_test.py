@@ -7,7 +7,14 @@ from matplotlib.figure import Figure
 
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import step_cost, step_report
-from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
+from rmt_tpu.analysis.step_cost import (
+    PARTS,
+    InstructionCost,
+    StepCost,
+    TrainStep,
+    part_of,
+    step_costs,
+)
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.estimator import (
     BEST_GUESS,
@@ -30,7 +37,7 @@ LAYERS = {"rmt-tiny": 4, "gpt2-tiny": 6}
 
 def small(preset, **changes):
     layers = {"model.num_layers": LAYERS.get(preset, 4)}
-    return Step(preset, batch_size=4, seq_len=256, changes=SMALL | layers | changes)
+    return TrainStep(preset, batch_size=4, seq_len=256, changes=SMALL | layers | changes)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +156,7 @@ def test_a_step_of_the_rmt_is_cheaper_than_the_transformers():
 
     docs/benchmarks/train_step.md has 0.86, and 0.84 on v5e.
     """
-    steps = [Step("rmt-305m"), Step("gpt2-405m")]
+    steps = [TrainStep("rmt-305m"), TrainStep("gpt2-405m")]
     rmt, gpt2 = step_costs(steps, TARGETS["v5p"])
     assert rmt.unscheduled == gpt2.unscheduled == ()
     (ratio,) = step_report.ratios([rmt, gpt2])
@@ -161,7 +168,7 @@ def row(**changes):
     values = dict(name="f", part="other", what="", result="", calls=2)
     values |= dict(by_model={"least": cycles / 2, BEST_GUESS: cycles, "most": cycles * 1.5})
     values |= dict(bytes=Bytes(3, 4), moves=False, in_loop=False, kernel=False)
-    return Row(**values | changes)
+    return InstructionCost(**values | changes)
 
 
 def test_figures_of_rows():

@@ -18,7 +18,7 @@ RATE = "train.optimizer.learning_rate"
 
 def test_spaces():
     rates = sweep.parse_space(f"{RATE}=log:1e-4..1e-1:4")
-    assert rates == sweep.Between(RATE, 1e-4, 0.1, log=True, count=4)
+    assert rates == sweep.NumberRange(RATE, 1e-4, 0.1, log=True, count=4)
     assert rates.grid() == [1e-4, 1e-3, 1e-2, 1e-1]
     assert sweep.parse_space("a.b=linear:0..0.3:4").grid() == [0.0, 0.1, 0.2, 0.3]
     words = sweep.parse_space("model.norm=rmsnorm, layernorm")
@@ -54,14 +54,16 @@ def test_a_grid_needs_numbers_of_points():
 
 def test_draws_are_different_within_the_range_and_of_their_seed():
     spaces = [sweep.parse_space("a=log:1e-4..1e-1"), sweep.parse_space("b=1,2")]
-    points = sweep.drawn(spaces, 40, seed=3)
-    assert sweep.drawn(spaces, 40, seed=3) == points != sweep.drawn(spaces, 40, seed=4)
+    points = sweep.random_points(spaces, 40, seed=3)
+    assert (
+        sweep.random_points(spaces, 40, seed=3) == points != sweep.random_points(spaces, 40, seed=4)
+    )
     assert len({sweep.name_of(point) for point in points}) == 40
     logs = np.log10([point["a"] for point in points])
     assert -4 <= logs.min() and logs.max() <= -1
     assert -3 < np.mean(logs) < -2  # the middle, of logarithms
     with pytest.raises(UsageError, match="--trials=3 is more than the 2 points"):
-        sweep.drawn(spaces[1:], 3, seed=0)
+        sweep.random_points(spaces[1:], 3, seed=0)
 
 
 def test_rungs():
@@ -77,7 +79,7 @@ def test_names_of_folders():
 
 
 def row(variant, rate, *losses, steps=10):
-    return sweep.Row(variant, {RATE: rate}, steps, list(range(len(losses))), list(losses))
+    return sweep.SweepRow(variant, {RATE: rate}, steps, list(range(len(losses))), list(losses))
 
 
 def test_one_seed_that_diverged_is_the_worst():
@@ -129,7 +131,7 @@ def test_a_picture_of_whole_numbers_has_whole_ticks(tmp_path, monkeypatch, path,
     """And joins no points between which there is nothing."""
     drawn = []
     monkeypatch.setattr(sweep, "save_picture", lambda figure, *where: drawn.append(figure))
-    rows = [sweep.Row("model", {path: value}, 4, [0], [2.0 + value]) for value in (1, 2)]
+    rows = [sweep.SweepRow("model", {path: value}, 4, [0], [2.0 + value]) for value in (1, 2)]
     sweep.write_sweep(rows, [sweep.parse_space(f"{path}=1,2")], tmp_path)
     axes = drawn[0].axes[0]
     assert all(float(tick).is_integer() for tick in axes.get_xticks())

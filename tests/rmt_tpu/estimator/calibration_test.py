@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rmt_tpu.estimator import DEVICES, MODELS, calibrate, calibration, published
-from rmt_tpu.estimator.calibration import Row, agreement, error_bar, rows, spearman
+from rmt_tpu.estimator.calibration import PublishedCall, agreement, error_bar, rows, spearman
 from rmt_tpu.estimator.cost import Work
 
 # In the source tree itself: under Bazel, this file is a link to there.
@@ -22,8 +22,10 @@ def test_the_correlation_of_ranks():
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.75**0.5)  # two share a rank
 
 
-def row(published: float, *works: Work) -> Row:
-    return Row("v6e", "norm", {"shape": [8, 2]}, published, 1, 1, tuple((w, 2) for w in works))
+def row(published: float, *works: Work) -> PublishedCall:
+    return PublishedCall(
+        "v6e", "norm", {"shape": [8, 2]}, published, 1, 1, tuple((w, 2) for w in works)
+    )
 
 
 def seconds(kind: str, schedule: float, hbm: float) -> Work:

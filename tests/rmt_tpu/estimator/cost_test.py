@@ -66,7 +66,7 @@ def test_what_computes_the_same_is_alike_whatever_its_names(old, new):
         body = PROGRAM.replace("ENTRY", f"{other}ENTRY")
         module = Module(body.replace(fusion, f"{argument}{fusion}\n{again}"))
         scope = module.computations[module.entry]
-        return [module.alike(module.entry, scope[name]) for name in ("f", "f2")]
+        return [module.equality_key(module.entry, scope[name]) for name in ("f", "f2")]
 
     first, second = keys(other, again)
     assert first == second

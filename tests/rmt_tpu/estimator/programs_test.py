@@ -88,8 +88,8 @@ def test_memory_of_a_gradient_and_of_one_that_does_not_fit():
     assert sum(found.values()) == fits.memory["argument"]
     (largest, *others) = fits.assignment.live
     assert (largest.bytes, largest.shape) == (kept, f"bf16[{layers},{rows},2048]")
-    assert largest.kept and "jvp()" in largest.name and "transpose" not in largest.name
-    assert not any(buffer.kept for buffer in others if buffer.bytes > kept / layers)
+    assert largest.is_saved and "jvp()" in largest.name and "transpose" not in largest.name
+    assert not any(buffer.is_saved for buffer in others if buffer.bytes > kept / layers)
     assert 0 <= fits.assignment.gaps < 0.1 * fits.assignment.temporary
     # XLA tells of two digits behind the point, and names the kind of memory.
     assert isinstance(too_large, Failure) and too_large.error == "JaxRuntimeError"
@@ -191,7 +191,7 @@ def test_what_is_in_memory_when_most_is_needed():
     # What a loop only hands on is called by what it is given.
     assert [b.name for b in found.live] == ["a", "f", "jit(f)/x/add"]
     assert found.live[2].shape == "bf16[256,128]"
-    assert not any(buffer.kept for buffer in found.live)
+    assert not any(buffer.is_saved for buffer in found.live)
 
 
 # Collectives ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rmt_tpu.estimator import (
 )
 from rmt_tpu.estimator.cost import MODELS, ProgramCost
 from rmt_tpu.estimator.hlo import Bytes, Module
-from rmt_tpu.estimator.ops import OPS, Case, Op, Work, cases, elements_per_sublayer
+from rmt_tpu.estimator.ops import OPS, MinimumWork, Op, OpCase, cases, elements_per_sublayer
 from rmt_tpu.estimator.schedule import parse_schedule
 
 ROWS, INNER, COLUMNS, BLOCK, CHUNK, LAYERS = 4096, 512, 512, 1024, 256, 5
@@ -221,7 +221,7 @@ def test_of_two_ways_the_longer_counts():
 
     body = [bundle for n, length in ((20, 1), (22, 5), (24, 3)) for bundle in region(n, length)]
     bundles = loop(1, 1, 10, *body)
-    every, one = schedule(*bundles), schedule(*bundles, either=True)
+    every, one = schedule(*bundles), schedule(*bundles, longest_branch_only=True)
     assert every.program.inner[0].bundles - one.program.inner[0].bundles == 1 + 3
     assert one.program.inner[0].trips == 10
 
@@ -501,7 +501,7 @@ def small_case(clock):
         return x * segments, x[:1]
 
     arguments = (array(16, 128, dtype=jnp.float32), array(1, 128, dtype=jnp.int32))
-    return Case("small", function, arguments, Work(1, 2), Work(3, 4), carried=True)
+    return OpCase("small", function, arguments, MinimumWork(1, 2), MinimumWork(3, 4), carried=True)
 
 
 def test_training_program_gives_results_and_gradients(clock):

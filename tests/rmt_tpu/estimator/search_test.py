@@ -9,9 +9,9 @@ from rmt_tpu.estimator.search import (
     Refusal,
     Timing,
     Trial,
-    hopeful,
     search,
     spread,
+    trials_to_time,
 )
 
 
@@ -195,10 +195,15 @@ def test_what_is_worth_timing():
         Trial(Blocks(n, 2), "compiled", estimate=e)
         for n, e in ((1, 0.5), (2, 0.6), (3, 0.64), (4, 0.7))
     ]
-    assert [t.blocks.tokens for t in hopeful(default, [default, *others], 5)] == [128, 1, 2, 3]
-    assert [t.blocks.tokens for t in hopeful(default, [default, *others], 1)] == [128, 1]
+    assert [t.blocks.tokens for t in trials_to_time(default, [default, *others], 5)] == [
+        128,
+        1,
+        2,
+        3,
+    ]
+    assert [t.blocks.tokens for t in trials_to_time(default, [default, *others], 1)] == [128, 1]
     unrated = [Trial(Blocks(n, 2), "unrated") for n in (1, 2, 3)]
-    assert len(hopeful(default, [default, *unrated], 2)) == 3
+    assert len(trials_to_time(default, [default, *unrated], 2)) == 3
 
 
 def test_spread():

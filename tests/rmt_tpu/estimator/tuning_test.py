@@ -25,7 +25,7 @@ from rmt_tpu.estimator.cost import KernelCost, ProgramCost
 from rmt_tpu.estimator.hlo import Bytes, Module
 from rmt_tpu.estimator.programs import Program
 from rmt_tpu.estimator.search import Rating, Refusal
-from rmt_tpu.estimator.spaces import SPACES, Call, Problem, lower_call
+from rmt_tpu.estimator.spaces import SPACES, Problem, TuningCall, lower_call
 from rmt_tpu.estimator.tuning import Compiler, Usage, gpu_rating, parse_usage, target_of
 
 KEYS = {
@@ -237,13 +237,13 @@ def test_arguments_and_times_of_a_call():
         jax.ShapeDtypeStruct((), jnp.int32),
         jax.ShapeDtypeStruct((2,), jnp.bool_),
     )
-    call = Call(lambda m: lambda x, n, b: (x * n, b), timing, timing, shapes, (0,), {1: 3})
+    call = TuningCall(lambda m: lambda x, n, b: (x * n, b), timing, timing, shapes, (0,), {1: 3})
     arguments = measure.draw(call.arguments, call.counts)
     assert int(arguments[1]) == 3 and bool(arguments[2].all()) and float(arguments[0].std()) > 0
     program = jax.jit(call.function(timing), donate_argnums=0).lower(*shapes).compile()
     first = timing._results(program, call, arguments)
     assert np.array_equal(first[0], np.asarray(arguments[0]) * 3)  # which are still there
-    fresh = lambda: measure.placed(program, arguments, call.donated)
+    fresh = lambda: measure.program_arguments(program, arguments, call.donated)
     assert measure.wall_seconds(program, fresh, 2) > 0
     timing_of = measure.seconds_of(program, fresh)
     assert 0 < timing_of < 1

@@ -6,22 +6,22 @@ from rmt_tpu.experiments import counts, moments
 
 
 @pytest.mark.parametrize(
-    "site",
+    "operation",
     [
         pytest.param(
-            site,
-            id=f"{site.layer}-{site.operation}-{site.model}",
+            operation,
+            id=f"{operation.layer}-{operation.operation}-{operation.model}",
             # Matrices of millions of numbers take seconds to draw.
-            marks=[pytest.mark.slow] if site.model == "Transformer" else [],
+            marks=[pytest.mark.slow] if operation.model == "Transformer" else [],
         )
-        for site in moments.SITES
+        for operation in moments.OPERATIONS
     ],
 )
-def test_simulated_moments_are_the_formulas(site):
-    found = moments.simulate(site, draws=16)
+def test_simulated_moments_are_the_formulas(operation):
+    found = moments.simulate(operation, draws=16)
     for (value, error), expected in zip(
         (found.mean, found.gradient_mean, found.variance, found.gradient_variance),
-        (0, 0, *site.formula()),
+        (0, 0, *operation.formula()),
         strict=True,
     ):
         assert abs(value - expected) < 5 * error
@@ -30,9 +30,9 @@ def test_simulated_moments_are_the_formulas(site):
 
 def test_which_figures_of_table_2_are_not_its_formulas():
     wrong = [
-        (site.layer, site.operation, site.model)
-        for site in moments.SITES
-        if site.formula() != pytest.approx(site.printed, abs=0.05)
+        (operation.layer, operation.operation, operation.model)
+        for operation in moments.OPERATIONS
+        if operation.formula() != pytest.approx(operation.printed, abs=0.05)
     ]
     assert wrong == [("FF", "storage", "RMT"), ("FF", "retrieval", "RMT")]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rmt_tpu.analysis.sweep import Row, resolve_auto
+from rmt_tpu.analysis.sweep import SweepRow, resolve_auto
 from rmt_tpu.config import overrides
 from rmt_tpu.errors import RunError
 from rmt_tpu.experiments import (
@@ -20,7 +20,7 @@ from rmt_tpu.experiments import (
     runs,
     trained,
 )
-from rmt_tpu.experiments.outcomes import Outcome
+from rmt_tpu.experiments.outcomes import ArmOutcome
 from rmt_tpu.experiments.plan import Arm
 from rmt_tpu.runs.plots import save_picture
 from rmt_tpu.storage import Fault, open_folder
@@ -30,10 +30,10 @@ SEEDS = (0, 1, 2)
 TEXTS = (0.1, -0.05, 0.02)  # what a seed's held-out text adds to every loss
 
 
-def made_up(arm: Arm, loss: float, *, noise=(0.0, 0.0, 0.0), weights=100, flops=1e9) -> Outcome:
+def made_up(arm: Arm, loss: float, *, noise=(0.0, 0.0, 0.0), weights=100, flops=1e9) -> ArmOutcome:
     losses = tuple(loss + a + b for a, b in zip(TEXTS, noise, strict=True))
     curves = tuple(([500, 1000], [value + 0.5, value]) for value in losses)
-    return Outcome(arm, 2 * weights, weights, 1000, flops, losses, curves)
+    return ArmOutcome(arm, 2 * weights, weights, 1000, flops, losses, curves)
 
 
 CONFIG = trained.ladder("tiny").arms[0].config
@@ -45,9 +45,9 @@ def test_an_interval_is_students():
     # t of 95% with two degrees of freedom is 4.3027 (any table).
     assert found.mean == pytest.approx(7 / 3)
     assert found.half == pytest.approx(4.30265 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-5)
-    assert not found.sure and outcomes.estimate([1.0, 1.1, 1.05]).sure
+    assert not found.excludes_zero and outcomes.estimate([1.0, 1.1, 1.05]).excludes_zero
     alone = outcomes.estimate([3.0])
-    assert math.isnan(alone.half) and not alone.sure and str(alone) == "+3.0000"
+    assert math.isnan(alone.half) and not alone.excludes_zero and str(alone) == "+3.0000"
 
 
 def test_differences_are_of_the_same_seed():
@@ -78,7 +78,7 @@ def ladder():
             arm = Arm(f"{system}-{size}", CONFIG, system, against, paper=2.0)
             curves = tuple(([1000], [loss]) for loss in losses)
             weights = round(math.sqrt(flops))
-            found.append(Outcome(arm, 2 * weights, weights, 1000, flops, losses, curves))
+            found.append(ArmOutcome(arm, 2 * weights, weights, 1000, flops, losses, curves))
     return found
 
 
@@ -104,7 +104,7 @@ def test_a_page(ladder):
     )
     rates = {1e-3: 2.5, 1e-2: 2.2, 1e-1: None}
     rows = [
-        Row("first", {"train.optimizer.learning_rate": rate}, 10, [0], [loss])
+        SweepRow("first", {"train.optimizer.learning_rate": rate}, 10, [0], [loss])
         for rate, loss in rates.items()
     ]
     page = results.page(of, SEEDS, ladder, rows)
@@ -118,7 +118,7 @@ def test_a_page(ladder):
 def test_a_search_over_two_values_and_the_mean_of_two():
     rows = {
         name: [
-            Row(name, point, 10, [7], [3.0 - bonus * (point == best)])
+            SweepRow(name, point, 10, [7], [3.0 - bonus * (point == best)])
             for bonus, best in [(1, good)]
             for point in plan.points(rate=(0.01, 0.04), depth_rate=(1.0, 0.01))
         ]
@@ -141,8 +141,8 @@ def test_a_search_over_two_values_and_the_mean_of_two():
 
 def test_a_plan_of_searches_alone_has_a_page_and_a_picture():
     points = plan.points(rate=(0.01, 0.04), depth_rate=(1.0, 0.1))
-    rows = [Row("deep", point, 10, [7], [2.0 + i]) for i, point in enumerate(points)]
-    rows += [Row("plain", {plan.RATE: 0.01}, 10, [7], [None])]
+    rows = [SweepRow("deep", point, 10, [7], [2.0 + i]) for i, point in enumerate(points)]
+    rows += [SweepRow("plain", {plan.RATE: 0.01}, 10, [7], [None])]
     page = results.page(plan.Plan((), notes=("Only searches.",)), SEEDS, [], rows)
     assert page.text.startswith("Only searches.\n\nSearch (") and "| arm |" not in page.text
     deep, plain = page.pictures["results.png"]().axes
@@ -152,28 +152,28 @@ def test_a_plan_of_searches_alone_has_a_page_and_a_picture():
 
 
 def test_a_search_without_a_result_gives_no_rate():
-    rows = [Row("first", {plan.RATE: rate}, 10, [0], [None]) for rate in (0.1, 0.2)]
+    rows = [SweepRow("first", {plan.RATE: rate}, 10, [0], [None]) for rate in (0.1, 0.2)]
     with pytest.raises(RunError, match="the search first diverged, so a has no learning rate"):
         results.with_best(CONFIG, plan.Plan((A,)), replace(A, searches=("first",)), {"first": rows})
 
 
 def test_p_is_students_and_holms():
     values = [-0.02, -0.01, -0.03, 0.005, -0.015]
-    found = outcomes.test_of(values)
+    found = outcomes.paired_test(values)
     s = math.sqrt(sum((x + 0.014) ** 2 for x in values) / 4)
     t = 0.014 / (s / math.sqrt(5))
     # Of four degrees of freedom the integral has a closed form (Abramowitz and Stegun 26.7.4).
     cosine = 1 / math.sqrt(1 + t**2 / 4)
     within = t / 2 * cosine * (1 + cosine**2 / 2)
     assert found.deviation == pytest.approx(s) and found.p == pytest.approx(1 - within)
-    assert outcomes.test_of([0.1, 0.1]).p < 1e-9 and outcomes.test_of([0.0, 0.0]).p == 1
+    assert outcomes.paired_test([0.1, 0.1]).p < 1e-9 and outcomes.paired_test([0.0, 0.0]).p == 1
     assert outcomes.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert outcomes.holm([0.9, 0.8]) == [1.0, 1.0] and outcomes.holm([]) == []
 
 
 def test_what_is_detectable_is_found_four_times_in_five():
     values = np.array([-0.02, -0.01, -0.03, 0.005])
-    found = outcomes.test_of(values.tolist())
+    found = outcomes.paired_test(values.tolist())
     drawn = np.random.default_rng(0).normal(found.detectable, found.deviation, (100_000, 4))
     t = drawn.mean(1) / (drawn.std(1, ddof=1) / 2)
     assert np.mean(np.abs(t) > 3.18245) == pytest.approx(0.8, abs=0.005)  # any table
@@ -210,7 +210,7 @@ def test_what_runs_left(tmp_path):
     arm = Arm("rmt", residual_size.growth("tiny").arms[-1].config, "rmt")
     config = json.dumps(overrides.to_json(resolve_auto(arm.config)))
     folder.write("config.json", config.encode())
-    found = outcomes.outcome(arm, [records.of_folder(folder)] * 2)
+    found = outcomes.arm_outcome(arm, [records.read_record(folder)] * 2)
     assert found.losses == (2.5, 2.5) and found.curves == (([4096, 983_040], [3.0, 2.5]),) * 2
     model = arm.config.model
     assert found.parameters - found.weights == 2 * model.vocab_size * model.width
@@ -258,14 +258,16 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
 def test_a_run_that_another_process_recorded_is_not_recorded_twice(tmp_path):
     """With --jobs, each process reads the file at its start, before its neighbours end."""
     folder = open_folder(tmp_path)
-    config = resolved(residual_size.growth("tiny").arms[0].config)
-    run = runs.Run("a/seed-0", folder.child("a"), config, None)
+    config = resolve_auto(residual_size.growth("tiny").arms[0].config)
+    run = runs.PlannedRun("a/seed-0", folder.child("a"), config, None)
     rows = [{"step": config.train.steps, "eval/loss": 2.5}]
     run.folder.write("metrics.jsonl", (json.dumps(rows[0]) + "\n").encode())
     run.folder.write("complete.json", json.dumps({"step": config.train.steps}).encode())
     run.folder.write("config.json", json.dumps(overrides.to_json(config)).encode())
     both = [
-        runs.Runs(plan.Plan(()), (), lambda c: c, folder, records.Records(folder, "lines.jsonl", 7))
+        runs.PlannedRuns(
+            plan.Plan(()), (), lambda c: c, folder, records.Records(folder, "lines.jsonl", 7)
+        )
         for _ in range(2)
     ]
     assert [of.settled(run) for of in both] == [True, True]

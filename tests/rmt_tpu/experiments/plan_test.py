@@ -136,9 +136,9 @@ def test_rate_factors_are_searched_at_two_depths_and_two_batch_sizes():
 
 
 def test_between_two_searches_is_their_geometric_mean():
-    found = plan.between([{"a": 0.01, "b": 1.0}, {"a": 0.04, "b": 0.01}])
+    found = plan.geometric_mean([{"a": 0.01, "b": 1.0}, {"a": 0.04, "b": 0.01}])
     assert found == pytest.approx({"a": 0.02, "b": 0.1})
-    assert plan.between([{"a": 0.0123456}]) == {"a": 0.0123456}
+    assert plan.geometric_mean([{"a": 0.0123456}]) == {"a": 0.0123456}
 
 
 def test_no_such_experiment():

@@ -79,7 +79,7 @@ def size_of(cache):
 def test_steps_copy_no_part_of_the_cache_and_no_layers_weights(preset, topology):
     """A dispatch of weights that lie as the engine has them."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    case = decode.Case(preset, 32, 1024)
+    case = decode.DecodeCase(preset, 32, 1024)
     compiled = decode.lower(device, **dataclasses.asdict(case)).compile()
     abstract = models.abstract(case.model("bfloat16"))
     cache = jax.eval_shape(lambda: abstract.empty_cache(case.batch, case.capacity))
@@ -112,7 +112,7 @@ def test_prompts_and_new_tokens_compile_for_a_v4(preset):
 
     prompt, _ = compile_for("v4:2x2x1", preset, read, (1, 512), 1024)
     device = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices[0]
-    step = decode.lower(device, **dataclasses.asdict(decode.Case(preset, 8, 1024))).compile()
+    step = decode.lower(device, **dataclasses.asdict(decode.DecodeCase(preset, 8, 1024))).compile()
     of_prompt, of_step = V4[preset]
     assert f"%{of_prompt}" in prompt.as_text()
     assert of_step is None or f"%{of_step}" in step.as_text()

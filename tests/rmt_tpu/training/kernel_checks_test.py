@@ -11,7 +11,7 @@ from pallas_kernels.shapes import Heads
 from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_check
-from rmt_tpu.analysis.device_check import Row
+from rmt_tpu.analysis.device_check import CheckRow
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import kernel_checks
@@ -41,7 +41,7 @@ class Device:
         assert implementation is None and not timed
         self.checked.append(case.op)
         wrong = case.op in self.faults
-        return Row(case.op, case.size, "mosaic_tpu", {"d_x": 0.5 * wrong}, {"d_x": 0.1})
+        return CheckRow(case.op, case.size, "mosaic_tpu", {"d_x": 0.5 * wrong}, {"d_x": 0.1})
 
     def calls_of(self, config, run):
         """Those of ops that are not taken plain."""

@@ -240,7 +240,7 @@ def _temporary(preset, **changes):
     changes = {f"model.{name.replace('__', '.')}": value for name, value in changes.items()}
     job = Job(
         f"{step_cost.__name__}:lower_step",
-        dataclasses.asdict(step_cost.Step(preset, changes=changes)),
+        dataclasses.asdict(step_cost.TrainStep(preset, changes=changes)),
     )
     with contextlib.closing(Worker(TARGETS["v5e"], buffers=True, schedules=False)) as worker:
         return worker.compile(job).assignment.temporary
