@@ -46,7 +46,7 @@ from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import DepthWeights, Stepwise, Store, Unstacked
+from rmt_tpu.residual.protocols import DepthWeights, Store, Unstacked, VectorStore
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
@@ -246,15 +246,17 @@ def unrolled(
 class _TappedStore:
     """A wrapper around a residual store that records every write and adds a tap to it.
 
-    It has the methods of a stepwise store only if the wrapped store has them.
+    It has the additional methods of a vector store only if the wrapped store is one.
     """
 
     def __init__(self, store: Store, taps: Sequence[Array] | None):
         self._store, self._taps = store, taps
         self.dtype, self.compute_dtype = store.dtype, store.compute_dtype
-        self.start, self.hold = store.start, store.hold
-        if isinstance(store, Stepwise):
-            self.norm_of, self.project = store.norm_of, store.project
+        names = ["start", "hold", "merge_and_read"]
+        if isinstance(store, VectorStore):
+            names += ["norm_of", "project", "decode_params", "decode_merge_and_read"]
+        for name in names:
+            setattr(self, name, getattr(store, name))
         self.outputs: list[Array] = []
         self.residuals: list[Array] = []
         self.reads: list[Read] = []

@@ -30,7 +30,7 @@ from rmt_tpu.execution.layer import Model, no_aux
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import Banked, FewTokens, Store
+from rmt_tpu.residual.protocols import Banked, StackedScores, Store
 from rmt_tpu.residual.whole_tiles import as_they_are
 
 
@@ -51,9 +51,9 @@ def run_layers(
         store, mixer = as_they_are(store), as_they_are(mixer)
     runs, of_stacks = _runs(decoder, store, mixer)
     first = store.write(store.hold(state), y, _first(decoder.stacks[0][0].site.writer))
-    if few and isinstance(mixer, FewTokens):
+    if few and isinstance(mixer, StackedScores):
         of_stacks = [
-            one._replace(merging=mixer.merging(store, one.scores, stack))
+            one._replace(decode_params=mixer.decode_params(store, one.scores, stack))
             for stack, one in zip(decoder.stacks, of_stacks, strict=True)
         ]
     num_rows = max([mixer.num_rows, *(run.end_row for run in runs)])

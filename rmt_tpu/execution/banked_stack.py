@@ -24,7 +24,7 @@ from rmt_tpu.residual.protocols import (
     Bank,
     Banked,
     Grouping,
-    Keeping,
+    ReversibleStore,
     Row,
     Store,
     Writer,
@@ -39,13 +39,14 @@ class Stacked(NamedTuple):
       scores: the sites' parameters for scoring rows, [repeat, sublayers of the period, ...].
       after: the writer of each layer's last output, which belongs to the next site; None if a write
         needs no parameters.
-      merging: the result of `FewTokens.merging` for each site; used in decoding only.
+      decode_params: the result of `StackedScores.decode_params`, one array for each site of a
+        period; used in decoding only.
     """
 
     layers: Any
     scores: Array
     after: Array | None
-    merging: tuple[Any, ...] = ()
+    decode_params: tuple[Any, ...] = ()
 
 
 class Kept(NamedTuple):
@@ -120,8 +121,10 @@ class Group(NamedTuple):
 
 
 def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
-    merging = tuple(StackSlice(x, index) for x in of_stack.merging)
-    return stacks.at(of_stack._replace(merging=()), index)._replace(merging=merging)
+    decode_params = tuple(StackSlice(x, index) for x in of_stack.decode_params)
+    return stacks.at(of_stack._replace(decode_params=()), index)._replace(
+        decode_params=decode_params
+    )
 
 
 class StackRunner:
@@ -154,7 +157,9 @@ class StackRunner:
         self.grouping: Grouping = self.mixer.grouping(first, self.period, repeat)
         self.group = self.grouping.layers
         closed = self.mixer.keeps_sum and self.grouping.closed
-        self.keeps_written = closed and config.remat == "full" and isinstance(store, Keeping)
+        self.keeps_written = (
+            closed and config.remat == "full" and isinstance(store, ReversibleStore)
+        )
 
     @property
     def end_row(self) -> int:
@@ -369,8 +374,8 @@ class StackRunner:
         group.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
-        in_place = self.grouping.closed and of_layer.merging
-        scores = of_layer.merging if in_place else of_layer.scores
+        in_place = self.grouping.closed and of_layer.decode_params
+        scores = of_layer.decode_params if in_place else of_layer.scores
         for k, one in enumerate(layer):
             place = At(at + offset * self.period + k, at)
             prior, rows, current, z = self.mixer.read(

@@ -19,7 +19,7 @@ from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import At, Keeping, Row, Store, Writer
+from rmt_tpu.residual.protocols import At, ReversibleStore, Row, Store, Writer
 
 # The arguments are the sublayer's index k, its core, the core's input, the place in depth, the
 # running sum, the writer in the site after the core, and the cores' summed scalars. The result is
@@ -62,7 +62,9 @@ class AndKeep:
     in addition.
     """
 
-    def __init__(self, store: Keeping, context: Context, written: Sequence[Array], index: Index):
+    def __init__(
+        self, store: ReversibleStore, context: Context, written: Sequence[Array], index: Index
+    ):
         self.store, self.context, self.index = store, context, index
         self.written, self.saved = list(written), []
 
@@ -86,7 +88,7 @@ class FromKept:
 
     def __init__(
         self,
-        store: Keeping,
+        store: ReversibleStore,
         context: Context,
         written: Sequence[Array],
         saved: Sequence[Any],
@@ -128,7 +130,13 @@ class FromKept:
 
 
 def write_kept(
-    store: Keeping, current: Row, y: StackSlice, writer: Writer, place: At, *, in_place: bool = True
+    store: ReversibleStore,
+    current: Row,
+    y: StackSlice,
+    writer: Writer,
+    place: At,
+    *,
+    in_place: bool = True,
 ) -> Row:
     """Return the running sum of a closed group with the kept output y added.
 

@@ -26,7 +26,7 @@ from rmt_tpu.execution.layer import Model, add_aux, no_aux, sites_and_cores
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import empty_like, put, scan
-from rmt_tpu.residual.protocols import Invertible
+from rmt_tpu.residual.protocols import ReversibleStore
 
 
 def run_layers(
@@ -65,7 +65,7 @@ class _Layers:
     slot: repeat i writes slot i + 1, and slot 0 holds the output from before the first repeat.
     """
 
-    def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
+    def __init__(self, decoder: Model, store: ReversibleStore, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, store, dtype
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
         self.last_sites = [nnx.graphdef(stack[-1].site) for stack in decoder.stacks]

@@ -14,7 +14,7 @@ from rmt_tpu.execution.layer import Model, no_aux, run_layer, sites_and_cores
 from rmt_tpu.execution.remat import rematerialize, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import Carried, Invertible, Store
+from rmt_tpu.residual.protocols import Carried, ReversibleStore, Store
 
 
 def run_layers(
@@ -108,4 +108,4 @@ def _reads_stacks(config: cfg.ModelConfig, store: Store, state: Any) -> bool:
     slice of a stack as the site. The reversible schedule needs the same of a mixer.
     """
     alone = "reversible" in config.mixer.remats
-    return alone and isinstance(store, Invertible) and store.reads_stacks(state)
+    return alone and isinstance(store, ReversibleStore) and store.reads_stacks(state)

@@ -76,7 +76,7 @@ class DepthAblation(depth_attention.DepthAttention):
         """Return the learned logits per site for "scalars", and the queries per site otherwise."""
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
-    def merging(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
+    def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
         """Return an empty tuple, because each site reads the bank without a merging step."""
         return ()
 

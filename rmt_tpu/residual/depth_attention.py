@@ -37,11 +37,10 @@ from rmt_tpu.residual.protocols import (
     DepthWeights,
     Grouping,
     Index,
-    Merging,
-    MergingFew,
     Row,
     Store,
     Unstacked,
+    VectorStore,
     Written,
 )
 from rmt_tpu.residual.whole_tiles import tiles
@@ -164,13 +163,13 @@ class DepthAttention(nnx.Module):
             in_order.append(folded.reshape(-1, folded.shape[-1]))
         return jnp.concatenate(in_order)
 
-    def merging(
+    def decode_params(
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return each site's stacked parameters for all repeats: see `protocols.FewTokens`."""
-        if not isinstance(store, MergingFew):
+        """Return each site's stacked parameters for all repeats: see `protocols.StackedScores`."""
+        if not isinstance(store, VectorStore):
             return ()
-        return tuple(store.merging(scores[:, k], one.site) for k, one in enumerate(stack))
+        return tuple(store.decode_params(scores[:, k], one.site) for k, one in enumerate(stack))
 
     def prior(
         self,
@@ -259,7 +258,7 @@ class DepthAttention(nnx.Module):
 
     def read(
         self,
-        store: Merging,
+        store: Store,
         site: nnx.Module,
         score: Float[Array, " scored"] | pallas_kernels.StackSlice,
         prior: Prior,
@@ -274,8 +273,9 @@ class DepthAttention(nnx.Module):
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
         if isinstance(score, pallas_kernels.StackSlice):
-            sealed, given = (*prior, place), {"active": active, "epsilon": self.epsilon}
-            return prior, rows, current, store.merge_few(sealed, current, score, site, **given)
+            sealed, options = (*prior, place), {"active": active, "epsilon": self.epsilon}
+            z = store.decode_merge_and_read(sealed, current, score, site, **options)
+            return prior, rows, current, z
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
 
         def with_current(mixed, log_sums, place):

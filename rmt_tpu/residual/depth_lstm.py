@@ -27,7 +27,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
-from rmt_tpu.residual.protocols import Index, Stepwise
+from rmt_tpu.residual.protocols import Index, VectorStore
 
 _GATES = 3
 
@@ -76,7 +76,7 @@ class DepthLstm(nnx.Module):
         self.norm, self.epsilon = config.norm, config.norm_epsilon
 
     def start(
-        self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
+        self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
         """Return the initial state, and the embedding y, which is written to it first.
 
@@ -88,7 +88,7 @@ class DepthLstm(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store: Stepwise,
+        store: VectorStore,
         state: State | Cell,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,

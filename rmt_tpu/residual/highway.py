@@ -22,7 +22,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, parameter
-from rmt_tpu.residual.protocols import Index, Stepwise
+from rmt_tpu.residual.protocols import Index, VectorStore
 
 
 class State(NamedTuple):
@@ -52,7 +52,7 @@ class Highway(nnx.Module):
         self.activation = {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh}[self.mixer.activation]
 
     def start(
-        self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
+        self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
         """Return the state before the first write, and the embedding y, which is written first."""
         residual = store.hold(state)
@@ -61,7 +61,7 @@ class Highway(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store: Stepwise,
+        store: VectorStore,
         state: State,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,

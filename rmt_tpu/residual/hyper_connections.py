@@ -42,7 +42,7 @@ from jaxtyping import Array, Float, Int
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, gain, parameter
-from rmt_tpu.residual.protocols import Index, Stepwise
+from rmt_tpu.residual.protocols import Index, VectorStore
 
 # The streams are a tuple of arrays, because with a single array a TPU would copy all of it to join
 # and to split the streams.
@@ -75,7 +75,7 @@ class HyperConnections(nnx.Module):
         self.streams = config.mixer.streams
 
     def start(
-        self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
+        self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
         """Return the initial state, with m equal streams, and the embedding y.
 
@@ -90,7 +90,7 @@ class HyperConnections(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store: Stepwise,
+        store: VectorStore,
         state: State,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,

@@ -262,7 +262,7 @@ class Store(nnx.Module):
     ) -> tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq D_k D_v"], Read]:
         """Run phase two of attention over depth at one site, then the norm and the read.
 
-        See `protocols.Merging`.
+        See `protocols.Store`.
         """
         _, gain, read_keys = _parameters(site)
         mixed, current, z = pallas_kernels.depth_attention_merge_read(

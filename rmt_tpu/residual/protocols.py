@@ -1,9 +1,8 @@
 """The protocols of stores and mixers, which schedules and mixers rely on.
 
-A *store* defines a token's residual, and how outputs are written to it and inputs read from it. An
-`Invertible` store can undo a write. A `Stepwise` store offers each step of a write and of a read
-separately. In a `Keeping` store, a residual is larger than the outputs written to it. A `Merging`
-store can read the result of attention over depth. A *mixer* is either `Carried`, if it passes a
+A *store* defines a token's residual, and how outputs are written to it and inputs read from it. A
+`ReversibleStore` can also undo a write. A `VectorStore` also offers the steps of a write and of a
+read. A *mixer* is either `Carried`, if it passes a
 state from site to site, or `Banked`, if its sites read the rows of a bank.
 """
 
@@ -67,10 +66,43 @@ class Store(Protocol):
     ) -> tuple[Shaped[Array, "group seq *shape"], Read]:
         """Write y and then read at one site; the residual is in the store's dtype."""
 
+    def merge_and_read(
+        self,
+        sealed: tuple[Float[Array, "sites batch seq *shape"], Float[Array, "batch seq"], Index],
+        current: Row,
+        query: Float[Array, "*shape"],
+        site: nnx.Module,
+        *,
+        active: Array,
+        epsilon: int | float,
+    ) -> tuple[Float[Array, "sites batch seq *shape"], Row, Read]:
+        """Finish one site's attention over depth (phase two), and read the result.
+
+        Only attention over depth with blocks of more than one sublayer calls this method.
+
+        The site attends to the rows of complete blocks (the sealed rows), whose partial softmax is
+        given, and, if `active`, to the running sum of the current block.
+
+        Args:
+          sealed: the softmax-weighted means of the sealed rows for all sites, this site's
+            log-sum-exp over these rows, and this site's index.
+          current: the running sum.
+          query: the site's query, shaped like a row.
+          site: the site.
+          active: whether the running sum is a source.
+          epsilon: the epsilon of the keys' norm.
+
+        Returns:
+          The means and the running sum for later use, as `pallas_kernels.depth_attention_merge`
+          returns them, and the input of the next core.
+        """
+
 
 @runtime_checkable
-class Invertible(Store, Protocol):
+class ReversibleStore(Store, Protocol):
     """A store that can rebuild the residual before a write from the residual after it.
+
+    A residual is larger than a sublayer's output, so schedules keep the outputs instead.
 
     Its methods, and `add_and_read`, also accept a slice of a stack of sites in place of a site.
     """
@@ -134,25 +166,6 @@ class Invertible(Store, Protocol):
           parameters; and the preceding site's read of the rebuilt residual (None without `before`).
         """
 
-
-@runtime_checkable
-class Stepwise(Store, Protocol):
-    """A store that offers the steps of a write and of a read as separate methods."""
-
-    def written(self, y: Written, writer: Writer) -> Row:
-        """Return the term that writing y adds to the residual."""
-
-    def norm_of(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
-        """Return the normed residual, which is the first step of a read."""
-
-    def project(self, x: Row, site: nnx.Module) -> Read:
-        """Return the site's read of an already normed residual, the second step of a read."""
-
-
-@runtime_checkable
-class Keeping(Store, Protocol):
-    """A store whose residual is larger than a sublayer's output, so schedules keep the outputs."""
-
     def write_kept(
         self,
         residual: Float[Array, "group seq *shape"],
@@ -175,51 +188,29 @@ class Keeping(Store, Protocol):
 
 
 @runtime_checkable
-class Merging(Store, Protocol):
-    """A store that can read the result of attention over depth directly (phase two)."""
+class VectorStore(Store, Protocol):
+    """The store of vectors, which also offers the steps of a write and of a read as methods.
 
-    def merge_and_read(
-        self,
-        sealed: tuple[Float[Array, "sites batch seq *shape"], Float[Array, "batch seq"], Index],
-        current: Row,
-        query: Float[Array, "*shape"],
-        site: nnx.Module,
-        *,
-        active: Array,
-        epsilon: int | float,
-    ) -> tuple[Float[Array, "sites batch seq *shape"], Row, Read]:
-        """Finish one site's attention over depth, and read the result.
+    Mixers that run on vectors alone use these methods.
+    """
 
-        The site attends to the rows of complete blocks (the sealed rows), whose partial softmax is
-        given, and, if `active`, to the running sum of the current block.
+    def written(self, y: Written, writer: Writer) -> Row:
+        """Return the term that writing y adds to the residual."""
 
-        Args:
-          sealed: the softmax-weighted means of the sealed rows for all sites, this site's
-            log-sum-exp over these rows, and this site's index.
-          current: the running sum.
-          query: the site's query, shaped like a row.
-          site: the site.
-          active: whether the running sum is a source.
-          epsilon: the epsilon of the keys' norm.
+    def norm_of(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
+        """Return the normed residual, which is the first step of a read."""
 
-        Returns:
-          The means and the running sum for later use, as `pallas_kernels.depth_attention_merge`
-          returns them, and the input of the next core.
-        """
+    def project(self, x: Row, site: nnx.Module) -> Read:
+        """Return the site's read of an already normed residual, the second step of a read."""
 
-
-@runtime_checkable
-class MergingFew(Merging, Protocol):
-    """A merging store with kernels for a few tokens, which read parameters from a stack."""
-
-    def merging(self, queries: Float[Array, "repeat scored"], site: nnx.Module) -> Array:
-        """Return a site's parameters for all repeats of its stack, as one array for `merge_few`.
+    def decode_params(self, queries: Float[Array, "repeat scored"], site: nnx.Module) -> Array:
+        """Return a site's parameters for all repeats of its stack, for `decode_merge_and_read`.
 
         `site` is stacked over the repeats. `queries` are already multiplied by the gain of the
         keys' norm.
         """
 
-    def merge_few(
+    def decode_merge_and_read(
         self,
         sealed: tuple[
             Float[Array, "sites batch seq *shape"], Float[Array, "sites batch seq"], Index
@@ -231,10 +222,10 @@ class MergingFew(Merging, Protocol):
         active: Array,
         epsilon: int | float,
     ) -> Read:
-        """Mix and read as `merge_and_read` does, for a few tokens.
+        """Mix and read as `merge_and_read` does, for the few tokens of a decode step.
 
-        `parameters` is the site's slice of the result of `merging`, which the kernels select from
-        the stack themselves. `sealed` holds the log-sum-exp of all sites.
+        `parameters` is the site's slice of the result of `decode_params`. The kernel reads the
+        slice directly from the stack. `sealed` holds the log-sum-exp of all sites.
         """
 
 
@@ -383,7 +374,8 @@ class Banked(Protocol):
         Args:
           store: the residual's store.
           site: the site before the sublayer.
-          score: the site's entry of `scores`; or its slice of the result of `FewTokens.merging`.
+          score: the site's entry of `scores`, or the site's slice of the result of
+            `StackedScores.decode_params`.
           prior: the result of phase one for the group.
           rows: the group's own rows (None for a closed group); rows that are not sealed yet are
             ignored.
@@ -433,10 +425,10 @@ class Banked(Protocol):
 
 
 @runtime_checkable
-class FewTokens(Protocol):
+class StackedScores(Protocol):
     """A banked mixer whose sites read their parameters from stacks when there are few tokens."""
 
-    def merging(
+    def decode_params(
         self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
         """Return, for each sublayer of a stack's period, its site's parameters in all repeats.

@@ -160,7 +160,7 @@ class Store(nnx.Module):
     ) -> tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq held"], Read]:
         """Run phase two of attention over depth at one site, then the norm and the projection.
 
-        See `protocols.Merging`.
+        See `protocols.Store`.
         """
         mixed, log_sums, place = sealed
         mixed, current, z = pallas_kernels.depth_attention_merge(
@@ -181,14 +181,14 @@ class Store(nnx.Module):
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
         return mixed, current, self.project(z, site)
 
-    def merging(
+    def decode_params(
         self, queries: Float[Array, "repeat held"], site: Site
     ) -> Float[Array, "repeat 2 held"]:
-        """Return a site's stacked parameters for all repeats; see `protocols.MergingFew`."""
+        """Return a site's stacked parameters for all repeats; see `protocols.VectorStore`."""
         return jnp.stack([queries, self.tiles.factor(site.gain[...])], axis=1)
 
     @jax.named_scope("residual")
-    def merge_few(
+    def decode_merge_and_read(
         self,
         sealed: tuple[Float[Array, "sites batch seq held"], Float[Array, "sites batch seq"], Index],
         current: Float[Array, "batch seq held"],
@@ -200,7 +200,7 @@ class Store(nnx.Module):
     ) -> Read:
         """Mix and read as `merge_and_read` does, for a few tokens.
 
-        `parameters` is the site's slice of the result of `merging`.
+        `parameters` is the site's slice of the result of `decode_params`.
         """
         mixed, log_sums, place = sealed
         z = pallas_kernels.depth_attention_merge_at(
