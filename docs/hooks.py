@@ -1,19 +1,23 @@
-"""What MkDocs is told of this repository: its front page, and where links to code lead.
+"""Hooks of MkDocs: they add the front page, lead links to code, and check the search.
 
 README.md is the first page and CONTRIBUTING.md another: neither is written twice. A link to a
-module leads to its place in the reference, a link to any other file becomes the file's name.
+module leads to the module's place in the reference, and a link to any other file becomes the file's
+name.
 """
 
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 REFERENCE = ("pallas_kernels", "rmt_tpu", "sharding")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+SEARCHED = ("store_norm_retrieve", "AttnRes", "D_k")  # the search must find these words
 FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -36,6 +40,15 @@ def on_page_markdown(markdown, page, config, files):
 
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else LINK.sub(led, part) for part in parts)
+
+
+def on_post_build(config):
+    """Fail the build if the search index lacks a word, or splits it."""
+    index = json.loads(Path(config.site_dir, "search/search_index.json").read_text("utf-8"))
+    text = " ".join(f"{page['title']} {page['text']}" for page in index["docs"])
+    tokens = set(re.split(index["config"]["separator"], re.sub(r"<[^>]*>", " ", text)))
+    if missing := [word for word in SEARCHED if word not in tokens]:
+        raise PluginError(f"the search does not find {', '.join(missing)}")
 
 
 def _link(target: str, match: re.Match, folder: PurePosixPath) -> str:

@@ -1,7 +1,6 @@
 """Residual Matrix Transformers and Attention Residuals: models, training, generation.
 
-import rmt_tpu
-decoder, tokenizer = rmt_tpu.load("runs/rmt-tiny")
+`decoder, tokenizer = rmt_tpu.load("runs/rmt-tiny")` opens a trained run.
 """
 
 import importlib

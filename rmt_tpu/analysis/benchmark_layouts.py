@@ -1,0 +1,158 @@
+"""The layouts of the tables in docs/benchmarks: functions from recipes' JSON values to Markdown.
+
+Each function takes the JSON values of one or more sources of `benchmark_tables`, by part.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Reports = Mapping[str, Any]
+
+_MODELS = ("least", "best guess", "most")
+# The parts of a train step: the name in the table, and the parts of a report that it adds up.
+_PARTS = {
+    "residual: stores, norms, reads": ("residual",),
+    "projections: W_Q, W_K, W_V, W_O": ("projections",),
+    "attention": ("attention",),
+    "feed-forward": ("feed_forward",),
+    "unembedding and loss": ("loss",),
+    "optimizer": ("optimizer",),
+    "embedding and other": ("embedding", "other"),
+}
+
+
+def ops(*sources: Reports) -> str:
+    """Lay out the costs of calls of ops, from the reports of `recipes.kernel_report` by chip."""
+    chips = list(sources[0])
+    titles = ["op", "pass", "least MB", "kernel MB", "plain MB"]
+    lines = [[*titles, f"plain time over kernel's, {' / '.join(chips)}"]]
+    for reports in sources:
+        for rows in zip(*(report["rows"] for report in reports.values()), strict=True):
+            first = rows[0]
+            name = f"{first['op'].replace('_', ' ')}, {first['case']}"
+            sizes = first["work"]["bytes"], first["cost"]["bytes"], first["portable_cost"]["bytes"]
+            megabytes = [f"{size / 1e6:,.0f}" for size in sizes]
+            ratios = " / ".join(f"{row['speedup']:.2f}" for row in rows)
+            lines.append([name, first["direction"], *megabytes, ratios])
+    return _table(lines)
+
+
+def steps(*sources: Reports) -> str:
+    """Lay out train steps of two models, from reports of `recipes.kernel_report --step`.
+
+    The parts are named `<preset>@<chip>`. Each source has another number of sequences.
+    """
+    presets, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
+    lines = [["tokens", f"million cycles, {' / '.join(presets)}", *chips]]
+    for reports in sources:
+        costs = {part: report["steps"][0] for part, report in reports.items()}
+
+        def row(
+            name: str, value: Callable[[Any], float], ratio: str = "", costs: Any = costs
+        ) -> None:
+            cells = []
+            for chip in chips:
+                first, second = (value(costs[f"{preset}@{chip}"]) for preset in presets)
+                quotient = f" = {ratio}{first / second:.2f}{ratio[::-1]}" if name in _MODELS else ""
+                cells.append(f"{first:.1f} / {second:.1f}{quotient}")
+            sequences = costs[f"{presets[0]}@{chips[0]}"]["tokens"] // 512
+            lines.append([f"{sequences} x 512", name, *cells])
+
+        for model in _MODELS:
+            bold = "**" if model == "best guess" else ""
+            row(model, lambda cost, model=model: cost["cycles_by_model"][model] / 1e6, bold)
+        row("HBM traffic, GB", lambda cost: cost["hbm_bytes"] / 1e9)
+        row("temporary memory, GB", lambda cost: cost["temporary_bytes"] / 1e9)
+    return _table(lines)
+
+
+def step_parts(reports: Reports) -> str:
+    """Lay out the million cycles of each part of a train step, for two models.
+
+    The argument is as in `steps`.
+    """
+    presets, chips = (_distinct(part.split("@")[i] for part in reports) for i in (0, 1))
+    lines = [[f"part, {' / '.join(chips)}", *reversed(presets)]]
+    for name, parts in _PARTS.items():
+        cells = [name]
+        for preset in reversed(presets):
+            found = (reports[f"{preset}@{chip}"]["steps"][0]["parts"] for chip in chips)
+            cells.append(" / ".join(f"{sum(of[part] for part in parts) / 1e6:.1f}" for of in found))
+        lines.append(cells)
+    return _table(lines)
+
+
+def decode(*sources: Reports) -> str:
+    """Lay out estimated decode steps, from reports of `recipes.decode_report` by chip.
+
+    The figures of a chip are "-" where a step does not fit.
+    """
+    lines = [["preset", "rows", "context", "least, ms", "step, ms", "share of bandwidth"]]
+    lines[0].append("temporary, MB")
+    for reports in sources:
+        for rows in zip(*(report["rows"] for report in reports.values()), strict=True):
+            case = rows[0]["case"]
+            temporary = [row["cost"] and row["cost"]["temporary_bytes"] for row in rows]
+            cells = [
+                _each([row["least_seconds"] for row in rows], 1e3, ".2f"),
+                _each([row["seconds"] for row in rows], 1e3, ".2f"),
+                _each([row["of_bandwidth"] for row in rows], 1, ".2f"),
+                _each(temporary, 1e-6, ",.1f"),
+            ]
+            lines.append([case["preset"], str(case["batch"]), f"{case['context']:,}", *cells])
+    return _table(lines)
+
+
+def decode_host(reports: Reports) -> str:
+    """Lay out decode steps timed on one machine, from a report of `recipes.decode_report`."""
+    (report,) = reports.values()
+    rows = {(row["case"]["batch"], row["case"]["preset"]): row for row in report["rows"]}
+    presets = _distinct(preset for _, preset in rows)
+    titles = (f"{preset}: ms a step (least to most)" for preset in presets)
+    lines = [["rows", *(cell for title in titles for cell in (title, "tokens/s"))]]
+    for batch in _distinct(batch for batch, _ in rows):
+        cells = [str(batch)]
+        for preset in presets:
+            row = rows[batch, preset]
+            least, most = (f"{seconds * 1e3:.3f}" for seconds in row["span"])
+            cells.append(f"{row['seconds'] * 1e3:.3f} ({least} to {most})")
+            cells.append(f"{batch / row['seconds']:,.0f}")
+        lines.append(cells)
+    return _table(lines)
+
+
+def counts(reports: Reports) -> str:
+    """Lay out parameters and FLOPs of residuals of 1, 2, 4 and 8 times the least size.
+
+    The argument is the report of `recipes.experiment rmt-counts`. A cell also has the growth over
+    the least size.
+    """
+    (report,) = reports.values()
+    lines = [["numbers in a token's residual"]]
+    lines[0] += [f"{name}: {what}" for name in report for what in ("parameters", "MFLOP a token")]
+    first = [rows[0] for rows in report.values()]
+    for rows in zip(*report.values(), strict=True):
+        times = rows[0]["residual_size"] / first[0]["residual_size"]
+        if times not in (1, 2, 4, 8):
+            continue
+        cells = [f"{rows[0]['residual_size']:,}"]
+        for row, base in zip(rows, first, strict=True):
+            for key, scale, form in (("parameters", 1, ",.0f"), ("flops", 1e6, ",.1f")):
+                more = row[key] / base[key] - 1
+                cells.append(f"{row[key] / scale:{form}}" + (f" ({more:+.2%})" if more else ""))
+        lines.append(cells)
+    return _table(lines)
+
+
+def _each(values: Sequence[float | None], scale: int | float, form: str) -> str:
+    return " / ".join("-" if value is None else format(value * scale, form) for value in values)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first line has the titles."""
+    rows = [f"| {' | '.join(cells)} |\n" for cells in lines]
+    return "".join([rows[0], f"|{'---|' * len(lines[0])}\n", *rows[1:]])

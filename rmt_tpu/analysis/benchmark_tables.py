@@ -1,0 +1,248 @@
+"""The tables of docs/benchmarks, written from JSON files that recipes wrote.
+
+    python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks
+    python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks --take key_vector.v5e
+
+The first command writes every table between `<!-- table: NAME -->` and `<!-- end -->` from the
+files in docs/benchmarks/data, and prints the tables whose files are missing with the commands that
+make the files. The second command first runs a recipe, which can take an hour, and stores the
+recipe's JSON there, together with the command, the date, the commit and the versions.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rmt_tpu.analysis import benchmark_layouts as layouts
+from rmt_tpu.estimator import versions
+from rmt_tpu.runs.environment import describe
+
+_REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TAKEN = "taken "  # prefix of the regions that say how a source's figures were taken
+_CHIPS = ("v5e", "v5p", "v6e")
+
+
+class Source(NamedTuple):
+    """A recipe's report, which is stored in one file per part.
+
+    Attributes:
+      command: the command that reports all parts, as pages show it.
+      parts: the names of the parts. A file's name is `<source>.<part>.json`.
+      taking: the command that writes the JSON of one part; `{part}` is the part's name, and
+        `{folder}` is the folder for the files.
+      output: the name of the JSON file in `{folder}`; "" if the command prints the JSON.
+    """
+
+    command: str
+    parts: tuple[str, ...]
+    taking: str
+    output: str
+
+
+class Table(NamedTuple):
+    """A table of a page.
+
+    Attributes:
+      sources: the names of the sources that the table needs.
+      layout: a function that returns the table as Markdown. Its arguments are, for each source, the
+        recipe's JSON values by part.
+    """
+
+    sources: tuple[str, ...]
+    layout: Callable[..., str]
+
+
+def _ops(op: str) -> Source:
+    command = f"python -m recipes.kernel_report --op={op} --targets="
+    taking = command + "{part} --output={folder}"
+    return Source(f"{command}{','.join(_CHIPS)}", _CHIPS, taking, "kernel_report.json")
+
+
+def _steps(batch: int) -> Source:
+    chips = (*_CHIPS, "tpu7x")
+    command = "python -m recipes.kernel_report --step --presets="
+    size = f" --batch_size={batch}"
+    shown = f"{command}rmt-305m,gpt2-405m --targets={','.join(chips)} \\\n {size}"
+    parts = tuple(f"{preset}@{chip}" for chip in chips for preset in ("rmt-305m", "gpt2-405m"))
+    taking = f"{command}{{preset}} --targets={{chip}}{size} --output={{folder}}"
+    return Source(shown, parts, taking, "step_cost.json")
+
+
+def _decode(targets: tuple[str, ...], flags: str) -> Source:
+    command = "python -m recipes.decode_report --target="
+    shown = f"{command}{','.join(targets)} \\\n  {flags}"
+    return Source(shown, targets, f"{command}{{part}} {flags} --json", "")
+
+
+SOURCES = {
+    "key_vector": _ops("key_vector"),
+    "attention": _ops("attention"),
+    "step_16": _steps(16),
+    "step_32": _steps(32),
+    "decode": _decode(
+        _CHIPS,
+        "--batch=1,32,256 \\\n  --presets=gpt2-405m,rmt-305m,rmt-attnres-305m,llama-374m,"
+        "prenorm-528m,attnres-528m",
+    ),
+    "decode_long": _decode(
+        _CHIPS[:2],
+        "--batch=1,32 --context=8192 \\\n  --presets=gpt2-405m,rmt-305m,llama-374m,prenorm-528m,"
+        "attnres-528m \\\n  --set=gpt2-405m:model.attention.positions.max_length=8192 \\\n  "
+        "--set=rmt-305m:model.attention.positions.max_length=8192",
+    ),
+    "decode_host": _decode(
+        ("host",), "--presets=gpt2-tiny,rmt-tiny --batch=1,32,128 --context=128"
+    ),
+    "counts": Source(
+        "python -m recipes.experiment rmt-counts",
+        ("paper",),
+        "python -m recipes.experiment rmt-counts --workdir={folder}",
+        "tiny/rmt-counts/results.json",
+    ),
+}
+TABLES = {
+    "ops": Table(("key_vector", "attention"), layouts.ops),
+    "steps": Table(("step_16", "step_32"), layouts.steps),
+    "step_parts": Table(("step_16",), layouts.step_parts),
+    "decode": Table(("decode", "decode_long"), layouts.decode),
+    "decode_host": Table(("decode_host",), layouts.decode_host),
+    "counts": Table(("counts",), layouts.counts),
+}
+
+
+class Pages(NamedTuple):
+    """The pages of a folder, whose subfolder `data` has the JSON files.
+
+    Attributes:
+      folder: the folder.
+    """
+
+    folder: Path
+
+    def file(self, source: str, part: str) -> Path:
+        """Return the path of a part's JSON file."""
+        return self.folder / "data" / f"{source}.{part}.json"
+
+    def stored(self, source: str) -> dict[str, dict[str, Any]] | None:
+        """Return the contents of a source's files by part, or None if a file is missing."""
+        files = {part: self.file(source, part) for part in SOURCES[source].parts}
+        if not all(file.exists() for file in files.values()):
+            return None
+        return {part: json.loads(file.read_text(encoding="utf-8")) for part, file in files.items()}
+
+    def region(self, name: str) -> str | None:
+        """Return the Markdown of the region `name`, or None if a file is missing.
+
+        Raises:
+          ValueError: there is no table or source of this name.
+        """
+        wanted = name.removeprefix(_TAKEN).split(" ") if name.startswith(_TAKEN) else []
+        if not (wanted or name in TABLES) or not set(wanted) <= SOURCES.keys():
+            raise ValueError(f"<!-- table: {name} --> is unknown; legal: {', '.join(TABLES)}")
+        found = [self.stored(source) for source in wanted or TABLES[name].sources]
+        if None in found:
+            return None
+        if wanted:
+            commands = "\n".join(SOURCES[source].command for source in wanted)
+            return f"```bash\n{commands}\n```\n\n{taken(dict(zip(wanted, found, strict=True)))}\n"
+        reports = ({part: s["report"] for part, s in stored.items()} for stored in found)
+        return TABLES[name].layout(*reports)
+
+    def write(self) -> list[str]:
+        """Write all regions of all pages, and return the names of those whose files are missing."""
+        missing = []
+
+        def written(match: re.Match) -> str:
+            text = self.region(match[2])
+            if text is None:
+                missing.append(match[2])
+                return match[0]
+            return f"{match[1]}\n{text}\n{match[3]}"
+
+        for page in sorted(self.folder.glob("*.md")):
+            before = page.read_text(encoding="utf-8")
+            if (after := _REGION.sub(written, before)) != before:
+                page.write_text(after, encoding="utf-8")
+        return missing
+
+    def take(self, source: str, part: str) -> None:
+        """Run the recipe of a part, and store its JSON.
+
+        Raises:
+          subprocess.CalledProcessError: the recipe failed.
+        """
+        of = SOURCES[source]
+        preset, _, chip = part.partition("@")
+        with tempfile.TemporaryDirectory() as folder:
+            words = shlex.split(of.taking.replace("\\\n", ""))
+            words = [w.format(part=part, preset=preset, chip=chip, folder=folder) for w in words]
+            command = [sys.executable, *words[1:]]
+            done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
+            text = (Path(folder) / of.output).read_text() if of.output else done.stdout
+        here = describe()
+        values = {
+            "command": " ".join(word for word in words if "{folder}" not in word),
+            "date": here["time"][:10],
+            "commit": here["git_commit"],
+            "versions": here["versions"] | versions(),
+            "report": json.loads(text),
+        }
+        self.file(source, part).parent.mkdir(exist_ok=True)
+        self.file(source, part).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return Markdown with the date, commit and versions of all parts of the sources."""
+    groups: dict[str, list[str]] = {}
+    for source, stored in sources.items():
+        for part, values in stored.items():
+            versions = values["versions"]
+            commits = [commit[:7] for commit in (values["commit"] or "").split(", ")]
+            how = f"{values['date']} ({', '.join(commits)})"
+            used = (f"{n} {versions[n]}" for n in ("python", "jax", "libtpu") if n in versions)
+            how += f", {', '.join(used)}"
+            if "transcribed" in values:
+                how += f", transcribed from {values['transcribed']}"
+            groups.setdefault(how, []).append(f"{source} {part}" if len(sources) > 1 else part)
+    if len(groups) == 1:
+        return f"{next(iter(groups))}."
+    *few, most = sorted(groups, key=lambda how: len(groups[how]))
+    lines = [f"- {', '.join(groups[how])}: {how}." for how in few]
+    return "\n".join([*lines, f"- All others: {most}."])
+
+
+def main() -> int:
+    """Take the parts that the flags name, write the pages, and return 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="the folder of the pages: docs/benchmarks")
+    parts = [f"{name}.{part}" for name, source in SOURCES.items() for part in source.parts]
+    parser.add_argument(
+        "--take",
+        nargs="+",
+        default=[],
+        choices=parts,
+        metavar="SOURCE.PART",
+        help=f"run these parts' recipes first, any of {', '.join(parts)}",
+    )
+    flags = parser.parse_args()
+    pages = Pages(flags.folder)
+    for name in flags.take:
+        pages.take(*name.split(".", 1))
+    for name in pages.write():
+        sources = TABLES[name].sources if name in TABLES else name.split(" ")[1:]
+        print(f"not written, because {pages.folder}/data lacks its files: {name}; to make them:")
+        for source in sources:
+            parts = (f"{source}.{part}" for part in SOURCES[source].parts)
+            print(f"  python -m {__spec__.name} {pages.folder} --take {' '.join(parts)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The tables of docs/benchmarks are what the command writes from the recipes' JSON files."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from rmt_tpu.analysis import benchmark_tables
+from rmt_tpu.analysis.benchmark_layouts import decode, ops
+from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages
+
+# The source tree itself: under Bazel, this file is a link to there.
+FOLDER = Path(__file__).resolve().parents[3] / "docs/benchmarks"
+NAMES = set(
+    re.findall(r"<!-- table: (.*) -->", "".join(p.read_text() for p in FOLDER.glob("*.md")))
+)
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A copy of the pages, to write to."""
+    shutil.copytree(FOLDER, tmp_path / "benchmarks")
+    return Pages(tmp_path / "benchmarks")
+
+
+def texts(folder):
+    return {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
+
+
+def test_the_pages_have_the_tables_of_the_files(pages):
+    """`python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks` changes nothing."""
+    pages.write()
+    assert texts(pages.folder) == texts(FOLDER)
+
+
+def test_every_table_is_on_a_page_and_every_file_belongs_to_a_source():
+    assert set(TABLES) <= NAMES
+    parts = {f"{name}.{part}.json" for name, source in SOURCES.items() for part in source.parts}
+    assert {file.name for file in (FOLDER / "data").iterdir()} <= parts
+
+
+def test_a_changed_number_changes_one_row(pages):
+    file = pages.file("step_16", "rmt-305m@v5e")
+    values = json.loads(file.read_text())
+    values["report"]["steps"][0]["cycles_by_model"]["best guess"] = 25.99e6
+    file.write_text(json.dumps(values))
+    assert pages.write() == [name for name in NAMES if pages.region(name) is None]
+    before, after = (texts(f)["train_step.md"].splitlines() for f in (FOLDER, pages.folder))
+    changed = [line for line in after if line not in before]
+    assert len(before) == len(after) and len(changed) == 1
+    assert changed[0].startswith("| 16 x 512 | best guess | 26.0 / 259.9 = **0.10** |")
+
+
+def test_a_table_whose_files_are_missing_stays_and_is_named(pages, capsys, monkeypatch):
+    pages.file("decode_host", "host").unlink()
+    monkeypatch.setattr(sys, "argv", ["benchmark_tables", str(pages.folder)])
+    assert benchmark_tables.main() == 0
+    assert texts(pages.folder) == texts(FOLDER)
+    command = f"rmt_tpu.analysis.benchmark_tables {pages.folder} --take decode_host.host\n"
+    assert f"files: decode_host; to make them:\n  python -m {command}" in capsys.readouterr().out
+
+
+def test_a_region_of_an_unknown_table_is_refused(pages):
+    (pages.folder / "page.md").write_text("<!-- table: nothing -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match=r"table: nothing --> is unknown; legal: ops, "):
+        pages.write()
+
+
+def test_what_a_recipe_writes_is_stored_with_its_command_and_commit(pages, monkeypatch):
+    """The program below stands for a recipe."""
+    program = "import json, sys; json.dump({'rows': [2]}, open(sys.argv[1] + '/r.json', 'w'))"
+    source = SOURCES["counts"]._replace(
+        taking=f'python -c "{program.replace("{", "{{").replace("}", "}}")}" {{folder}}',
+        output="r.json",
+    )
+    monkeypatch.setitem(SOURCES, "counts", source)
+    pages.take("counts", "paper")
+    values = json.loads(pages.file("counts", "paper").read_text())
+    assert values["report"] == {"rows": [2]} and values["command"].startswith("python -c")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", values["date"]) and "jax" in values["versions"]
+
+
+def test_what_was_transcribed_says_so():
+    """A file that no recipe wrote names the page and the commit that its figures are from."""
+    for file in (FOLDER / "data").iterdir():
+        values = json.loads(file.read_text(encoding="utf-8"))
+        assert ("versions" in values["report"] or file.name.startswith("counts")) != (
+            "transcribed" in values
+        ), file.name
+    lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()
+    assert any("transcribed from docs/benchmarks/train_step.md of 3feb6d0" in x for x in lines)
+
+
+def test_decode_steps_that_do_not_fit_have_no_time():
+    row = {"case": {"preset": "a", "batch": 32, "context": 8192}, "least_seconds": 2e-3}
+    fits = row | {"seconds": 4e-3, "of_bandwidth": 0.5, "cost": {"temporary_bytes": 3e6}}
+    full = row | {"seconds": None, "of_bandwidth": None, "cost": None}
+    table = decode({"v5e": {"rows": [full]}, "v5p": {"rows": [fits]}})
+    assert "| a | 32 | 8,192 | 2.00 / 2.00 | - / 4.00 | - / 0.50 | - / 3.0 |" in table
+
+
+def test_ops_have_a_line_per_case_with_the_ratios_of_all_chips():
+    def report(speedup):
+        sizes = {"work": {"bytes": 2e8}, "cost": {"bytes": 3e8}, "portable_cost": {"bytes": 9e8}}
+        row = {"op": "key_vector", "case": "K=64", "direction": "forward", "speedup": speedup}
+        return {"rows": [row | sizes]}
+
+    table = ops({"v5e": report(1.5), "v6e": report(3)})
+    assert table.splitlines()[0].endswith("plain time over kernel's, v5e / v6e |")
+    assert "| key vector, K=64 | forward | 200 | 300 | 900 | 1.50 / 3.00 |" in table
