@@ -48,33 +48,35 @@ def attention_forms(
     name, kernel = _KERNELS[target.platform]
     found = []
     for core in model.cores:
-        given = _given(model, core, length, segments)
-        if given is None:
+        arguments = _attention_arguments(model, core, length, segments)
+        if arguments is None:
             continue
         if model.kernels == "xla":
             why = "model.kernels=xla"
         else:
-            why = _refusal(kernel, target, given)
-        attends = AttentionForm(core.kind, given.qkv.shape[3], "xla" if why else name, why)
-        if attends not in found:
-            found.append(attends)
+            why = _refusal(kernel, target, arguments)
+        form = AttentionForm(core.kind, arguments.qkv.shape[3], "xla" if why else name, why)
+        if form not in found:
+            found.append(form)
     return tuple(found)
 
 
-def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None:
+def _refusal(kernel: ModuleType, target: Target, arguments: Attention) -> str | None:
     """Return the reason why the kernel does not support these arguments, or None if it does."""
-    told = []
+    reasons = []
 
-    def ask(given):
-        told.append(kernel.unsupported("attention_forward", given))
-        return given
+    def ask(arguments):
+        reasons.append(kernel.unsupported("attention_forward", arguments))
+        return arguments
 
     with lowering_for(target.kind):
-        jax.eval_shape(ask, given)
-    return told[0]
+        jax.eval_shape(ask, arguments)
+    return reasons[0]
 
 
-def _given(model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool) -> Attention | None:
+def _attention_arguments(
+    model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool
+) -> Attention | None:
     """Return attention's arguments for one row, or None for a core without softmax attention."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)

@@ -113,7 +113,7 @@ class Tuner:
         """Return the table's entry for the current version of the problem's kernel, or None."""
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
-            if entry.identity == identity and entry.kernel_version == problem.of.version:
+            if entry.identity == identity and entry.kernel_version == problem.tuned_kernel.version:
                 measured = entry.source == "measured" or self.timer is None
                 return entry if measured else None
         return None
@@ -167,17 +167,16 @@ def _versions() -> dict[str, str]:
 
 def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
     """Return the block fields in which a candidate differs from the default, as text."""
-    before, now = tuned.fields(default), tuned.fields(blocks)
-    different = [f"{name}={now[name]}" for name in now if now[name] != before[name]]
-    return " ".join(different) or "default"
+    old, new = tuned.fields(default), tuned.fields(blocks)
+    return " ".join(f"{name}={new[name]}" for name in new if new[name] != old[name]) or "default"
 
 
 def _progress_line(problem: Problem, trials: Sequence[Trial], number: int, count: int) -> str:
     trial = trials[-1]
     seconds = "" if trial.time is None else f" {trial.time * 1e6:.1f} us"
     why = f" ({trial.why[:120]})" if trial.why else ""
-    alone = len(trials) == 1
-    what = changed(problem.default(), trial.blocks) if alone else f"{len(trials)} more"
+    single = len(trials) == 1
+    what = changed(problem.default(), trial.blocks) if single else f"{len(trials)} more"
     return (
         f"{problem.device}: {problem.name}: {number} of {count}, {what}: {trial.fate}{seconds}{why}"
     )
@@ -240,7 +239,7 @@ def _head(problem: Problem) -> dict[str, Any]:
     return {
         "device": problem.device,
         "kernel": problem.kernel,
-        "kernel_version": problem.of.version,
+        "kernel_version": problem.tuned_kernel.version,
         "key": dict(problem.key),
         "tokens": problem.tokens,
         "versions": versions(),
@@ -253,7 +252,7 @@ def _trial(problem: Problem, line: Mapping[str, Any]) -> Trial:
     if fate in ("timed", "wrong"):
         fate = "unrated" if estimate is None else "compiled"
     return Trial(
-        problem.of.made(line["blocks"]),
+        problem.tuned_kernel.made(line["blocks"]),
         fate,
         line["why"],
         None if estimate is None else float(estimate),

@@ -17,12 +17,12 @@ def table(done: Sequence[TuningOutcome]) -> str:
         "| device | kernel | default us | best us | gain | spread | best blocks | source |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(_cells(each))} |" for each in done]
+    lines += [f"| {' | '.join(_cells(outcome))} |" for outcome in done]
     return "\n".join(lines) + "\n"
 
 
-def _cells(each: TuningOutcome) -> list[str]:
-    problem, result, entry, note = each
+def _cells(outcome: TuningOutcome) -> list[str]:
+    problem, result, entry, note = outcome
     if result is None:
         return [problem.device, problem.name, "", "", "", "", note, entry.source if entry else ""]
     source = "measured" if result.measured else "estimated"
@@ -45,14 +45,16 @@ def _us(seconds: float | None) -> str:
 
 def summary(done: Sequence[TuningOutcome], out: str) -> str:
     """Return a summary of the results in one or two lines."""
-    searched = [each for each in done if each.result is not None]
-    gained = [each for each in searched if each.entry is not None]
-    late = sum(each.result.late for each in searched)
-    bound = sum(each.result.default.is_bound and not each.result.measured for each in searched)
+    searched = [outcome for outcome in done if outcome.result is not None]
+    gained = [outcome for outcome in searched if outcome.entry is not None]
+    late = sum(outcome.result.late for outcome in searched)
+    bound = sum(
+        outcome.result.default.is_bound and not outcome.result.measured for outcome in searched
+    )
     text = f"{len(gained)} of {len(searched)} kernels have better block sizes, in {out}"
     if not gained:
         text = f"none of {len(searched)} kernels has block sizes clearly faster than the default"
-    if unrated := sum(each.result.default.time is None for each in searched):
+    if unrated := sum(outcome.result.default.time is None for outcome in searched):
         text += f"; the default of {unrated} could not be rated (see the table)"
     if bound:
         text += (
@@ -69,11 +71,11 @@ def summary(done: Sequence[TuningOutcome], out: str) -> str:
 
 def values(done: Sequence[TuningOutcome]) -> list[dict[str, Any]]:
     """Return the results as JSON values."""
-    return [_values(each) for each in done]
+    return [_values(outcome) for outcome in done]
 
 
-def _values(each: TuningOutcome) -> dict[str, Any]:
-    problem, result, entry, note = each
+def _values(outcome: TuningOutcome) -> dict[str, Any]:
+    problem, result, entry, note = outcome
     found: dict[str, Any] = {
         "device": problem.device,
         "kernel": problem.kernel,
@@ -108,7 +110,9 @@ def draw(done: Sequence[TuningOutcome], path: Path) -> bool:
     """
     import matplotlib.pyplot as plt
 
-    rows = [each for each in done if each.result is not None and each.result.default.time]
+    rows = [
+        outcome for outcome in done if outcome.result is not None and outcome.result.default.time
+    ]
     if not rows:
         return False
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")

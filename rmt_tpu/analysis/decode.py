@@ -206,10 +206,10 @@ def estimate(
     """
     rows = []
     for case in cases:
-        needs = lower_bound(case, "bfloat16")
-        seconds = needs.seconds(target.bandwidth, target.peak_flops)
-        fault = _fault(case, needs, target.hbm)
-        rows.append(DecodeRow(case, target.name, needs, seconds, fault=fault))
+        bound = lower_bound(case, "bfloat16")
+        seconds = bound.seconds(target.bandwidth, target.peak_flops)
+        fault = _fault(case, bound, target.hbm)
+        rows.append(DecodeRow(case, target.name, bound, seconds, fault=fault))
     jobs = [Job(f"{__name__}:lower", dataclasses.asdict(row.case)) for row in rows if not row.fault]
     with contextlib.closing(compile_jobs(target, jobs, progress, buffers=True)) as outcomes:
         return [row if row.fault else _compiled(row, next(outcomes)) for row in rows]
@@ -242,8 +242,8 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     case = DecodeCase(**case)
     graphdef, params = nnx.split(_abstract(case.model("bfloat16")), nnx.Param)
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    decoder = nnx.merge(graphdef, jax.tree.map(placed, params))
+    on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+    decoder = nnx.merge(graphdef, jax.tree.map(on_device, params))
     # Kernels look up their block sizes by the device kind of the active mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
         # Ignore this warning, because some kernels support only calls with many tokens.
@@ -285,11 +285,11 @@ def measure(
     stats = device.memory_stats() or {}
     limit = memory.of_machine() if device.platform == "cpu" else stats.get("bytes_limit", math.inf)
     for case in cases:
-        needs = lower_bound(case, "auto")
-        fault, seconds = _fault(case, needs, limit), None
+        bound = lower_bound(case, "auto")
+        fault, seconds = _fault(case, bound, limit), None
         if target and peak:
-            seconds = needs.seconds(target.bandwidth, peak)
-        row = DecodeRow(case, device.device_kind, needs, seconds, timed=True, fault=fault)
+            seconds = bound.seconds(target.bandwidth, peak)
+        row = DecodeRow(case, device.device_kind, bound, seconds, timed=True, fault=fault)
         if not row.fault:
             try:
                 row = dataclasses.replace(row, times=tuple(_times(case, repeats)))
@@ -298,8 +298,8 @@ def measure(
                     raise
                 row = dataclasses.replace(row, fault=" ".join(str(error).split())[:200])
         if progress is not None:
-            told = row.fault or f"{row.seconds * 1e3:.3f} ms per step"
-            progress(f"{row.device}: {case.preset} {case.batch} {case.context}: {told}")
+            result = row.fault or f"{row.seconds * 1e3:.3f} ms per step"
+            progress(f"{row.device}: {case.preset} {case.batch} {case.context}: {result}")
         yield row
 
 
@@ -329,13 +329,13 @@ def _random_decoder(config: ModelConfig) -> Decoder:
     return nnx.merge(graphdef, jax.jit(draw)())
 
 
-def _fault(case: DecodeCase, needs: DecodeLowerBound, limit: int | float) -> str:
+def _fault(case: DecodeCase, bound: DecodeLowerBound, limit: int | float) -> str:
     """Return why a step is impossible, in one line, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
         return f"has only {learned.max_length} learned positions"
-    if needs.held > limit:
-        held, there = memory.format_bytes(needs.held), memory.format_bytes(int(limit))
+    if bound.held > limit:
+        held, there = memory.format_bytes(bound.held), memory.format_bytes(int(limit))
         return f"does not fit: weights and cache take {held}, but the device has {there}"
     return ""
 

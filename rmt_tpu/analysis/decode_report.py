@@ -24,7 +24,7 @@ def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
       largest: the number of most expensive instructions to list for each estimated step.
     """
     parts = ["# Time of a decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
-    parts += [_tables(device, of) for device, of in _by_device(rows)]
+    parts += [_tables(device, device_rows) for device, device_rows in _by_device(rows)]
     for row in rows:
         if largest and row.cost is not None:
             case = ", ".join((*_case(row), row.device))
@@ -35,28 +35,28 @@ def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
 
 def how(rows: Sequence[DecodeRow]) -> list[str]:
     """Return paragraphs that explain how the figures were obtained and how accurate they are."""
-    told = []
+    paragraphs = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
-        told += [
+        paragraphs += [
             f"Estimated, not measured: the time of one of {STEPS} steps that one dispatch runs, at "
             "least the time that the HBM traffic takes at full bandwidth. The range is over "
             f"{len(MODELS)} cost models. The most likely token is chosen.",
             error_bar(chips),
         ]
     if any(row.timed for row in rows):
-        told.append(
+        paragraphs.append(
             "Timed on this machine with random weights: median, least and most over repeats. Each "
             "repeat gives the median round of the engine's steps, which includes choosing tokens."
         )
-    return told
+    return paragraphs
 
 
 def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
     """Return each preset's step time relative to the first preset's, per device and case."""
     found = []
     for row in rows:
-        over = _over(row, rows)
-        if over is not None and row.case.preset != rows[0].case.preset:
+        ratio = _over(row, rows)
+        if ratio is not None and row.case.preset != rows[0].case.preset:
             case = row.case
             found.append(
                 {
@@ -64,7 +64,7 @@ def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
                     "presets": [case.preset, rows[0].case.preset],
                     "batch": case.batch,
                     "context": case.context,
-                    "ratio": over,
+                    "ratio": ratio,
                 }
             )
     return found
@@ -80,16 +80,16 @@ def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
     known = all(row.of_bandwidth is not None for row in rows if row.seconds is not None)
     value = lambda row: row.of_bandwidth if known else row.seconds * 1e3
     several = len({row.case.context for row in rows}) > 1
-    for axes, (device, of) in zip(panels, devices, strict=True):
+    for axes, (device, device_rows) in zip(panels, devices, strict=True):
         curve = lambda row: (row.case.preset, row.case.context)
-        done = sorted((row for row in of if row.seconds is not None), key=curve)
+        done = sorted((row for row in device_rows if row.seconds is not None), key=curve)
         for number, ((preset, context), points) in enumerate(itertools.groupby(done, curve)):
             points = sorted(points, key=lambda row: row.case.batch)
             label = f"{preset}, {context:,}" if several else preset
             heights = [value(row) for row in points]
             axes.plot([p.case.batch for p in points], heights, label=label, **line_style(number))
         axes.set(xscale="log", xlabel="rows", title=device)
-        axes.set_xticks(batches := sorted({row.case.batch for row in of}), batches)
+        axes.set_xticks(batches := sorted({row.case.batch for row in device_rows}), batches)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("share of HBM bandwidth" if known else "milliseconds per step")
@@ -123,13 +123,13 @@ def _tables(device: str, rows: Sequence[DecodeRow]) -> str:
 
 
 def _figures(row: DecodeRow, rows: Sequence[DecodeRow], several: bool) -> list[str]:
-    needs, cost = row.least, row.cost
-    cells = [f"{(needs.weights + needs.cache) / 1e6:,.0f}", _shown(row.least_seconds, 1e3, ".3f")]
+    bound, cost = row.least, row.cost
+    cells = [f"{(bound.weights + bound.cache) / 1e6:,.0f}", _shown(row.least_seconds, 1e3, ".3f")]
     cells += [_shown(row.seconds, 1e3, ".3f"), _shown(row.of_bandwidth, 1, ".2f")]
     cells += [_shown(_over(row, rows), 1, ".2f")] if several else []
     cells.append(" to ".join(f"{s * 1e3:.3f}" for s in row.span) if row.span else "-")
     cells.append(_shown(row.seconds and row.case.batch / row.seconds, 1, ",.0f"))
-    cells.append(f"{needs.held / 1e9:.2f}")
+    cells.append(f"{bound.held / 1e9:.2f}")
     if not row.timed:
         cells.append(_shown(cost and cost.temporary_bytes, 1e-6, ".1f"))
         calls, moved = row.copies

@@ -124,12 +124,12 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
         residual=rms("residual") or None,
         gradient=rms("gradient"),
         weights=_depth_weights(decoder, [np.asarray(w) / tokens for w in total["weights"]]),
-        entropy=_of_several(total, [float(x) / tokens for x in total["entropy"]]),
-        spread=_of_several(total, [max(site) for site in zip(*spreads, strict=True)]),
+        entropy=_per_site(total, [float(x) / tokens for x in total["entropy"]]),
+        spread=_per_site(total, [max(site) for site in zip(*spreads, strict=True)]),
     )
 
 
-def _of_several(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
+def _per_site(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
     """Return one value per site, None at sites with a single source; None if there are no sites."""
     counts = [len(w) for w in total["weights"]]
     return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
@@ -286,14 +286,16 @@ class _TappedStore:
 
 def _sublayers(decoder, context) -> list[Unstacked]:
     unstacked = []
-    for stack, of_stack in zip(decoder.stacks, decoder.config.stacks, strict=True):
+    for stack, stack_config in zip(decoder.stacks, decoder.config.stacks, strict=True):
         graphdef, stacked = nnx.split(stack)
-        for i in range(of_stack.repeat):
+        for i in range(stack_config.repeat):
             unstacked += nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
-    writers = [one.site.writer for one in unstacked[1:]] + [decoder.final_site.writer]
+    writers = [sublayer.site.writer for sublayer in unstacked[1:]] + [decoder.final_site.writer]
     return [
-        Unstacked(one.site, partial(one.core, context=context, index=jnp.int32(k)), writer)
-        for k, (one, writer) in enumerate(zip(unstacked, writers, strict=True))
+        Unstacked(
+            sublayer.site, partial(sublayer.core, context=context, index=jnp.int32(k)), writer
+        )
+        for k, (sublayer, writer) in enumerate(zip(unstacked, writers, strict=True))
     ]
 
 
@@ -397,8 +399,8 @@ def _draw(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> No
 def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
     values = np.array(weights.mean, float)  # None becomes NaN, which the map leaves white
     if weights.signed:
-        most = np.nanmax(np.abs(values))
-        image = axes.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+        largest = np.nanmax(np.abs(values))
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")
     else:
         image = axes.imshow(values, cmap="viridis", vmin=0, aspect="auto")
     for axis, names in ((axes.xaxis, weights.sources), (axes.yaxis, weights.sites)):

@@ -47,44 +47,46 @@ def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
 
 
 def _key_vector(call: Called) -> Iterator[DeviceCase]:
-    given = call.args[0]
-    site = given.site if call.op == "backward" else given
-    d_residual = given.d_residual if call.op == "backward" else None
-    whole = next(x for x in (site.residual, d_residual) if x is not None)
-    *tokens, K, V = whole.shape
+    operands = call.args[0]
+    site = operands.site if call.op == "backward" else operands
+    d_residual = operands.d_residual if call.op == "backward" else None
+    matrix = next(x for x in (site.residual, d_residual) if x is not None)
+    *tokens, K, V = matrix.shape
     R = 0 if site.store_keys is None else site.store_keys.shape[0]
     P = 0 if site.read_keys is None else site.read_keys.shape[0]
-    narrow = site.data if site.data is not None else whole
+    narrow = site.data if site.data is not None else matrix
     dtype = str(call.options.get("dtype") or narrow.dtype)
     if dtype == "int16":
         dtype = "bfloat16"
     norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
-    given = KeyVector(K, V, R, P), _capped(tuple(tokens)), dtype
-    if whole.dtype == jnp.int16 or call.options.get("rebuild"):
+    tokens = _capped(tuple(tokens))
+    if matrix.dtype == jnp.int16 or call.options.get("rebuild"):
         # A call that has a store is an `undo`, any other an `again`. Both cases need a store and a
         # read, so a missing one gets size 1.
-        given = KeyVector(K, V, R or 1, P or 1), *given[1:]
-        yield (residual.undo if R else residual.again)(*given, **norm)
-    elif R and P:
-        yield residual.site(*given, **norm)
+        make = residual.undo if R else residual.undo_and_reread
+        yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **norm)
+        return
+    size = KeyVector(K, V, R, P)
+    if R and P:
+        yield residual.site(size, tokens, dtype, **norm)
     elif R:
-        yield residual.store(*given)
+        yield residual.store(size, tokens, dtype)
     else:
-        yield residual.norm_retrieve(*given, **norm)
+        yield residual.norm_retrieve(size, tokens, dtype, **norm)
 
 
 def _depth(call: Called) -> Iterator[DeviceCase]:
-    given = call.args[0]
+    operands = call.args[0]
     if call.op.startswith("partial"):
-        S, *entries = given.queries.shape
-        N, *tokens = given.sources.shape[: -len(entries)]
-        make, dtype = residual.partial, given.sources.dtype
+        S, *entries = operands.queries.shape
+        N, *tokens = operands.sources.shape[: -len(entries)]
+        make, dtype = residual.partial, operands.sources.dtype
     else:
-        given = given.merge if call.name == "merge_read" else given
-        S, *entries = given.mixed.shape[:1] + given.query.shape
-        N, tokens = 1, given.current.shape[: -len(entries)]
+        operands = operands.merge if call.name == "merge_read" else operands
+        S, *entries = operands.mixed.shape[:1] + operands.query.shape
+        N, tokens = 1, operands.current.shape[: -len(entries)]
         make = residual.merge_read if call.name == "merge_read" else residual.merge
-        dtype = given.current.dtype
+        dtype = operands.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
     # The arrays have an entry per token for each of S sites or N sources, so fewer tokens are used.
@@ -93,27 +95,27 @@ def _depth(call: Called) -> Iterator[DeviceCase]:
 
 
 def _attention(call: Called) -> Iterator[DeviceCase]:
-    given = call.args[0]
+    operands = call.args[0]
     if call.op.startswith("part"):
-        batch, seq, heads, D = given.q.shape
-        k = given.kv[0] if isinstance(given.kv, tuple) else given.kv
+        batch, seq, heads, D = operands.q.shape
+        k = operands.kv[0] if isinstance(operands.kv, tuple) else operands.kv
         most = max(1, _TOKENS // max(seq, k.shape[1]))
         before = min(k.shape[1], _TOKENS)
         tokens = min(batch, most), min(seq, _TOKENS)
-        yield layers.attention_to(Heads(heads, D), tokens, before, str(given.q.dtype))
+        yield layers.attention_to(Heads(heads, D), tokens, before, str(operands.q.dtype))
         return
-    batch, seq, rows, D = given.qkv.shape
+    batch, seq, rows, D = operands.qkv.shape
     G = call.options["kv_heads"]
     options: dict[str, Any] = {
         "kv_heads": G,
-        "alibi": given.slopes is not None,
-        "segments": given.segment_ids is not None,
+        "alibi": operands.slopes is not None,
+        "segments": operands.segment_ids is not None,
         "order": call.options["rows"],
-        "dtype": str(given.qkv.dtype),
+        "dtype": str(operands.qkv.dtype),
     }
-    if given.kv is not None:
-        options["values"] = given.kv[1].shape[3]
-    heads = rows if given.kv is not None else rows - 2 * G
+    if operands.kv is not None:
+        options["values"] = operands.kv[1].shape[3]
+    heads = rows if operands.kv is not None else rows - 2 * G
     yield layers.attention(Heads(heads, D), _capped((batch, seq)), **options)
 
 
@@ -133,11 +135,11 @@ def _grouped(call: Called) -> Iterator[DeviceCase]:
 
 def _token_rows(call: Called) -> Iterator[DeviceCase]:
     rows, _, places = call.args
-    each = call.options["each"]
-    tokens = len(places) // each
-    kept = min(tokens, _TOKENS // each or 1)
-    count = max(1, len(rows) * kept // tokens)
-    yield layers.token_rows(kept, each, count, rows.shape[1], str(rows.dtype))
+    choices = call.options["each"]
+    all_tokens = len(places) // choices
+    tokens = min(all_tokens, _TOKENS // choices or 1)
+    count = max(1, len(rows) * tokens // all_tokens)
+    yield layers.token_rows(tokens, choices, count, rows.shape[1], str(rows.dtype))
 
 
 def _logits(call: Called) -> Iterator[DeviceCase]:

@@ -59,5 +59,5 @@ def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int) -> 
 
 def only(inputs: Callable[[], Arrays], names) -> Arrays:
     """Return only the inputs whose names are in `names`."""
-    made = inputs()
-    return {name: made[name] for name in names}
+    arrays = inputs()
+    return {name: arrays[name] for name in names}

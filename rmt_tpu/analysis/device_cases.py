@@ -30,7 +30,7 @@ def _key_vector(scale: Scale) -> Iterator[DeviceCase]:
         yield residual.store(size, tokens)
         yield residual.norm_retrieve(size, tokens)
         yield residual.undo(size, tokens)
-        yield residual.again(size, tokens)
+        yield residual.undo_and_reread(size, tokens)
         yield residual.site_at(size, tokens[0])
 
 

@@ -60,14 +60,14 @@ def attention(
         return {"out": out}
 
     def inputs():
-        made = {"qkv": normal(20, dtype, *tokens, heads + (0 if values else 2 * G), D)}
+        arrays = {"qkv": normal(20, dtype, *tokens, heads + (0 if values else 2 * G), D)}
         if values:
-            made["k"] = normal(25, dtype, *tokens, G, D)
-            made["v"] = normal(26, dtype, *tokens, G, values)
+            arrays["k"] = normal(25, dtype, *tokens, G, D)
+            arrays["v"] = normal(26, dtype, *tokens, G, values)
         if not segments:
-            return made
+            return arrays
         ids = (jnp.arange(tokens[1]) >= tokens[1] // 3).astype(jnp.int32)
-        return made | {"segment_ids": jnp.tile(ids, (tokens[0], 1))}
+        return arrays | {"segment_ids": jnp.tile(ids, (tokens[0], 1))}
 
     more = ({"G": G} if G != heads else {}) | ({"Dv": values} if values else {})
     words = in_words(tokens, dtype, H=heads, D=D, **more) + (" ALiBi" if alibi else "")
@@ -159,14 +159,14 @@ def delta(
             "state": normal(35, "float32", tokens[0], heads, D, D, scale=0.1),
         }
 
-    def function(implementation, **given):
+    def function(implementation, **arrays):
         options = {"scale": 1.0, "implementation": implementation}
         return dict(
-            zip(("read", "state"), pallas_kernels.delta_attention(**given, **options), strict=True)
+            zip(("read", "state"), pallas_kernels.delta_attention(**arrays, **options), strict=True)
         )
 
-    def recurrence(**given):
-        found = delta_reference.delta_attention(**given, scale=1.0)
+    def recurrence(**arrays):
+        found = delta_reference.delta_attention(**arrays, scale=1.0)
         return dict(zip(("read", "state"), found, strict=True))
 
     words = in_words(tokens, dtype, H=heads, D=D)
@@ -204,11 +204,11 @@ def grouped(
         }
 
     def function(implementation, rows, matrices, sizes):
-        given = jnp.where(_of_a_group(rows, sizes), rows, 0)
+        grouped_rows = jnp.where(_in_a_group(rows, sizes), rows, 0)
         options = {"implementation": implementation}
-        products = pallas_kernels.grouped_matmul(given, matrices, sizes, **options)
+        products = pallas_kernels.grouped_matmul(grouped_rows, matrices, sizes, **options)
         # Rows without a group have undefined products, so they are replaced by zeros.
-        return {"products": jnp.where(_of_a_group(rows, sizes), products, 0)}
+        return {"products": jnp.where(_in_a_group(rows, sizes), products, 0)}
 
     def by_rows(rows, matrices, sizes):
         return {"products": grouped_reference.grouped_matmul(rows, matrices, sizes)}
@@ -218,21 +218,21 @@ def grouped(
     return DeviceCase("grouped_matmul", words, function, inputs, 2 * M * K * N, reference=reference)
 
 
-def _of_a_group(rows, sizes):
+def _in_a_group(rows, sizes):
     return (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
 
 
 def token_rows(
-    tokens: int, each: int, count: int, width: int, dtype: str = "bfloat16"
+    tokens: int, choices: int, count: int, width: int, dtype: str = "bfloat16"
 ) -> DeviceCase:
     """Return a test case that gathers tokens' rows for their chosen experts and sums by token.
 
-    Each token has `each` choices, and `count` rows are gathered.
+    Each token has `choices` choices, and `count` rows are gathered.
     """
 
     def inputs():
-        order = np.random.default_rng(50).permutation(tokens * each)[:count].astype(np.int32)
-        places = np.full(tokens * each, count, np.int32)
+        order = np.random.default_rng(50).permutation(tokens * choices)[:count].astype(np.int32)
+        places = np.full(tokens * choices, count, np.int32)
         places[order] = np.arange(len(order))
         order = np.pad(order, (0, count - len(order)))  # the padding rows belong to no choice
         return {
@@ -245,19 +245,21 @@ def token_rows(
     def function(implementation, rows, x, order, places):
         options = {"implementation": implementation}
         return {
-            "sums": pallas_kernels.sums_of_rows(rows, order, places, each=each, **options),
-            "rows": _of_choices(pallas_kernels.rows_of_tokens(x, order, places, **options), places),
+            "sums": pallas_kernels.sums_of_rows(rows, order, places, each=choices, **options),
+            "rows": _zero_padding_rows(
+                pallas_kernels.rows_of_tokens(x, order, places, **options), places
+            ),
         }
 
     def reference(rows, x, order, places):
-        sums = rows_reference.sums_of_rows(rows, places, each=each)
-        return {"sums": sums, "rows": _of_choices(x[order // each], places)}
+        sums = rows_reference.sums_of_rows(rows, places, each=choices)
+        return {"sums": sums, "rows": _zero_padding_rows(x[order // choices], places)}
 
-    words = in_words((tokens,), dtype, choices=each, rows=count, width=width)
+    words = in_words((tokens,), dtype, choices=choices, rows=count, width=width)
     return DeviceCase("token_rows", words, function, inputs, count * width, reference=reference)
 
 
-def _of_choices(rows, places):
+def _zero_padding_rows(rows, places):
     """Return the rows, with rows that belong to no choice replaced by zeros."""
     there = jnp.zeros(len(rows), bool).at[places].set(True, mode="drop")
     return jnp.where(there[:, None], rows, 0)

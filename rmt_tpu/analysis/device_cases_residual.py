@@ -33,17 +33,17 @@ def site(
     """Return a test case for `store_norm_retrieve` (write, norm and read), with gradients."""
     options = {"norm": norm, "epsilon": EPSILON}
 
-    def function(implementation, **given):
+    def function(implementation, **arrays):
         stored, retrieved = pallas_kernels.store_norm_retrieve(
-            **given, **options, implementation=implementation
+            **arrays, **options, implementation=implementation
         )
         return {"stored": stored, "retrieved": retrieved}
 
-    def reference(**given):
-        found = key_vector_reference.store_norm_retrieve(**given, **options)
+    def reference(**arrays):
+        found = key_vector_reference.store_norm_retrieve(**arrays, **options)
         return dict(zip(("stored", "retrieved"), found, strict=True))
 
-    flops = (size.R + size.P) * _each(size, tokens)
+    flops = (size.R + size.P) * _flops_per_vector(size, tokens)
     inputs = functools.partial(_site_inputs, size, tokens, dtype)
     words = _site_words(size, tokens, dtype)
     return DeviceCase(
@@ -59,16 +59,16 @@ def site(
 
 def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for a write to the residual alone."""
-    made = functools.partial(_site_inputs, size, tokens, dtype)
+    all_inputs = functools.partial(_site_inputs, size, tokens, dtype)
     return DeviceCase(
         "store",
         _site_words(size, tokens, dtype),
-        lambda implementation, **given: {
-            "stored": pallas_kernels.store(**given, implementation=implementation)
+        lambda implementation, **arrays: {
+            "stored": pallas_kernels.store(**arrays, implementation=implementation)
         },
-        functools.partial(only, made, ("residual", "store_keys", "data")),
-        size.R * _each(size, tokens),
-        reference=lambda **given: {"stored": key_vector_reference.store(**given)},
+        functools.partial(only, all_inputs, ("residual", "store_keys", "data")),
+        size.R * _flops_per_vector(size, tokens),
+        reference=lambda **arrays: {"stored": key_vector_reference.store(**arrays)},
     )
 
 
@@ -77,20 +77,20 @@ def norm_retrieve(
 ) -> DeviceCase:
     """Return a test case for a norm and a read of the residual, without a write."""
     options = {"norm": norm, "epsilon": EPSILON}
-    made = functools.partial(_site_inputs, size, tokens, dtype)
+    all_inputs = functools.partial(_site_inputs, size, tokens, dtype)
     return DeviceCase(
         "norm_retrieve",
         _site_words(size, tokens, dtype),
-        lambda implementation, **given: {
+        lambda implementation, **arrays: {
             "retrieved": pallas_kernels.norm_retrieve(
-                **given, **options, implementation=implementation
+                **arrays, **options, implementation=implementation
             )
         },
-        functools.partial(only, made, ("residual", "gain", "read_keys")),
-        size.P * _each(size, tokens),
-        reference=lambda **given: {
+        functools.partial(only, all_inputs, ("residual", "gain", "read_keys")),
+        size.P * _flops_per_vector(size, tokens),
+        reference=lambda **arrays: {
             "retrieved": key_vector_reference.norm_retrieve(
-                **given, **options, dtype=given["residual"].dtype
+                **arrays, **options, dtype=arrays["residual"].dtype
             )
         },
         cancels=_CANCELS,
@@ -106,15 +106,15 @@ def undo(
     differentiated.
     """
 
-    def function(implementation, d_stored, d_retrieved, residual, **given):
+    def function(implementation, d_stored, d_retrieved, residual, **arrays):
         options = {"norm": norm, "implementation": implementation}
         stored, retrieved, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
-            residual, **given, epsilon=EPSILON, **options
+            residual, **arrays, epsilon=EPSILON, **options
         )
         g = pallas_kernels.undo(
-            stored, statistics, **given, d_residual=d_stored, d_retrieved=d_retrieved, **options
+            stored, statistics, **arrays, d_residual=d_stored, d_retrieved=d_retrieved, **options
         )
-        gradients = {f"d_{name}": getattr(g, name) for name in ("residual", *given)}
+        gradients = {f"d_{name}": getattr(g, name) for name in ("residual", *arrays)}
         return {"stored": stored, "retrieved": retrieved, "rebuilt": g.rebuilt} | gradients
 
     K, V, R, P = size
@@ -123,14 +123,14 @@ def undo(
         _site_words(size, tokens, dtype),
         function,
         functools.partial(_undo_inputs, size, tokens, dtype),
-        3 * (R + P) * _each(size, tokens),
+        3 * (R + P) * _flops_per_vector(size, tokens),
         gradients=False,
         exact={"rebuilt": "residual"},
         cancels=_CANCELS,
     )
 
 
-def again(
+def undo_and_reread(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> DeviceCase:
     """Return a test case for an undo that also reads the rebuilt residual, and for that read alone.
@@ -138,11 +138,11 @@ def again(
     Neither is differentiated.
     """
 
-    def function(implementation, d_stored, d_retrieved, residual, **given):
+    def function(implementation, d_stored, d_retrieved, residual, **arrays):
         options = {"norm": norm, "implementation": implementation}
-        data = given["data"].dtype
-        before = jnp.zeros_like(given["store_keys"]), jnp.zeros_like(given["data"])
-        read = given["gain"], given["read_keys"]
+        data = arrays["data"].dtype
+        before = jnp.zeros_like(arrays["store_keys"]), jnp.zeros_like(arrays["data"])
+        read = arrays["gain"], arrays["read_keys"]
         _, first, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, *before, *read, epsilon=EPSILON, **options
         )
@@ -150,12 +150,12 @@ def again(
             residual, statistics, *read, epsilon=EPSILON, dtype=data, **options
         )
         stored, _, later = pallas_kernels.store_norm_retrieve_with_statistics(
-            residual, **given, epsilon=EPSILON, **options
+            residual, **arrays, epsilon=EPSILON, **options
         )
         g = pallas_kernels.undo(
             stored,
             later,
-            **given,
+            **arrays,
             d_residual=d_stored,
             d_retrieved=d_retrieved,
             again=pallas_kernels.Again(*read, statistics),
@@ -168,7 +168,7 @@ def again(
         _site_words(size, tokens, dtype),
         function,
         functools.partial(_undo_inputs, size, tokens, dtype),
-        (3 * size.R + 6 * size.P) * _each(size, tokens),
+        (3 * size.R + 6 * size.P) * _flops_per_vector(size, tokens),
         gradients=False,
         exact={"rebuilt": "residual"},
         cancels=_CANCELS,
@@ -183,17 +183,17 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     tokens = (batch, 1)
 
     def inputs():
-        made = _site_inputs(size, tokens, dtype)
+        arrays = _site_inputs(size, tokens, dtype)
         of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the op uses the second layer
-        return made | {k: of_layers(made[k]) for k in ("store_keys", "gain", "read_keys")}
+        return arrays | {k: of_layers(arrays[k]) for k in ("store_keys", "gain", "read_keys")}
 
-    def function(implementation, **given):
+    def function(implementation, **arrays):
         stored, retrieved = pallas_kernels.store_norm_retrieve_at(
-            1, **given, implementation=implementation
+            1, **arrays, implementation=implementation
         )
         return {"stored": stored, "retrieved": retrieved}
 
-    flops = (size.R + size.P) * _each(size, tokens)
+    flops = (size.R + size.P) * _flops_per_vector(size, tokens)
     words = _site_words(size, tokens, dtype)
     return DeviceCase(
         "store_norm_retrieve_at",
@@ -206,7 +206,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     )
 
 
-def _each(size: KeyVector, tokens: Tokens) -> int:
+def _flops_per_vector(size: KeyVector, tokens: Tokens) -> int:
     return 2 * tokens[0] * tokens[1] * size.K * size.V
 
 
@@ -293,10 +293,15 @@ def merge(
     """
 
     def function(implementation, mixed, log_sums, current, query, norm_gain=None):
-        given = mixed, log_sums, len(mixed) - 1, current, query, norm_gain
-        norm = None if norm_gain is None else "layernorm"
         mixed, current, z = pallas_kernels.depth_attention_merge(
-            *given, norm=norm, implementation=implementation
+            mixed,
+            log_sums,
+            len(mixed) - 1,
+            current,
+            query,
+            norm_gain,
+            norm=None if norm_gain is None else "layernorm",
+            implementation=implementation,
         )
         return {"mixed": mixed, "current": current, "z": z}
 
@@ -313,17 +318,17 @@ def merge(
 def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> DeviceCase:
     """Return a test case for a merge of matrices, with a norm and a read in the same kernel."""
 
-    def function(implementation, mixed, log_sums, current, **given):
+    def function(implementation, mixed, log_sums, current, **arrays):
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
-            mixed, log_sums, len(mixed) - 1, current, **given, implementation=implementation
+            mixed, log_sums, len(mixed) - 1, current, **arrays, implementation=implementation
         )
         return {"mixed": mixed, "current": current, "z": z}
 
     def inputs():
-        made = _merge_inputs(size, tokens, matrix, dtype)
-        made["norm_gain"] = 1 + normal(16, "float32", *matrix, scale=0.1)
+        arrays = _merge_inputs(size, tokens, matrix, dtype)
+        arrays["norm_gain"] = 1 + normal(16, "float32", *matrix, scale=0.1)
         keys = normal(17, "float32", _READ, matrix[0], scale=matrix[0] ** -0.5)
-        return made | {"read_keys": keys}
+        return arrays | {"read_keys": keys}
 
     flops = (15 + 2 * _READ) * tokens[0] * tokens[1] * size.D
     words = _depth_words(size, tokens, matrix, dtype)
@@ -338,14 +343,23 @@ def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     tokens = (batch, 1)
 
     def inputs():
-        made = _merge_inputs(size, tokens, (size.D,), dtype)
-        own = jnp.stack([made.pop("query"), made.pop("norm_gain")])
-        made["log_sums"] = jnp.stack([made["log_sums"]] * size.S)
-        return made | {"parameters": jnp.stack([jnp.zeros_like(own), own])}
+        arrays = _merge_inputs(size, tokens, (size.D,), dtype)
+        parameters_of_layer = jnp.stack([arrays.pop("query"), arrays.pop("norm_gain")])
+        arrays["log_sums"] = jnp.stack([arrays["log_sums"]] * size.S)
+        return arrays | {
+            "parameters": jnp.stack([jnp.zeros_like(parameters_of_layer), parameters_of_layer])
+        }
 
     def function(implementation, parameters, mixed, log_sums, current):
-        given = 1, parameters, mixed, log_sums, len(mixed) - 1, current
-        z = pallas_kernels.depth_attention_merge_at(*given, implementation=implementation)
+        z = pallas_kernels.depth_attention_merge_at(
+            1,
+            parameters,
+            mixed,
+            log_sums,
+            len(mixed) - 1,
+            current,
+            implementation=implementation,
+        )
         return {"z": z}
 
     words = _depth_words(size, tokens, None, dtype)
@@ -355,8 +369,8 @@ def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
 
 def _depth_words(size: Depth, tokens: Tokens, matrix: Tokens | None, dtype: str) -> str:
     S, N, D = size
-    of = {"K": matrix[0], "V": matrix[1]} if matrix else {"D": D}
-    return in_words(tokens, dtype, S=S, N=N, **of)
+    sizes = {"K": matrix[0], "V": matrix[1]} if matrix else {"D": D}
+    return in_words(tokens, dtype, S=S, N=N, **sizes)
 
 
 def _partial_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
@@ -368,8 +382,8 @@ def _partial_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
 
 def _partial_plainly(queries, sources) -> Arrays:
     S, (N, B, T, *entries) = len(queries), sources.shape
-    given = Partial(queries.reshape(S, -1), sources.reshape(N, B * T, -1), N, None)
-    mixed, log_sums = depth_reference.partial(given, epsilon=EPSILON)
+    operands = Partial(queries.reshape(S, -1), sources.reshape(N, B * T, -1), N, None)
+    mixed, log_sums = depth_reference.partial(operands, epsilon=EPSILON)
     return {
         "mixed": mixed.reshape(S, B, T, *entries),
         "log_sums": log_sums.reshape(S, B, T),

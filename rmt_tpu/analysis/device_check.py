@@ -127,19 +127,19 @@ def check(
 
 
 def _check(case: DeviceCase, implementation: str | None, interpret: bool, timed: bool) -> CheckRow:
-    ran = run(case, implementation, interpret=interpret)
-    differences, bounds = compare(case, ran.inputs, ran.got, ran.want)
-    arguments = ran.inputs, ran.cotangents
+    case_run = run(case, implementation, interpret=interpret)
+    differences, bounds = compare(case, case_run.inputs, case_run.got, case_run.want)
+    arguments = case_run.inputs, case_run.cotangents
     return CheckRow(
         case.op,
         case.size,
-        ran.implementation,
+        case_run.implementation,
         differences,
         bounds,
-        _seconds(ran.program, arguments) if timed else None,
-        sum(x.nbytes for x in jax.tree.leaves((arguments, ran.got))),
+        _seconds(case_run.program, arguments) if timed else None,
+        sum(x.nbytes for x in jax.tree.leaves((arguments, case_run.got))),
         case.flops * (3 if case.gradients else 1),
-        note=ran.note,
+        note=case_run.note,
     )
 
 
@@ -160,26 +160,28 @@ def run(case: DeviceCase, implementation: str | None, *, interpret: bool = False
     inputs = case.inputs()
     cotangents = _cotangents(case, inputs)
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(warnings.catch_warnings(record=True))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         if interpret:
             stack.enter_context(interpreting())
         traced = jax.jit(results_and_gradients(case, implementation)).trace(inputs, cotangents)
         program = traced.lower().compile()
     if interpret:
-        name = "interpreted" if _is_interpreted(traced.jaxpr) else "xla"
+        name = "interpreted" if _has_pallas_call(traced.jaxpr) else "xla"
     else:
         name = _implementation_of(program.as_text())
-    notes = dict.fromkeys(str(w.message) for w in said if "kernel for this call" in str(w.message))
+    notes = dict.fromkeys(
+        str(w.message) for w in caught if "kernel for this call" in str(w.message)
+    )
     got = jax.device_get(program(inputs, cotangents))
-    want = jax.device_get(wanted(case, inputs, cotangents))
+    want = jax.device_get(expected_results(case, inputs, cotangents))
     return CaseRun(program, inputs, cotangents, got, want, name, "; ".join(notes))
 
 
-def wanted(case: DeviceCase, inputs: Arrays, cotangents: Arrays) -> Arrays:
+def expected_results(case: DeviceCase, inputs: Arrays, cotangents: Arrays) -> Arrays:
     """Return the expected results and gradients, by evaluating the equations in float32."""
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    plain = lambda _, **given: case.reference(**given)
+    plain = lambda _, **arrays: case.reference(**arrays)
     exact = case if case.reference is None else dataclasses.replace(case, function=plain)
     with jax.default_matmul_precision("highest"):
         arguments = jax.tree.map(wide, (inputs, cotangents))
@@ -293,10 +295,10 @@ def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:
 
 def _wall_seconds(program: jax.stages.Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
     """Return the wall-clock seconds per call, averaged over enough calls for a reliable time."""
-    calls, taken = 1, 0.0
-    while (taken := wall_seconds(program, arguments, calls)) < _LONG and calls < _MOST_CALLS:
+    calls = 1
+    while (seconds := wall_seconds(program, arguments, calls)) < _LONG and calls < _MOST_CALLS:
         calls *= 4
-    return taken / calls
+    return seconds / calls
 
 
 def _implementation_of(text: str) -> str:
@@ -304,7 +306,7 @@ def _implementation_of(text: str) -> str:
     return "+".join(found) or "xla"
 
 
-def _is_interpreted(jaxpr: Any) -> bool:
+def _has_pallas_call(jaxpr: Any) -> bool:
     return any(name == "pallas_call" for name in _primitives(jaxpr.jaxpr))
 
 

@@ -65,9 +65,9 @@ def compare(
             bounds[name] = 0.0
             continue
         found = error(x, want[name], cancels=name in case.cancels)
-        most = bound(inputs, wide=name in case.wide)
+        limit = bound(inputs, wide=name in case.wide)
         differences |= {name: found.largest, name + MEAN: found.mean}
-        bounds |= {name: most.largest, name + MEAN: most.mean}
+        bounds |= {name: limit.largest, name + MEAN: limit.mean}
     return differences, bounds
 
 
@@ -80,8 +80,8 @@ def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> RelativeError:
         return RelativeError(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
     # An upper bound on the length of a sum: over all axes but the last, or over any single axis.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
-    most = 32 * math.sqrt(max(length, 1)) * _WIDE
-    return RelativeError(most, most / 2)
+    limit = 32 * math.sqrt(max(length, 1)) * _WIDE
+    return RelativeError(limit, limit / 2)
 
 
 def error(got: Any, want: Any, *, cancels: bool = False) -> RelativeError:
@@ -99,15 +99,15 @@ def error(got: Any, want: Any, *, cancels: bool = False) -> RelativeError:
     while axes and row < _ROW:
         row *= axes.pop()
     got, want = got.reshape(-1, row), want.reshape(-1, row)
-    each = max(1, _BLOCK // row)
+    rows_per_block = max(1, _BLOCK // row)
     sizes, errors, squares = [], [], np.zeros(2)
-    for first in range(0, len(want), each):
-        wanted = want[first : first + each].astype(np.float64)
-        off = got[first : first + each].astype(np.float64) - wanted
+    for first in range(0, len(want), rows_per_block):
+        wanted = want[first : first + rows_per_block].astype(np.float64)
+        difference = got[first : first + rows_per_block].astype(np.float64) - wanted
         sizes.append(np.max(np.abs(wanted), axis=1))
-        errors.append(np.max(np.abs(off), axis=1))
-        squares += np.sum(off**2), np.sum(wanted**2)
-    size, off = np.concatenate(sizes), np.concatenate(errors)
+        errors.append(np.max(np.abs(difference), axis=1))
+        squares += np.sum(difference**2), np.sum(wanted**2)
+    size, largest = np.concatenate(sizes), np.concatenate(errors)
     floor = (_FLOOR_OF_CANCELLED if cancels else _FLOOR) * (np.max(size) or 1.0)
     mean = math.sqrt(squares[0] / (squares[1] or 1.0))
-    return RelativeError(float(np.max(off / np.maximum(size, floor))), mean)
+    return RelativeError(float(np.max(largest / np.maximum(size, floor))), mean)

@@ -47,27 +47,27 @@ def dry_run(
     warm_start_of(config, folder)
     workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
-    there = datasets.train.tokens_per_epoch
+    in_data = datasets.train.tokens_per_epoch
     flops = cost.flops_per_token(config.model, config.data.seq_len)
-    devices, needs = run.mesh.devices.flatten(), memory_check.lower_bound(config, run)
+    devices, bound = run.mesh.devices.flatten(), memory_check.lower_bound(config, run)
     lines = {
         "model": f"{name}, residual {config.model.residual_size:,}",
         "parameters": _parts(cost.parameters(config.model)),
         "FLOPs": f"{cost.train_flops(flops, tokens):.3g}, forward and backward; "
         f"{flops:.3g} per token forward",
         "devices": f"{len(devices)} {devices[0].device_kind}, {config.train.mesh}",
-        "memory": f"{memory_check.describe(needs)}; for all, run recipes.preflight",
+        "memory": f"{memory_check.describe(bound)}; for all, run recipes.preflight",
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
-        f"{config.data.seq_len}; the data has {there:,}, each read {tokens / there:.2f} times",
+        f"{config.data.seq_len}; the data has {in_data:,}, each read {tokens / in_data:.2f} times",
     }
     lines |= plan_of(config, run.mesh).lines()
-    if told := depth_rate.describe(config):
-        lines["rates over depth"] = f"{told} (--set=train.depth_rate)"
+    if description := depth_rate.describe(config):
+        lines["rates over depth"] = f"{description} (--set=train.depth_rate)"
     if error := memory_check.shortfall(config, run):
         lines["too large"] = error
     width = max(map(len, lines))
-    told = "\n".join(f"{what:<{width}}  {text}" for what, text in lines.items())
-    return f"{json.dumps(overrides.to_json(config), indent=2)}\n\n{told}"
+    summary = "\n".join(f"{what:<{width}}  {text}" for what, text in lines.items())
+    return f"{json.dumps(overrides.to_json(config), indent=2)}\n\n{summary}"
 
 
 def _parts(parts: dict[str, int]) -> str:

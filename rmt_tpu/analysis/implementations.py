@@ -63,18 +63,18 @@ class ImplementationRow(NamedTuple):
       ops: the names of the public ops.
       group: the name of their `Implementations`.
       calls: usual calls, which a training step or decoding in bfloat16 has, and then others.
-      of: what they are ops of, if other rows have the same ops; otherwise "".
+      operand_kind: what they are ops of, if other rows have the same ops; otherwise "".
     """
 
     ops: tuple[str, ...]
     group: str
     calls: tuple[OpCall, ...]
-    of: str = ""
+    operand_kind: str = ""
 
     @property
     def name(self) -> str:
         """The first op, and what it is an op of."""
-        return f"`{self.ops[0]}`" + (f" of {self.of}" if self.of else "")
+        return f"`{self.ops[0]}`" + (f" of {self.operand_kind}" if self.operand_kind else "")
 
 
 def rows() -> list[ImplementationRow]:
@@ -125,20 +125,20 @@ def _layers(site: Site, dtype: str) -> Site:
 
 def _depth() -> Iterator[ImplementationRow]:
     def both(words: str, dtype: str):
-        given, scored = ALL_SITES.partial((8192,), dtype), ALL_SITES.scored((8192,), dtype)
-        yield OpCall(words, "partial", (given,))
-        yield OpCall(words, "partial_backward", (given, scored))
+        arguments, scored = ALL_SITES.partial((8192,), dtype), ALL_SITES.scored((8192,), dtype)
+        yield OpCall(words, "partial", (arguments,))
+        yield OpCall(words, "partial_backward", (arguments, scored))
         yield OpCall(words, "merge", (ALL_SITES.merge((8192,), dtype),))
         yield OpCall(words, "merge_backward", ALL_SITES.merge_backward((8192,), dtype))
 
     calls = (*both("", "bfloat16"), *both("float32", "float32"), *both("float16", "float16"))
     ops = "depth_attention", "depth_attention_partial", "depth_attention_partial_backward"
     ops += ("depth_attention_merge",)
-    yield ImplementationRow(ops, "depth_attention", calls, of="vectors")
+    yield ImplementationRow(ops, "depth_attention", calls, operand_kind="vectors")
 
     def matrices(words: str, *size: int, tokens: int = 512, dtype: str = "bfloat16"):
-        given = _partial(dtype, tokens, size)
-        yield OpCall(words, "partial", (given,))
+        arguments = _partial(dtype, tokens, size)
+        yield OpCall(words, "partial", (arguments,))
         yield OpCall(words, "merge", (_merge(dtype, tokens, size),))
 
     calls = (
@@ -147,7 +147,7 @@ def _depth() -> Iterator[ImplementationRow]:
         *matrices("64 tokens", 64, 64, tokens=64),
         *matrices("matrices of 10 x 10", 10, 10),
     )
-    yield ImplementationRow(ops, "depth_attention_matrices", calls, of="matrices")
+    yield ImplementationRow(ops, "depth_attention_matrices", calls, operand_kind="matrices")
 
     def read(words: str, tokens: int = 512, dtype: str = "bfloat16"):
         merge = _merge(dtype, tokens, (64, 64))
@@ -192,8 +192,8 @@ def _attention() -> Iterator[ImplementationRow]:
     def whole(words: str, size: int, *, dtype="bfloat16", alibi=False, ids=True):
         qkv = array(dtype, 4, 2048, 48, size)
         slopes = array("float32", 16) if alibi else None
-        given = Attention(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
-        return OpCall(words, "attention_forward", (given,))
+        arguments = Attention(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
+        return OpCall(words, "attention_forward", (arguments,))
 
     def part(words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512):
         q, kv = array(dtype, 4, queries, 16, size), array(dtype, 4, 2048, 16, size)
@@ -228,8 +228,8 @@ def _attention() -> Iterator[ImplementationRow]:
 
 def _experts() -> Iterator[ImplementationRow]:
     def grouped(words: str, dtype: str = "bfloat16"):
-        given = array(dtype, 8192, 1024), array(dtype, 16, 1024, 2048), array("int32", 16)
-        return OpCall(words, "product", given)
+        arguments = array(dtype, 8192, 1024), array(dtype, 16, 1024, 2048), array("int32", 16)
+        return OpCall(words, "product", arguments)
 
     yield ImplementationRow(
         ("grouped_matmul",),
@@ -250,8 +250,8 @@ def _experts() -> Iterator[ImplementationRow]:
     yield ImplementationRow(("sums_of_rows", "rows_of_tokens"), "token_rows", calls)
 
     def logits(words: str, dtype: str = "bfloat16", tokens: int = 4096, width: int = 1024):
-        given = array(dtype, tokens, width), array(dtype, width, 2**15), array("int32", tokens)
-        return OpCall(words, "logits", given)
+        arguments = array(dtype, tokens, width), array(dtype, width, 2**15), array("int32", tokens)
+        return OpCall(words, "logits", arguments)
 
     calls = (
         logits(""),
@@ -283,18 +283,18 @@ def choice(row: ImplementationRow, call: OpCall, platform: str, kind: str) -> Im
 @functools.cache
 def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]]:
     """Return the choices of all calls by row and index, each by platform, for a kind of device."""
-    every = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
+    calls = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
     found = {}
 
     def ask(args: dict) -> None:
-        for key, (row, call) in every.items():
+        for key, (row, call) in calls.items():
             chosen = groups()[row.group].chosen(call.op, *args[key])
             found[key] = {
                 platform: ImplementationChoice(*outcome) for platform, outcome in chosen.items()
             }
 
     with lowering_for(kind):
-        jax.eval_shape(ask, {key: call.args for key, (_, call) in every.items()})
+        jax.eval_shape(ask, {key: call.args for key, (_, call) in calls.items()})
     return found
 
 
@@ -303,7 +303,9 @@ def tables() -> str:
     lines = ["| op | TPU | CUDA | CPU |", "|---|---|---|---|"]
     others = ["| op | call | device | uses | reason |", "|---|---|---|---|---|"]
     for number, row in enumerate(rows(), 1):
-        names = ", ".join(f"`{op}`" for op in row.ops) + (f" of {row.of}" if row.of else "")
+        names = ", ".join(f"`{op}`" for op in row.ops) + (
+            f" of {row.operand_kind}" if row.operand_kind else ""
+        )
         cells = " | ".join(_usual(row, platform) for platform in DEVICES)
         lines.append(f"| {names} ({number}) | {cells} | {_PLAIN} |")
         others += [f"| ({number}) {row.name} | {line} |" for line in _others(row)]
@@ -319,8 +321,8 @@ def _usual(row: ImplementationRow, platform: str) -> str:
     (name,) = names
     if name != "xla":
         return f"`{name}`"
-    asked = _on_request(groups()[row.group], platform.lower())
-    return f"{_PLAIN}; `{asked}` on request" if asked else _PLAIN
+    kernel_name = _on_request(groups()[row.group], platform.lower())
+    return f"{_PLAIN}; `{kernel_name}` on request" if kernel_name else _PLAIN
 
 
 def _on_request(group: Implementations, platform: str) -> str | None:

@@ -45,9 +45,9 @@ def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
         graphdef, params = nnx.split(decoder)
         cache = jax.eval_shape(lambda: decoder.empty_cache(1, step.seq_len + 1))
         shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
-        read = lambda params, *given: nnx.merge(graphdef, params).prefill(*given)
+        read = lambda params, *arguments: nnx.merge(graphdef, params).prefill(*arguments)
         jax.eval_shape(read, params, shape(1, step.seq_len), shape(1), cache)
-        decode = lambda params, *given: nnx.merge(graphdef, params).decode(*given)
+        decode = lambda params, *arguments: nnx.merge(graphdef, params).decode(*arguments)
         jax.eval_shape(decode, params, shape(1, 1), cache)
 
     return _problems(target, trace)

@@ -273,10 +273,13 @@ def preflight(
         # Only remat is resolved here. The residual's dtype depends on remat and stays "auto", so
         # that it is resolved again if the advice sets another remat.
         config = overrides.apply(config, {"model.remat": resolve_auto(config).model.remat})
-    given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
+    arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
-        given, lower = given | dataclasses.asdict(prompt), f"{lower_prompt.__module__}:lower_prompt"
-    job = Job(lower, given, whole_topology=True)
+        arguments, lower = (
+            arguments | dataclasses.asdict(prompt),
+            f"{lower_prompt.__module__}:lower_prompt",
+        )
+    job = Job(lower, arguments, whole_topology=True)
     with contextlib.closing(compile_jobs(target, [job], progress, buffers=True)) as compiled:
         (outcome,) = compiled
     if isinstance(outcome, Program):
@@ -357,17 +360,17 @@ def _failed_preflight(
 
 
 def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[PeakBuffer, ...]]:
-    held = [
+    buffers = [
         PeakBuffer(_argument(b.name), readable(b.name), b.shape, b.bytes)
         for b in assignment.arguments
     ]
     for b in assignment.live:
         copied = "a copy of " if _is_path(b.name) else ""
         kind = "activations" if b.is_saved else "temporaries"
-        held.append(PeakBuffer(kind, copied + readable(b.name), b.shape, b.bytes))
-    memory = {kind: sum(h.bytes for h in held if h.kind == kind) for kind in KINDS}
+        buffers.append(PeakBuffer(kind, copied + readable(b.name), b.shape, b.bytes))
+    memory = {kind: sum(h.bytes for h in buffers if h.kind == kind) for kind in KINDS}
     memory["temporaries"] += assignment.gaps + assignment.other
-    return memory, assignment.gaps, tuple(sorted(held, key=lambda h: -h.bytes))
+    return memory, assignment.gaps, tuple(sorted(buffers, key=lambda h: -h.bytes))
 
 
 def _argument(path: str) -> str:

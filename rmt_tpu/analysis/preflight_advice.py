@@ -131,9 +131,14 @@ def _microbatches(report: Preflight) -> list[Advice]:
     """
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate
-    kept = lambda count: sharding.Schedule(stages, train.virtual_stages, count).room() / count
+    microbatch_fraction = lambda count: (
+        sharding.Schedule(stages, train.virtual_stages, count).room() / count
+    )
     more = [n for n in range(now + stages, rows + 1, stages) if rows % n == 0]
-    chosen = _enough(report, [(n, _with_rows(report, kept(n) / kept(now))) for n in more])
+    chosen = _enough(
+        report,
+        [(n, _with_rows(report, microbatch_fraction(n) / microbatch_fraction(now))) for n in more],
+    )
     if chosen is None:
         return []
     n, size = chosen

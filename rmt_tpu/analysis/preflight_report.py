@@ -78,8 +78,8 @@ def _scale(report: Preflight) -> int:
 
     It is the device's whole memory, or, if sizes are shown in MiB, only the memory that is used.
     """
-    few = _unit(report)[1] == "MiB"
-    return max(report.used, 1) if few else max(report.used, report.limit)
+    small = _unit(report)[1] == "MiB"
+    return max(report.used, 1) if small else max(report.used, report.limit)
 
 
 def _verdict(report: Preflight) -> str:
@@ -125,8 +125,8 @@ def _memory(report: Preflight) -> str:
     source = "that libtpu leaves to a program"
     if report.target.platform != "tpu":
         source = "in total (JAX takes 75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION is set)"
-    there = f"{report.limit / 2**30:.2f} GiB" if name != "GiB" else f"{report.limit / 2**30:.2f}"
-    lines = [f"memory per device in {name}, of {there} {source}"]
+    limit = f"{report.limit / 2**30:.2f} GiB" if name != "GiB" else f"{report.limit / 2**30:.2f}"
+    lines = [f"memory per device in {name}, of {limit} {source}"]
     for kind in report.kinds:
         size = report.memory[kind]
         unknown = kind == "program" and not report.fits

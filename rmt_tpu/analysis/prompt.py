@@ -23,7 +23,7 @@ from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.generation.sampling import choice
 from sharding import CACHE_RULES, MeshError
 
-_WHOLE = PartitionSpec()
+_REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,8 @@ def lower_prompt(
             cache = jax.tree.map(lambda x: _at(x, mesh), cache)
         else:
             cache = jax.tree.map(lambda x, spec: _at(x, mesh, spec), cache, model.cache)
-        given = params, ints(1, filled(part)), ints(1), cache
-        return programs.extend.lower(model, *given), sizes_of(mesh)
+        arguments = params, ints(1, filled(part)), ints(1), cache
+        return programs.extend.lower(model, *arguments), sizes_of(mesh)
 
 
 def _lowered_steps(
@@ -110,18 +110,18 @@ def _lowered_steps(
     """Lower (for compilation) a dispatch that generates STEPS tokens per row."""
     of_device = rows // model.devices("batch")
     make = lambda params: programs.empty_rows(model, params, of_device, capacity)
-    placed = lambda x, spec=None: _at(x, mesh, spec or _WHOLE)
-    of_rows = jax.eval_shape(make, params)
-    of_rows = jax.tree.map(placed, of_rows, *(() if model.rows is None else (model.rows,)))
-    used = placed(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
-    how = jax.tree.map(placed, choice(rows * [Sampling()]))
-    shape = lambda sizes, dtype: placed(jax.ShapeDtypeStruct(sizes, dtype))
+    on_mesh = lambda x, spec=None: _at(x, mesh, spec or _REPLICATED)
+    row_state = jax.eval_shape(make, params)
+    row_state = jax.tree.map(on_mesh, row_state, *(() if model.rows is None else (model.rows,)))
+    used = on_mesh(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
+    sampling = jax.tree.map(on_mesh, choice(rows * [Sampling()]))
+    shape = lambda sizes, dtype: on_mesh(jax.ShapeDtypeStruct(sizes, dtype))
     ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))
-    given = of_rows, used, how, ends, shape((), jnp.bool_)
+    arguments = row_state, used, sampling, ends, shape((), jnp.bool_)
     with warnings.catch_warnings():
         # Ignore this warning, because some kernels support only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
-        return programs.steps.lower(model, params, *given, STEPS)
+        return programs.steps.lower(model, params, *arguments, STEPS)
 
 
 def sizes_of(mesh: Mesh) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
     abstract = nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
     graphdef, state = nnx.split(abstract, nnx.Param)
     shardings = parameter_shardings(abstract, mesh)
-    put = lambda x, sharding: _at(x, mesh, sharding.spec)
-    return nnx.merge(graphdef, jax.tree.map(put, nnx.to_pure_dict(state), shardings))
+    place = lambda x, sharding: _at(x, mesh, sharding.spec)
+    return nnx.merge(graphdef, jax.tree.map(place, nnx.to_pure_dict(state), shardings))
 
 
-def _at(x: Any, mesh: Mesh, spec: PartitionSpec = _WHOLE) -> jax.ShapeDtypeStruct:
+def _at(x: Any, mesh: Mesh, spec: PartitionSpec = _REPLICATED) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

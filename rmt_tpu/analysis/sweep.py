@@ -98,13 +98,13 @@ def parse_space(text: str) -> Space:
     Raises:
       UsageError: the text has none of these forms.
     """
-    path, equals, given = (part.strip() for part in text.partition("="))
+    path, equals, values_text = (part.strip() for part in text.partition("="))
     legal = "legal: path=log:1e-4..1e-1:7, path=linear:0..0.2:5 or path=1,2,4"
-    if not (path and equals and given):
+    if not (path and equals and values_text):
         raise UsageError(f"--sweep={shown(text)} has no path or no values; {legal}")
-    kind, colon, rest = given.partition(":")
+    kind, colon, rest = values_text.partition(":")
     if kind not in ("log", "linear") or not colon:
-        values = tuple(overrides.parse_assignment(f"{path}={v}")[1] for v in given.split(","))
+        values = tuple(overrides.parse_assignment(f"{path}={v}")[1] for v in values_text.split(","))
         if len(set(map(str, values))) < len(values):
             raise UsageError(f"--sweep={shown(text)} repeats a value; {legal}")
         return Choices(path, values)
@@ -289,18 +289,18 @@ def _losses(row: SweepRow) -> str:
 def transfer(rows: Sequence[SweepRow]) -> str:
     """Return a table of each variant's best point, and its loss at the first variant's best."""
     by_variant = _last_rungs(rows)
-    (first, *_), *_ = (best(of) for of in by_variant.values())
+    (first, *_), *_ = (best(variant_rows) for variant_rows in by_variant.values())
     lines = [
         f"| variant | best point | loss | loss with {name_of(first.point)} | difference |",
         "|---|---|---|---|---|",
     ]
-    for variant, of in by_variant.items():
-        own = best(of)[0]
-        same = next((row for row in of if row.point == first.point), None)
-        known = same is not None and math.isfinite(same.loss) and math.isfinite(own.loss)
-        cells = (f"{same.loss:.4f}", f"{same.loss - own.loss:.4f}") if known else ("", "")
-        name = name_of(own.point)
-        lines.append(f"| {variant} | {name} | {_losses(own)} | {cells[0]} | {cells[1]} |")
+    for variant, variant_rows in by_variant.items():
+        best_row = best(variant_rows)[0]
+        same = next((row for row in variant_rows if row.point == first.point), None)
+        known = same is not None and math.isfinite(same.loss) and math.isfinite(best_row.loss)
+        cells = (f"{same.loss:.4f}", f"{same.loss - best_row.loss:.4f}") if known else ("", "")
+        name = name_of(best_row.point)
+        lines.append(f"| {variant} | {name} | {_losses(best_row)} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines) + "\n"
 
 
@@ -330,16 +330,16 @@ def _draw(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Folder) -> 
         if not all(isinstance(value, int | float) for value in at.values()):
             at = {name: _text(value) for name, value in at.items()}
         for index, (variant, steps) in enumerate(lines):
-            of = [row for row in rows if (row.variant, row.steps) == (variant, steps)]
+            variant_rows = [row for row in rows if (row.variant, row.steps) == (variant, steps)]
             style = line_style(index) | ({} if joined else {"linestyle": "none"})
             label = f"{variant}, {steps} steps" if several else variant
-            done = [row for row in of if math.isfinite(row.loss)]
+            done = [row for row in variant_rows if math.isfinite(row.loss)]
             done.sort(key=lambda row, at=at: at[name_of(row.point)])
             x, y = [at[name_of(row.point)] for row in done], [row.loss for row in done]
             below = [row.loss - min(row.losses) for row in done]
             above = [max(row.losses) - row.loss for row in done]
             axes.errorbar(x, y, yerr=(below, above), label=label, capsize=3, markersize=5, **style)
-            failed = [at[name_of(row.point)] for row in of if not math.isfinite(row.loss)]
+            failed = [at[name_of(row.point)] for row in variant_rows if not math.isfinite(row.loss)]
             top = axes.get_xaxis_transform()
             axes.plot(failed, [0.98] * len(failed), "x", color=style["color"], transform=top)
         if isinstance(space, NumberRange) and space.log:

@@ -14,11 +14,11 @@ def fitted(text: str, width: int) -> str:
         columns = [[row[i] for row in rows] for i in range(len(rows[0]))]
         widths = [max(map(len, column)) for column in columns]
         ends = itertools.accumulate((size + 3 for size in widths), initial=1)
-        kept = max(1, sum(end <= width for end in ends) - 1)
+        shown = max(1, sum(end <= width for end in ends) - 1)
         for row in rows:
             fill = "-" if set("".join(row)) == {"-"} else " "
             cells = (cell.ljust(size, fill) for cell, size in zip(row, widths, strict=True))
-            lines.append(f"| {' | '.join(list(cells)[:kept])} |")
-        if kept < len(widths):
-            lines.append(f"(columns only in the file: {len(widths) - kept})")
+            lines.append(f"| {' | '.join(list(cells)[:shown])} |")
+        if shown < len(widths):
+            lines.append(f"(columns only in the file: {len(widths) - shown})")
     return "\n".join(lines) + "\n"

@@ -138,21 +138,21 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def error_bar(targets: Sequence[str]) -> str:
     """Return a sentence on the error of estimates for `targets`, to print next to the estimates."""
-    told, never = [], []
+    compared, uncompared = [], []
     for target in dict.fromkeys(targets):
         found = agreement([row for row in rows() if row.target == target])
         if found is None:
-            never.append(target)
+            uncompared.append(target)
             continue
-        told.append(
+        compared.append(
             f"{found.least:.1f} to {found.most:.1f} (mean {found.mean:.2f}) times the measured "
             f"times of {found.calls} calls on {target}"
         )
     parts = ["estimates"]
-    if told:
-        parts.append(f"the best guess was {', '.join(told)}")
-    if never:
-        parts.append(f"not compared with measured times on {', '.join(never)}")
+    if compared:
+        parts.append(f"the best guess was {', '.join(compared)}")
+    if uncompared:
+        parts.append(f"not compared with measured times on {', '.join(uncompared)}")
     return f"{'; '.join(parts)} (docs/benchmarks/estimates.md)"
 
 

@@ -322,7 +322,7 @@ class Module:
 
         If the fusion only slices the operand, the bytes are those of the slices.
         """
-        whole, parts = _bytes(arrays), Bytes()
+        full, parts = _bytes(arrays), Bytes()
         for user in (i for i in inside.values() if name in i.operands):
             if user.opcode in _SLICES and user.operands[0] == name:
                 parts += _bytes((dataclasses.replace(user.arrays[0], space=arrays[0].space),))
@@ -333,8 +333,8 @@ class Module:
                 for inner, outer in zip(self._parameters(nested), user.operands, strict=True):
                     parts += self._read(nested, inner, arrays) if outer == name else Bytes()
             elif user.opcode not in _UPDATES or user.operands[0] != name:
-                return whole
-        return parts if parts.total < whole.total else whole
+                return full
+        return parts if parts.total < full.total else full
 
     @staticmethod
     def _parameters(computation: dict[str, Instruction]) -> list[str]:
@@ -377,9 +377,9 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     opcode, inside = rest[:opening], rest[opening:closing]
     operands = tuple(_NAME.findall(inside))
     # For a constant or a parameter, the parentheses hold its value or index, not operands.
-    kept = rest[opening + len(inside) :] if operands else f"{opcode}{inside}{rest[closing:]}"
+    attributes = rest[opening + len(inside) :] if operands else f"{opcode}{inside}{rest[closing:]}"
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
-    return Instruction(name, opcode, arrays, operands, kept, is_root)
+    return Instruction(name, opcode, arrays, operands, attributes, is_root)
 
 
 def _balanced(text: str, start: int) -> int:

@@ -38,8 +38,8 @@ def measure(
     for name in implementations:
         function, shapes, donated = case.program(direction, name)
         programs[name] = lower(function, shapes, device, donate=donated).compile()
-    taken = seconds_in_turn(programs, draw(shapes), donated)
-    return [statistics.median(taken[name]) for name in implementations]
+    times = seconds_in_turn(programs, draw(shapes), donated)
+    return [statistics.median(times[name]) for name in implementations]
 
 
 def seconds_in_turn(
@@ -54,14 +54,14 @@ def seconds_in_turn(
       arguments: the arguments, each a tree of arrays.
       donated: the indices of the arguments that a program may overwrite.
     """
-    taken: dict[Name, list[float]] = {name: [] for name in programs}
+    times: dict[Name, list[float]] = {name: [] for name in programs}
     for turn in range(_WARM_UP + ROUNDS):
         for name, program in programs.items():
             fresh = functools.partial(program_arguments, program, arguments, donated)
             seconds = seconds_of(program, fresh)
             if turn >= _WARM_UP:
-                taken[name].append(seconds)
-    return taken
+                times[name].append(seconds)
+    return times
 
 
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
@@ -77,11 +77,11 @@ def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> flo
 
 
 def _busy_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
-    given = jax.block_until_ready([arguments() for _ in range(_CALLS)])
+    argument_lists = jax.block_until_ready([arguments() for _ in range(_CALLS)])
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
         try:
-            jax.block_until_ready([program(*each) for each in given])
+            jax.block_until_ready([program(*each) for each in argument_lists])
         finally:
             jax.profiler.stop_trace()
         return covered(device_spans(Path(folder)))
@@ -101,9 +101,9 @@ def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], call
 
     The clock stops when the last call has finished.
     """
-    given = jax.block_until_ready([arguments() for _ in range(calls)])
+    argument_lists = jax.block_until_ready([arguments() for _ in range(calls)])
     start = time.perf_counter()
-    jax.block_until_ready([program(*each) for each in given])
+    jax.block_until_ready([program(*each) for each in argument_lists])
     return time.perf_counter() - start
 
 
@@ -154,8 +154,8 @@ def program_arguments(
     device's cache from the previous call.
     """
     small = sum(x.nbytes for x in jax.tree.leaves(list(arguments))) < _CACHE
-    given = [
+    argument_lists = [
         jax.tree.map(jnp.copy, x) if small or i in donated else x for i, x in enumerate(arguments)
     ]
     formats = program.input_formats[0]
-    return [jax.device_put(x, form) for x, form in zip(given, formats, strict=True)]
+    return [jax.device_put(x, form) for x, form in zip(argument_lists, formats, strict=True)]

@@ -31,7 +31,7 @@ class MinimumWork:
     bytes: int
     flops: int
 
-    def __add__(self, other: "Work") -> "Work":
+    def __add__(self, other: "MinimumWork") -> "MinimumWork":
         return MinimumWork(self.bytes + other.bytes, self.flops + other.flops)
 
 
@@ -83,8 +83,8 @@ class OpCase:
             args, cotangents = args[: len(arguments)], args[len(arguments) :]
 
             def of_floats(*floats):
-                given = dict(zip(floating, floats, strict=True))
-                return forward(*(given.get(i, arg) for i, arg in enumerate(args)))
+                operands = dict(zip(floating, floats, strict=True))
+                return forward(*(operands.get(i, arg) for i, arg in enumerate(args)))
 
             results, pullback = jax.vjp(of_floats, *(args[i] for i in floating))
             return results, pullback(jax.tree.unflatten(structure, cotangents))
@@ -198,11 +198,11 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> OpCase:
     of_prior = S * row + sums if prior else 0
     parameters = 4 * S * D
     flops = 4 * S * N * _TOKENS * D
-    given = size.partial(TOKENS, prior=prior)
+    operands = size.partial(TOKENS, prior=prior)
     return OpCase(
         f"S={S} N={N} D={D}{' prior' if prior else ''}",
         function,
-        (given.queries, given.sources, *(given.prior or ())),
+        (operands.queries, operands.sources, *(operands.prior or ())),
         MinimumWork((N + S) * row + sums + parameters + of_prior, flops),
         # The backward pass reads the sources and the cotangent of the result, and writes the
         # cotangent of the sources. If a prior result was merged, it also reads the prior and the
@@ -212,7 +212,7 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> OpCase:
 
 
 def _depth_merge(size: Depth) -> OpCase:
-    D, given = size.D, size.merge(TOKENS)
+    D, operands = size.D, size.merge(TOKENS)
 
     def function(implementation, current, mixed, log_sums, query, norm_gain):
         mixed, current, z = pallas_kernels.depth_attention_merge(
@@ -224,7 +224,7 @@ def _depth_merge(size: Depth) -> OpCase:
     return OpCase(
         f"merge D={D}",
         function,
-        (given.current, given.current, given.log_sums, given.query, given.norm_gain),
+        (operands.current, operands.current, operands.log_sums, operands.query, operands.norm_gain),
         # `current` is returned unchanged, which moves no bytes.
         MinimumWork(3 * row + sums + parameters, 15 * _TOKENS * D),
         MinimumWork(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),

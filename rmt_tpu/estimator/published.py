@@ -83,8 +83,8 @@ def cross_entropy_gradient(
         of_x, of_w = (of_logits @ w.T) * scale, (x.T @ of_logits) * scale
         return of_x.astype(x.dtype), of_w.astype(w.dtype)
 
-    logs, one = (shape[:1], _FLOAT32), ([], _FLOAT32)
-    return _lower(call, device, shape, (shape[:1], _INT32), [shape[1], vocab], logs, one)
+    log_sums, scalar = (shape[:1], _FLOAT32), ([], _FLOAT32)
+    return _lower(call, device, shape, (shape[:1], _INT32), [shape[1], vocab], log_sums, scalar)
 
 
 def gated_linear_unit(
@@ -177,9 +177,9 @@ def _lower(call: Callable[..., Any], device: jax.Device, *arrays: Any) -> jax.st
     """
     mesh = Mesh(np.array([device]), ("device",))
     here = NamedSharding(mesh, PartitionSpec())
-    given = []
+    operands = []
     for array in arrays:
         shape, dtype = array if isinstance(array, tuple) else (array, _BFLOAT16)
-        given.append(jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here))
+        operands.append(jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(call).lower(*given)
+        return jax.jit(call).lower(*operands)

@@ -264,17 +264,17 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
         step, old = steps.get(_sources(index, text)[-1], (0, ""))
         sources = _sources(old, text)
         starts = [start for now, start, _ in phis if now == sources[-1]]
-        told = head
+        header = head
         # The counter is carried between iterations in memory, without a phi instruction.
         if not starts and sources[-1] in steps:
-            told = text
-            kept = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
+            header = text
+            spill_slots = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
             stored = _SPILL.findall(_text(bundles[:first]))
-            starts = [register for slot, register in reversed(stored) if slot in kept]
+            starts = [register for slot, register in reversed(stored) if slot in spill_slots]
         if step <= 0 or not starts:
             return None
         trips = -(-(int(bound) - int(constants.get(starts[0], "0"))) // step)
-        pipeline = _PIPELINE in told
+        pipeline = _PIPELINE in header
         return max(trips - _PIPELINE_EXTRA, 1) if pipeline else trips
     return None
 

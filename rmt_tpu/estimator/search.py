@@ -187,8 +187,8 @@ def search(
     # With a device, candidates that an earlier search ruled out by estimates are tried again,
     # because they may be fast on the device. The default is always compiled, because its time is
     # needed.
-    anew = candidates if time is not None else candidates[:1]
-    ruled_out = {b for b in anew if b in known and known[b].fate == "no faster"}
+    retried = candidates if time is not None else candidates[:1]
+    ruled_out = {b for b in retried if b in known and known[b].fate == "no faster"}
     trials = {b: known[b] for b in candidates if b in known and b not in ruled_out}
     untried = [blocks for blocks in candidates if blocks not in trials]
     blocks, late = candidates[0], False
@@ -198,9 +198,9 @@ def search(
             log(trials[blocks])
             untried.remove(blocks)
             continue
-        taken = _accepted(trials[candidates[0]], trials.values(), ESTIMATED_GAIN)
-        if time is None and taken.is_bound:
-            why = f"the memory traffic of any blocks takes {taken.floor * 1e6:.1f} us"
+        accepted = _accepted(trials[candidates[0]], trials.values(), ESTIMATED_GAIN)
+        if time is None and accepted.is_bound:
+            why = f"the memory traffic of any blocks takes {accepted.floor * 1e6:.1f} us"
             bound = [Trial(each, "no faster", why) for each in untried]
             trials |= {trial.blocks: trial for trial in bound}
             log(*bound)
@@ -261,8 +261,8 @@ def _fastest(default: Trial, trials: Iterable[Trial]) -> Trial:
     return min(rated, key=lambda trial: trial.estimate, default=default)
 
 
-def _tried(blocks, compile, fields, grows, before: Iterable[Trial]) -> Trial:
-    for trial in before:
+def _tried(blocks, compile, fields, grows, earlier: Iterable[Trial]) -> Trial:
+    for trial in earlier:
         if trial.fate == "no room" and _contains(fields(blocks), fields(trial.blocks), grows):
             return Trial(
                 blocks,

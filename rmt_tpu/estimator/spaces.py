@@ -50,7 +50,7 @@ class Problem:
     tokens: int
 
     @property
-    def of(self) -> tuned.Kernel:
+    def tuned_kernel(self) -> tuned.Kernel:
         """The kernel's entry in the registry of tuned kernels."""
         return tuned.KERNELS[self.platform, self.kernel]
 
@@ -70,8 +70,8 @@ class Problem:
         space = SPACES[self.platform, self.kernel]
         others = []
         for values in space.values(key, self.tokens, tuned.fields(default)):
-            blocks = self.of.made(tuned.fields(default) | values)
-            if blocks != default and self.of.refused(key, self.tokens, blocks) is None:
+            blocks = self.tuned_kernel.made(tuned.fields(default) | values)
+            if blocks != default and self.tuned_kernel.refused(key, self.tokens, blocks) is None:
                 others.append(blocks)
         return [default, *dict.fromkeys(others)]
 
@@ -84,7 +84,7 @@ class Problem:
         return tuned.Entry(
             self.device,
             self.kernel,
-            self.of.version,
+            self.tuned_kernel.version,
             self.key,
             self.tokens,
             tuned.items(tuned.fields(blocks)),
@@ -153,9 +153,11 @@ def lower_candidate(
       problem: the fields of a `Problem`, as JSON values.
       blocks: the candidate's block sizes by name.
     """
-    given = Problem(**(dict(problem) | {"key": tuned.items(dict(problem["key"]))}))
-    call = SPACES[given.platform, given.kernel].call(dict(given.key), given.tokens)
-    return lower_call(device, given, call, given.of.made(blocks))
+    kernel_problem = Problem(**(dict(problem) | {"key": tuned.items(dict(problem["key"]))}))
+    call = SPACES[kernel_problem.platform, kernel_problem.kernel].call(
+        dict(kernel_problem.key), kernel_problem.tokens
+    )
+    return lower_call(device, kernel_problem, call, kernel_problem.tuned_kernel.made(blocks))
 
 
 def lower_call(
@@ -172,10 +174,11 @@ def lower_call(
     with tuned.tuned(own), tuned.collecting() as looks:
         function = call.function(call.kernels)
         lowered = lower(lambda *a: function(*a), call.arguments, device, donate=call.donated)
-    taken = [look.chosen for look in looks if problem_of(look) == problem]
-    if taken != [blocks]:
+    used_blocks = [look.chosen for look in looks if problem_of(look) == problem]
+    if used_blocks != [blocks]:
         raise RuntimeError(
-            f"{problem.name} was compiled with {taken or 'no look-up of blocks'}, not {blocks}"
+            f"{problem.name} was compiled with {used_blocks or 'no look-up of blocks'}, "
+            f"not {blocks}"
         )
     return lowered
 
@@ -249,19 +252,21 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> TuningCall:
     stores, reads = bool(size.R), bool(size.P)
     options = {"norm": "layernorm"} if reads else {}
     if op in ("backward", "rebuild"):
-        given, A = size.backward(rows(tokens), *dtypes), key.get("A")
-        given = given._replace(again=size._replace(P=A).again(rows(tokens)) if A else None)
+        operands, A = size.backward(rows(tokens), *dtypes), key.get("A")
+        operands = operands._replace(again=size._replace(P=A).again(rows(tokens)) if A else None)
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
-        run = lambda m, *given: m.backward(Backward(*given), **options)
+        run = lambda m, *arrays: m.backward(Backward(*arrays), **options)
         return TuningCall(
-            lambda m: functools.partial(run, m), *modules, given, (2,) if both else ()
+            lambda m: functools.partial(run, m), *modules, operands, (2,) if both else ()
         )
     options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
     options |= {} if stores else {"dtype": jnp.dtype(data)}
-    given = size.site(rows(tokens), *dtypes)
-    run = lambda m, *given: m.forward(Site(*given), **options)
-    return TuningCall(lambda m: functools.partial(run, m), *modules, given, (0,) if stores else ())
+    operands = size.site(rows(tokens), *dtypes)
+    run = lambda m, *arrays: m.forward(Site(*arrays), **options)
+    return TuningCall(
+        lambda m: functools.partial(run, m), *modules, operands, (0,) if stores else ()
+    )
 
 
 _in_sequences = lambda tokens: (max(2, _TOKENS // tokens), tokens)
@@ -322,22 +327,22 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
     size, epsilon = Depth(key["S"], key["N"], key["D"]), {"epsilon": _EPSILON}
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
-        given, cotangents = size._replace(S=2).merge_backward((tokens,))
-        row = _bytes(given.current)  # `given` has two sites, but only one is merged
+        operands, cotangents = size._replace(S=2).merge_backward((tokens,))
+        row = _bytes(operands.current)  # `operands` has two sites, but only one is merged
         if op == "merge":
             function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
-            return TuningCall(function, *modules, tuple(given), spared=row)
+            return TuningCall(function, *modules, tuple(operands), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
-        arguments = (*given, *cotangents)
+        arguments = (*operands, *cotangents)
         # The gradient overwrites the incoming gradient of this site without reading it.
         function, spared = lambda m: functools.partial(back, m), 4 * row
         return TuningCall(function, *modules, arguments, (8, 9), spared=spared)
-    given, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}
+    operands, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}
     if op == "partial":
         function = lambda m: lambda *a: m.partial(Partial(*a), **epsilon)
-        return TuningCall(function, *modules, given, counts=counts)
+        return TuningCall(function, *modules, operands, counts=counts)
     back = lambda m, *a: m.partial_backward(Partial(*a[:3]), Scored(*a[3:]), **epsilon)
-    arguments = (*given, *size.scored((tokens,), key["dtype"]))
+    arguments = (*operands, *size.scored((tokens,), key["dtype"]))
     return TuningCall(lambda m: functools.partial(back, m), *modules, arguments, (6,), counts)
 
 
@@ -399,7 +404,7 @@ def _attention_call(op, key: Values, tokens: int) -> TuningCall:
     G, Dv, rows = key.get("kv_heads", H), key.get("value_size", D), key["rows"]
     portable = op.replace("_blocks", "")
     data = functools.partial(_array, dtype=key["dtype"])
-    given = Attention(
+    operands = Attention(
         data(B, N, H + 2 * G if Dv == D else H, D),
         None,
         _array(H) if key["alibi"] else None,
@@ -409,9 +414,9 @@ def _attention_call(op, key: Values, tokens: int) -> TuningCall:
 
     def function(module):
         run = functools.partial(getattr(module, portable), kv_heads=G, rows=rows)
-        return lambda given, *attended: run(given._replace(scale=D**-0.5), *attended)
+        return lambda operands, *attended: run(operands._replace(scale=D**-0.5), *attended)
 
-    arguments = (given,)
+    arguments = (operands,)
     if op.endswith("backward"):
         attended = data(B, N, H, Dv), _array(B, N, H), data(B, N, H, Dv)
         arguments += (Attended(*attended),)

@@ -46,8 +46,8 @@ def time_candidates(
             timings[blocks] = Timing(wrong=why)
         else:
             programs[blocks] = program
-    taken = seconds_in_turn(programs, arguments, call.donated)
-    return timings | {blocks: Timing(tuple(seconds)) for blocks, seconds in taken.items()}
+    times = seconds_in_turn(programs, arguments, call.donated)
+    return timings | {blocks: Timing(tuple(seconds)) for blocks, seconds in times.items()}
 
 
 def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> list[float]:

@@ -54,8 +54,8 @@ class Compiler:
 
     def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:
         """Compile and rate a candidate; a crash or timeout affects only that candidate."""
-        given = dataclasses.asdict(problem) | {"key": dict(problem.key)}
-        arguments = {"problem": given, "blocks": tuned.fields(blocks)}
+        problem_fields = dataclasses.asdict(problem) | {"key": dict(problem.key)}
+        arguments = {"problem": problem_fields, "blocks": tuned.fields(blocks)}
         job = Job("rmt_tpu.estimator.spaces:lower_candidate", arguments)
         try:
             outcome = self._worker.compile(job, self._limit)
@@ -122,8 +122,8 @@ def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
     if use is None:
         return Rating(None, words="ptxas reports nothing about the kernel")
     floor = moved / bandwidth
-    few = max(1.0, _WARPS / max(use.warps_at_a_time, 1))
-    seconds = floor * few * (1 + use.spilled / _SPILLED)
+    occupancy_penalty = max(1.0, _WARPS / max(use.warps_at_a_time, 1))
+    seconds = floor * occupancy_penalty * (1 + use.spilled / _SPILLED)
     words = (
         f"{use.registers} registers, {use.spilled} bytes spilled, {use.warps_at_a_time} concurrent "
         "warps"

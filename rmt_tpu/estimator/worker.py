@@ -45,8 +45,8 @@ def main() -> None:
         results.mkdir()
         result: dict[str, Any] = {"info": {}}
         try:
-            given = devices if job["whole_topology"] else devices[0]
-            result |= _compile(given, job, folder / "dump", results, result["info"])
+            device = devices if job["whole_topology"] else devices[0]
+            result |= _compile(device, job, folder / "dump", results, result["info"])
         except Exception as error:  # the error is this job's result; later jobs still run
             message = " ".join(f"{type(error).__name__}: {error}".split())
             result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
@@ -79,8 +79,8 @@ def _compile(
         build = getattr(importlib.import_module(module), name)
         lowered = build(device, **job["arguments"])
         if isinstance(lowered, tuple):
-            lowered, told = lowered
-            info.update(told)
+            lowered, extra_info = lowered
+            info.update(extra_info)
         shutil.rmtree(dump)  # delete dumps of programs compiled while lowering
         dump.mkdir()
         compiled = lowered.compile()

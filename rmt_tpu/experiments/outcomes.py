@@ -94,14 +94,14 @@ def arm_outcome(arm: Arm, records: Sequence[Record]) -> ArmOutcome:
     )
 
 
-def differences(one: ArmOutcome, other: ArmOutcome) -> list[float]:
-    """Return the losses of `one` minus those of `other`, seed by seed; empty if any run diverged.
+def differences(outcome: ArmOutcome, base: ArmOutcome) -> list[float]:
+    """Return the losses of `outcome` minus those of `base`, by seed; empty if any run diverged.
 
-    If one outcome has fewer seeds, its seeds are the first seeds of the other outcome.
+    If one of the two has fewer seeds, these are the first seeds of the other.
     """
-    if not (one.complete and other.complete):
+    if not (outcome.complete and base.complete):
         return []
-    return [a - b for a, b in zip(one.losses, other.losses, strict=False)]
+    return [a - b for a, b in zip(outcome.losses, base.losses, strict=False)]
 
 
 class PairedTest(NamedTuple):
@@ -146,24 +146,24 @@ def holm(ps: Sequence[float]) -> list[float]:
     If every adjusted p-value below 5% counts as significant, the probability of any false positive
     is at most 5%.
     """
-    adjusted, least = [0.0] * len(ps), 0.0
+    adjusted, running_max = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        least = max(least, min(1.0, (len(ps) - rank) * ps[index]))
-        adjusted[index] = least
+        running_max = max(running_max, min(1.0, (len(ps) - rank) * ps[index]))
+        adjusted[index] = running_max
     return adjusted
 
 
-def share_of_tokens(one: ArmOutcome, other: ArmOutcome) -> float | None:
-    """Return the fraction of `other`'s tokens that `one` needs to reach `other`'s final loss.
+def share_of_tokens(outcome: ArmOutcome, base: ArmOutcome) -> float | None:
+    """Return the fraction of `base`'s tokens that `outcome` needs to reach `base`'s final loss.
 
     This is the quantity in Table 3 of the RMT paper. Between evaluations, losses are interpolated
     linearly in log(tokens). The result is the mean over seeds, or None if a seed does not reach the
     loss.
     """
     shares = []
-    for (tokens, losses), goal in zip(one.curves, other.losses, strict=False):
+    for (tokens, losses), goal in zip(outcome.curves, base.losses, strict=False):
         below = [i for i, loss in enumerate(losses) if goal is not None and loss <= goal]
-        if not below or not one.complete:
+        if not below or not outcome.complete:
             return None
         last = below[0]
         reached = tokens[last]
@@ -172,7 +172,7 @@ def share_of_tokens(one: ArmOutcome, other: ArmOutcome) -> float | None:
             part = (high - goal) / (high - low)
             before = math.log(tokens[last - 1])
             reached = math.exp(before + part * (math.log(tokens[last]) - before))
-        shares.append(reached / other.tokens)
+        shares.append(reached / base.tokens)
     return math.fsum(shares) / len(shares)
 
 

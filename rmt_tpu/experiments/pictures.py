@@ -16,8 +16,8 @@ def draw(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
     The form is a ladder of model sizes, losses over one varied size, or differences between arms.
     """
-    how = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
-    return how(plan, outcomes)
+    draw_form = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
+    return draw_form(plan, outcomes)
 
 
 def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
@@ -27,16 +27,16 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
     figure = Figure(figsize=(15, 4.8), layout="constrained")
     panels = figure.subplots(1, 3)
     by_name = {o.arm.name: o for o in outcomes}
-    for index, (system, of) in enumerate(by_system(outcomes).items()):
-        style, of = line_style(index), [o for o in of if o.complete]
+    for index, (system, members) in enumerate(by_system(outcomes).items()):
+        style, members = line_style(index), [o for o in members if o.complete]
         for axes, x in zip(panels, ("flops", "weights"), strict=False):
-            at = [getattr(o, x) for o in of]
-            axes.plot(at, [o.mean for o in of], label=system, **style | {"linestyle": "none"})
-            if found := fit(of, x):
+            at = [getattr(o, x) for o in members]
+            axes.plot(at, [o.mean for o in members], label=system, **style | {"linestyle": "none"})
+            if found := fit(members, x):
                 ends = [min(at), max(at)]
                 losses = [math.exp(np.mean(np.log(found.at(end)))) for end in ends]
                 axes.plot(ends, losses, color=style["color"], linewidth=1)
-        paired = [(o, differences(o, by_name[o.arm.against])) for o in of if o.arm.against]
+        paired = [(o, differences(o, by_name[o.arm.against])) for o in members if o.arm.against]
         paired = [(o, estimate(found)) for o, found in paired if found]
         if paired:
             at, means = [o.flops for o, _ in paired], [e.mean for _, e in paired]
@@ -73,14 +73,18 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
     figure = Figure(figsize=(5 * columns, 4.5), layout="constrained")
     panels = figure.subplots(1, columns)
     by_name = {o.arm.name: o for o in outcomes}
-    for index, (system, of) in enumerate(by_system(outcomes).items()):
-        of = sorted((o for o in of if o.complete and o.arm.x is not None), key=lambda o: o.arm.x)
+    for index, (system, members) in enumerate(by_system(outcomes).items()):
+        members = sorted(
+            (o for o in members if o.complete and o.arm.x is not None), key=lambda o: o.arm.x
+        )
         style = line_style(index)
-        for losses in zip(*(o.losses for o in of), strict=False):
-            panels[0].plot([o.arm.x for o in of], losses, color=style["color"], alpha=0.3)
-        if of:
-            panels[0].plot([o.arm.x for o in of], [o.mean for o in of], label=system, **style)
-        paired = [(o, differences(o, by_name[o.arm.against])) for o in of if o.arm.against]
+        for losses in zip(*(o.losses for o in members), strict=False):
+            panels[0].plot([o.arm.x for o in members], losses, color=style["color"], alpha=0.3)
+        if members:
+            panels[0].plot(
+                [o.arm.x for o in members], [o.mean for o in members], label=system, **style
+            )
+        paired = [(o, differences(o, by_name[o.arm.against])) for o in members if o.arm.against]
         paired = [(o.arm.x, estimate(found)) for o, found in paired if found]
         if paired:
             halves = [0 if math.isnan(e.half) else e.half for _, e in paired]
@@ -150,9 +154,9 @@ def draw_searches(rows: Sequence[SweepRow]):
     figure = Figure(figsize=(4 * len(names), 4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for axes, name in zip(panels, names, strict=True):
-        of = [row for row in rows if row.variant == name]
-        for index, rate in enumerate(dict.fromkeys(row.point[RATE] for row in of)):
-            line = [row for row in of if row.point[RATE] == rate and math.isfinite(row.loss)]
+        members = [row for row in rows if row.variant == name]
+        for index, rate in enumerate(dict.fromkeys(row.point[RATE] for row in members)):
+            line = [row for row in members if row.point[RATE] == rate and math.isfinite(row.loss)]
             factors = [row.point.get(DEPTH_RATE, 1.0) for row in line]
             losses = [row.loss for row in line]
             axes.plot(factors, losses, label=f"rate {rate:.3g}", **line_style(index))

@@ -128,9 +128,9 @@ class Records:
         }
         # `train.depth_rate` may be null, which selects the factors by a rule. The digest includes
         # the resulting factors.
-        told = [values, depth_rate.factors(config), self._text, grows_from]
-        told = json.dumps(told, sort_keys=True)
-        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+        identity = [values, depth_rate.factors(config), self._text, grows_from]
+        identity = json.dumps(identity, sort_keys=True)
+        return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
 def _parsed(line: bytes) -> tuple[str, Record]:

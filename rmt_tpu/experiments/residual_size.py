@@ -80,17 +80,17 @@ def growth(scale: Scale) -> Plan:
     if scale == "tiny":
         small, large, name = HEADS, 4 * HEADS, _name
         config, searches = _config, {_name(k): searched_for(_config(k)) for k in _SEARCHED[:2]}
-        given = {"searches": (_name(small), _name(large))}
+        search_names = {"searches": (_name(small), _name(large))}
     else:
         small, large, name = 16, 64, "rmt-134m-k{}".format
         config = lambda k: overrides.apply(run("rmt-134m"), {"model.store.key_dim": k})
-        searches, given = {}, {}
-    base, held = name(small), f"{name(small)}-held"
+        searches, search_names = {}, {}
+    base, constant = name(small), f"{name(small)}-held"
     of = lambda k: {"searches": (name(k),)} if searches else {}
     arms = (
         Arm(base, config(small), "rmt", **of(small)),
-        Arm(held, config(small), "rmt", base, grows_from=small, **given),
-        Arm(f"{base}-to-{large}", config(large), "rmt", held, grows_from=small, **given),
+        Arm(constant, config(small), "rmt", base, grows_from=small, **search_names),
+        Arm(f"{base}-to-{large}", config(large), "rmt", constant, grows_from=small, **search_names),
         Arm(name(large), config(large), "rmt", base, **of(large)),
     )
     note = (

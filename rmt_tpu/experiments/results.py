@@ -78,8 +78,8 @@ def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
     by_name = {o.arm.name: o for o in outcomes}
     tests = {}
     for name in plan.registered:
-        one = by_name[name]
-        found = differences(one, by_name[one.arm.against])
+        tested = by_name[name]
+        found = differences(tested, by_name[tested.arm.against])
         tests[name] = paired_test(found) if len(found) > 1 else None
     # A test without a result still counts as a test in Holm's procedure, with p = 1.
     adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
@@ -92,10 +92,10 @@ def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
             none = "none (diverged, or only one seed)"
             lines.append(f"| {name} | {by_name[name].arm.against} | {none} | | | | |")
             continue
-        of = f"**{test.estimate}**" if p < 0.05 else str(test.estimate)
+        difference = f"**{test.estimate}**" if p < 0.05 else str(test.estimate)
         lines.append(
-            f"| {name} | {by_name[name].arm.against} | {of} | {test.deviation:.4f} | {test.p:.2g} "
-            f"| {p:.2g} | {test.detectable:.4f} |"
+            f"| {name} | {by_name[name].arm.against} | {difference} | {test.deviation:.4f} "
+            f"| {test.p:.2g} | {p:.2g} | {test.detectable:.4f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -125,14 +125,14 @@ def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bo
             cells.append("" if o.arm.paper is None else f"{o.arm.paper:.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     over = ", ".join(map(str, seeds))
-    said = f"Held-out loss: mean (least..most) over seeds {over}, nats per token. "
-    said += (
+    caption = f"Held-out loss: mean (least..most) over seeds {over}, nats per token. "
+    caption += (
         "Difference: between runs of the same seed, with a 95% interval"
         + ("; **bold** if it excludes 0. " if bold else ". ")
         + "Weights: outside of embeddings. Share of tokens, FLOPs: the share of the other arm's "
         "tokens, and of its FLOPs, after which this arm reaches the other's final loss."
     )
-    return "\n".join([*lines, "", said]) + "\n"
+    return "\n".join([*lines, "", caption]) + "\n"
 
 
 def _rates(config: RunConfig) -> str:
@@ -154,8 +154,8 @@ def _against(o: ArmOutcome, other: ArmOutcome | None, bold: bool) -> list[str]:
     found = differences(o, other) if other else []
     if not found:
         return [other.arm.name if other else "", "", ""]
-    of = estimate(found)
-    difference = f"**{of}**" if bold and of.excludes_zero else str(of)
+    mean = estimate(found)
+    difference = f"**{mean}**" if bold and mean.excludes_zero else str(mean)
     if any(len(tokens) < 2 for tokens, _ in o.curves):
         return [other.arm.name, difference, ""]
     share = share_of_tokens(o, other)
@@ -203,8 +203,8 @@ def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plain(of: Estimate) -> str:
-    return f"{of.mean:.4f}" + ("" if math.isnan(of.half) else f" ± {of.half:.4f}")
+def _plain(value: Estimate) -> str:
+    return f"{value.mean:.4f}" + ("" if math.isnan(value.half) else f" ± {value.half:.4f}")
 
 
 def searches_table(rows: Sequence[SweepRow]) -> str:
@@ -218,11 +218,11 @@ def searches_table(rows: Sequence[SweepRow]) -> str:
     of_search: dict[str, list[SweepRow]] = {}
     for row in rows:
         of_search.setdefault(row.variant, []).append(row)
-    for name, of in of_search.items():
-        (taken,) = best(of)
-        at_edge = taken.point[RATE] in (rates[0], rates[-1])
+    for name, search_rows in of_search.items():
+        (best_row,) = best(search_rows)
+        at_edge = best_row.point[RATE] in (rates[0], rates[-1])
         besides: dict[str, dict[float, SweepRow]] = {}
-        for row in of:
+        for row in search_rows:
             others = {path: value for path, value in row.point.items() if path != RATE}
             besides.setdefault(name_of(others), {})[row.point[RATE]] = row
         for beside, at in besides.items():
@@ -231,7 +231,7 @@ def searches_table(rows: Sequence[SweepRow]) -> str:
                 row = at.get(rate)
                 loss = math.nan if row is None else row.loss
                 text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
-                if row == taken:
+                if row == best_row:
                     text = f"**{text}**" + " (edge)" * at_edge
                 cells.append("" if row is None else text)
             lines.append(f"| {', '.join(filter(None, (name, beside)))} | {' | '.join(cells)} |")
@@ -248,13 +248,13 @@ def with_best(
     Raises:
       RunError: every point of a search diverged.
     """
-    taken = {name: best(rows[name])[0] for name in plan.searches_of(arm)}
-    for name, row in taken.items():
+    best_rows = {name: best(rows[name])[0] for name in plan.searches_of(arm)}
+    for name, row in best_rows.items():
         if not math.isfinite(row.loss):
             raise RunError(
                 f"every point of the search {name} diverged, so {arm.name} has no learning rate"
             )
-    found = [row.point for row in taken.values()]
+    found = [row.point for row in best_rows.values()]
     return overrides.apply(config, geometric_mean(found)) if found else config
 
 

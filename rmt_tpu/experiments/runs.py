@@ -261,7 +261,7 @@ def write_commands(runs: Sequence[PlannedRun], script: Path) -> None:
         path = configs / f"{run.label.replace('/', '_')}.json"
         config = json.dumps(overrides.to_json(run.config), indent=1)
         path.write_text(f"{config}\n", encoding="utf-8")
-        given = [f"--config={path}", f"--workdir={run.folder.url}"]
-        command = shlex.join(["python", "-m", "recipes.train", *given])
+        flags = [f"--config={path}", f"--workdir={run.folder.url}"]
+        command = shlex.join(["python", "-m", "recipes.train", *flags])
         lines.append(f'{command} "$@" || (($? == 1)) || exit')
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -72,7 +72,7 @@ def test_what_is_faster_goes_into_the_table_and_everything_into_the_log(out):
     assert [line["fate"] for line in lines(out)] == ["time limit", *["compiled"] * 3]
     assert len(told) == 4 and told[0].endswith("default: time limit (no result within 120 s)")
     with tuned.tuned(kernel_tables.read(out)), lowering_for("TPU v5 lite"):
-        found = tuned.look_up(problem(768).of, KEY, 768, problem(768).default())
+        found = tuned.look_up(problem(768).tuned_kernel, KEY, 768, problem(768).default())
     assert found.queries == 128
 
 

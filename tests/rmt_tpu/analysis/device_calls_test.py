@@ -20,7 +20,7 @@ CASES = {
         residual.store(SITE._replace(P=0), TOKENS),
         residual.norm_retrieve(SITE._replace(R=0), TOKENS),
         residual.undo(SITE, TOKENS),
-        residual.again(SITE._replace(R=1), TOKENS),
+        residual.undo_and_reread(SITE._replace(R=1), TOKENS),
     ],
     "depth_attention": [
         residual.partial(Depth(2, 3, 128), (1, 256)),

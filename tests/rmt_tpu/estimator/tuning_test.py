@@ -62,11 +62,13 @@ def test_every_kernel_can_be_tuned():
     assert SPACES.keys() == KERNELS.keys()
     for platform, kernel in KERNELS:
         given = problem(platform, kernel)
-        assert set(dict(given.key)) == set(given.of.key)
+        assert set(dict(given.key)) == set(given.tuned_kernel.key)
         first, *others = given.candidates()
         assert first == given.default() and others and first not in others
         assert len(set(others)) == len(others)
-        refused = [given.of.refused(dict(given.key), given.tokens, c) for c in (first, *others)]
+        refused = [
+            given.tuned_kernel.refused(dict(given.key), given.tokens, c) for c in (first, *others)
+        ]
         assert not any(refused)
         assert set(SPACES[platform, kernel].grows) <= set(tuned.fields(first))
 
@@ -90,7 +92,7 @@ def test_a_problems_call_takes_the_candidates_blocks(platform, kernel):
     own = tuned.Table("candidate", (given.entry(blocks, "heuristic"),), exact=True)
     with lowering_for(KINDS[platform]), tuned.tuned(own), tuned.collecting() as looks:
         got = jax.eval_shape(call.function(call.kernels), *call.arguments)
-    assert [look.chosen for look in looks if look.kernel == given.of] == [blocks]
+    assert [look.chosen for look in looks if look.kernel == given.tuned_kernel] == [blocks]
     want = jax.eval_shape(call.function(call.portable), *call.arguments)
     assert jax.tree.map(lambda x: x.shape, got) == jax.tree.map(lambda x: x.shape, want)
 
@@ -114,7 +116,7 @@ def test_attention_to_values_of_another_size_has_a_call():
         call = SPACES["tpu", given.kernel].call(key, given.tokens)
         with lowering_for(KINDS["tpu"]), tuned.collecting() as looks:
             jax.eval_shape(call.function(call.kernels), *call.arguments)
-        assert [(look.kernel, look.key) for look in looks] == [(given.of, given.key)]
+        assert [(look.kernel, look.key) for look in looks] == [(given.tuned_kernel, given.key)]
 
 
 # Ratings -----------------------------------------------------------------------------------------
@@ -362,7 +364,7 @@ def test_what_is_shipped_compiles(target):
         for name in (name for kind, name in tuned.shipped() if kind == device):
             for entry in tuned.package_table(device, name).entries:
                 given = Problem(device, "tpu", name, entry.key, entry.tokens)
-                outcome = compiler.rate(given, given.of.made(dict(entry.blocks)))
+                outcome = compiler.rate(given, given.tuned_kernel.made(dict(entry.blocks)))
                 assert isinstance(outcome, Rating), (entry, outcome)
     finally:
         compiler.close()
