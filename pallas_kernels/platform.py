@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pallas_kernels.arguments import read_slices
-from pallas_kernels.target import target
+from pallas_kernels.target import only_platform, target
 
 Platform = str  # "tpu" or "cuda"
 
@@ -56,6 +56,8 @@ def choose(
         used and a warning gives the reason.
     """
     refused = {platform: why for platform, why in refused.items() if why is not None}
+    if (only := only_platform()) in kernels and only not in refused:
+        return kernels[only](*args)
     branches = {
         platform: functools.partial(_for_one, platform, f)
         for platform, f in kernels.items()
@@ -207,9 +209,12 @@ class Implementations:
                 f"implementation={implementation!r} is unknown; legal: "
                 f"{', '.join(self.names)}, or None to choose"
             )
-        platforms = (
-            self._unasked(op, args) if implementation is None else self.names[implementation]
-        )
+        if implementation is None:
+            platforms = self._unasked(op, args)
+        elif implementation == "pallas":
+            platforms = _possible(self._on)
+        else:
+            platforms = self.names[implementation]
         # With an epsilon of 0, a norm would divide by zero if all its inputs are zero.
         options |= {k: max(x, _LEAST) for k, x in options.items() if k in _EPSILONS}
         run = lambda module: functools.partial(getattr(module, op), **options)
@@ -274,11 +279,17 @@ class Implementations:
 
         They are the platforms in `by_default`, and those whose kernel `wins`.
         """
+        by_default = _possible(self.by_default)
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
-            return self.by_default
-        others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}
-        won = [p for p, kernel in others.items() if kernel.wins(op, *args)]
-        return (*self.by_default, *won)
+            return by_default
+        others = _possible(p for p in self._on if p not in self.by_default)
+        return (*by_default, *(p for p in others if self._on[p].wins(op, *args)))
+
+
+def _possible(platforms: Iterable[Platform]) -> tuple[Platform, ...]:
+    """Return the platforms among `platforms` whose kernels the current trace may run."""
+    only = None if _interpreted.value else only_platform()
+    return tuple(p for p in platforms if only in (None, p))
 
 
 def _symbolic(args: tuple) -> str | None:

@@ -144,6 +144,32 @@ def lowering_for(device_kind: str) -> Iterator[None]:
         yield
 
 
+# The kind of the only devices that the current trace is lowered for, or None if it is not known.
+_only = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def lowering_only_for(device_kind: str) -> Iterator[None]:
+    """Declare that all code traced in the context is lowered for this kind of device and no other.
+
+    An op then traces only the implementation for this kind, instead of one for each platform. Use
+    it for code whose devices are known, such as the code that each device of a mesh runs.
+    """
+    with _only(device_kind):
+        yield
+
+
+def only_platform() -> str | None:
+    """Return the platform that `lowering_only_for` declares, or None if it is not known.
+
+    The result is "other" for devices for which this package has no kernels, and None within
+    `lowering_for`, which asks what would be chosen for devices other than those of the mesh.
+    """
+    if _only.value is None or _kind.value is not None:
+        return None
+    return platform_of(slug(_only.value)) or "other"
+
+
 def target() -> Target:
     """Return the kind of device that the current trace is expected to be compiled for.
 

@@ -19,6 +19,7 @@ import sharding
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
+from rmt_tpu.execution import kernels
 from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import in_floats
@@ -97,7 +98,7 @@ class Scorer(NamedTuple):
         specs = jax.tree.map(lambda x: x.sharding.spec, params)
         given = PartitionSpec(sharding.RULES["batch"])
         over = PartitionSpec(sharding.RULES["batch"], sharding.RULES["tokens"])
-        run = sharding.per_device(
+        run = kernels.per_device(
             partial(_scores, graphdef), mesh, (specs, given, given), TokenScores(over, over)
         )
         # The result is replicated, so that every process has it.

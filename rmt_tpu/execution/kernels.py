@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import sharding
 from pallas_kernels.platform import preferring, reverse_mode_alone, varies_in, varying
+from pallas_kernels.target import lowering_only_for, platform_of, slug
 from rmt_tpu import config as cfg
 
 
@@ -40,6 +42,35 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
         if wide and jax.config.jax_default_matmul_precision is None:
             stack.enter_context(jax.default_matmul_precision("highest"))
         yield
+
+
+def per_device(
+    function: Callable[..., Any], mesh: jax.sharding.Mesh, *specs: Any, **options: Any
+) -> Callable[..., Any]:
+    """Return `sharding.per_device(function, mesh, *specs, **options)` for the mesh's own devices.
+
+    An op in `function` traces only its implementation for this kind of device. In other code it
+    traces one implementation per platform, although the lowered program contains only one of them.
+    The result must not be lowered for other devices than those of the mesh.
+    """
+    device = mesh.devices.flat[0]
+    if not _runs_known_kernels(device.platform, device.device_kind):
+        return sharding.per_device(function, mesh, *specs, **options)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with lowering_only_for(device.device_kind):
+            return function(*args)
+
+    return sharding.per_device(run, mesh, *specs, **options)
+
+
+def _runs_known_kernels(platform: str, kind: str) -> bool:
+    """Return whether a device's kind says which kernels it runs.
+
+    The names of some GPUs ("Tesla T4") do not say whether they run CUDA.
+    """
+    return platform in ("cpu", "tpu") or platform_of(slug(kind)) is not None
 
 
 def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:

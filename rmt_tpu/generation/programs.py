@@ -177,7 +177,7 @@ class Model(NamedTuple):
         """Wrap `function` in `shard_map`: each device runs it on its shards of the arguments."""
         if self.mesh is None:
             return function
-        return sharding.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)
+        return kernels.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)
 
     def run(
         self, function: Callable, params: nnx.State, given: tuple, in_specs: tuple, out_specs: Any

@@ -19,7 +19,7 @@ from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import program_cache
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
-from rmt_tpu.execution import pipelined
+from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import in_floats
 from rmt_tpu.training import compiler_options, depth_rate
@@ -186,10 +186,10 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     specs = sharding.parameter_specs(mesh, placed, state.params)
     batch_sharding = sharding.batch_sharding(mesh)
     whole, given = PartitionSpec(), (specs, batch_sharding.spec)
-    gradients = sharding.per_device(
+    gradients = kernels.per_device(
         make_gradients(config, graphdef, specs, schedule), mesh, given, (specs, whole)
     )
-    loss = sharding.per_device(
+    loss = kernels.per_device(
         lambda *given: sharding.add_up(batch_loss(used, *given, schedule=schedule)),
         mesh,
         given,
@@ -222,7 +222,7 @@ def _scores(
 
     given = sharding.batch_sharding(mesh).spec
     over = PartitionSpec((*sharding.RULES["batch"], "stage"), sharding.RULES["tokens"])
-    return sharding.per_device(scores, mesh, (specs, given, given), TokenScores(over, over))
+    return kernels.per_device(scores, mesh, (specs, given, given), TokenScores(over, over))
 
 
 def _rates(model: ModelConfig, abstract: Decoder) -> Any:

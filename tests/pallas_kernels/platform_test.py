@@ -16,10 +16,11 @@ from pallas_kernels.platform import (
     Implementations,
     choose,
     collecting_calls,
+    interpreting,
     preferring,
     taking_plain,
 )
-from pallas_kernels.target import lowering_for
+from pallas_kernels.target import lowering_for, lowering_only_for
 from tests import cuda
 
 KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
@@ -122,6 +123,38 @@ def test_calls_that_kernels_serve_are_collected():
     with collecting_calls() as none, taking_plain(["key_vector"]):
         jax.eval_shape(pallas_kernels.store_norm_retrieve, *arguments())
     assert not none
+
+
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+@pytest.mark.parametrize("kind, kernels", [("TPU v5e", 1), ("cpu", 0)])
+def test_where_the_devices_are_known_their_implementation_alone_is_traced(
+    kind, kernels, implementation
+):
+    op = lambda *args: pallas_kernels.store_norm_retrieve(*args, implementation=implementation)
+    with lowering_only_for(kind), collecting_calls() as calls:
+        known = str(jax.make_jaxpr(op)(*arguments()))
+    assert (known.count("pallas_call"), len(calls)) == (kernels, kernels)
+    assert "platform_index" not in known
+    # The question what another device would have is not about the devices of the mesh.
+    with lowering_only_for(kind), lowering_for("TPU v5e"):
+        every = str(jax.make_jaxpr(op)(*arguments()))
+    assert every == str(jax.make_jaxpr(op)(*arguments())) and "platform_index" in every
+
+
+def test_a_shape_without_a_kernel_is_told_where_the_devices_are_known():
+    args = arguments(tokens=8)
+    with lowering_only_for("TPU v5e"), pytest.warns(UserWarning, match="no tpu kernel"):
+        assert "tpu_custom_call" not in lowered("tpu", args)
+    with lowering_only_for("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered("cpu", args)
+
+
+def test_kernels_are_interpreted_on_devices_that_are_known():
+    with lowering_only_for("cpu"), interpreting():
+        assert "pallas_call" in str(
+            jax.make_jaxpr(pallas_kernels.store_norm_retrieve)(*arguments())
+        )
 
 
 def test_every_op_has_a_name_of_its_own():

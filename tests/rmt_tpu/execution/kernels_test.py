@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import sharding
+from pallas_kernels.target import only_platform
 from rmt_tpu.data import Batch
 from rmt_tpu.evaluation.scores import token_scores
-from rmt_tpu.execution.kernels import preferred
+from rmt_tpu.execution import kernels
 from rmt_tpu.training.optimizer import near_orthogonal
 from rmt_tpu.training.step import batch_loss
 from tests import models
@@ -71,7 +73,7 @@ def test_logits_scores_steps_and_updates(dtype, exact):
         return one.decode(tokens[:, :1], one.empty_cache(2, 8))[0]
 
     def update(_):
-        with preferred(config):
+        with kernels.preferred(config):
             return near_orthogonal(jnp.ones((4, 6)), 2)
 
     run = functools.partial(_products, platform="tpu")
@@ -90,5 +92,27 @@ def test_logits_scores_steps_and_updates(dtype, exact):
 
 def test_a_precision_that_is_set_stays():
     model = _config("float32")
-    with jax.default_matmul_precision("tensorfloat32"), preferred(model):
+    with jax.default_matmul_precision("tensorfloat32"), kernels.preferred(model):
         assert jax.config.jax_default_matmul_precision == "tensorfloat32"
+
+
+@pytest.mark.parametrize(
+    "platform, kind, known",
+    [
+        ("cpu", "cpu", True),
+        ("tpu", "TPU v5 lite", True),
+        ("gpu", "NVIDIA H100 80GB HBM3", True),
+        ("gpu", "Tesla T4", False),
+        ("gpu", "AMD Instinct MI300X", False),
+    ],
+)
+def test_devices_of_an_unclear_kind_leave_the_choice_to_lowering(platform, kind, known):
+    assert kernels._runs_known_kernels(platform, kind) == known
+
+
+def test_a_mesh_decides_the_implementation():
+    found = []
+    step = lambda x: found.append(only_platform()) or x
+    mesh, spec = sharding.make_mesh("data=-1"), jax.sharding.PartitionSpec()
+    kernels.per_device(step, mesh, spec, spec)(jnp.zeros(()))
+    assert found == ["other"] and only_platform() is None
