@@ -24,7 +24,7 @@ from pallas_kernels.depth_attention import (
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.key_vector import (
     FRACTION_BITS,
-    Again,
+    Reread,
     Statistics,
     UnsupportedImplementation,
     norm_retrieve,
@@ -43,7 +43,7 @@ from pallas_kernels.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
     "FRACTION_BITS",
-    "Again",
+    "Reread",
     "Logits",
     "StackSlice",
     "Statistics",

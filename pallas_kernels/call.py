@@ -67,7 +67,7 @@ def tpu_call(
     inputs, tables = _in_stacks(inputs, prefetch or {})
     if moved is None:
         blocks = (*inputs.values(), *outputs.values())
-        moved = sum(_moved(*one, bool(tables)) for one in blocks)
+        moved = sum(_moved(array, spec, bool(tables)) for array, spec in blocks)
     arrays = {k: array for k, (array, _) in inputs.items()}
     shapes = _declared({k: x for k, (x, _) in outputs.items()}, (arrays, tables))
     position = lambda names, name: sorted(names).index(name)
@@ -100,23 +100,25 @@ def tpu_call(
     # `jax.vmap` batches a kernel by adding a grid dimension. An array without blocks and a
     # prefetched array cannot be indexed by that dimension, so if one of these is batched, the
     # kernel is called once per batch element in a loop.
-    whole = lambda blocked: {k: spec.block_shape is None for k, (_, spec) in blocked.items()}
-    alone = [True] * len(tables), whole(inputs)
-    if any(whole(outputs).values()):
-        alone = jax.tree.map(lambda _: True, alone)
-    if not any(jax.tree.leaves(alone)):
+    without_blocks = lambda blocked: {
+        k: spec.block_shape is None for k, (_, spec) in blocked.items()
+    }
+    forces_loop = [True] * len(tables), without_blocks(inputs)
+    if any(without_blocks(outputs).values()):
+        forces_loop = jax.tree.map(lambda _: True, forces_loop)
+    if not any(jax.tree.leaves(forces_loop)):
         return call(arrays)
-    mapped = _mapped(lambda tables, arrays: call(*tables, arrays), alone)
+    mapped = _mapped(lambda tables, arrays: call(*tables, arrays), forces_loop)
     return mapped(list(tables.values()), arrays)
 
 
-def _mapped(run: Callable[..., Any], alone: Any) -> Callable[..., Any]:
+def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
     """Return `run` with a batching rule that adds a grid dimension where it can, or else loops.
 
     Args:
       run: the kernel call.
-      alone: a tree with the structure of the arguments. It is True for each argument that forces a
-        loop if `jax.vmap` maps over it.
+      forces_loop: a tree with the structure of the arguments. An argument is True if a `jax.vmap`
+        over this argument forces a loop.
     """
 
     def narrow(*args: Any) -> Any:
@@ -131,16 +133,16 @@ def _mapped(run: Callable[..., Any], alone: Any) -> Callable[..., Any]:
     def rule(size: int, are_mapped: list, *args: Any) -> tuple[Any, Any]:
         leaves, tree = jax.tree.flatten(args)
         mapped = [i for i, is_mapped in enumerate(jax.tree.leaves(are_mapped)) if is_mapped]
-        if any(jax.tree.leaves(alone)[i] for i in mapped):
+        if any(jax.tree.leaves(forces_loop)[i] for i in mapped):
 
-            def one(given: dict[int, Array]) -> Any:
-                return call(*tree.unflatten([given.get(i, x) for i, x in enumerate(leaves)]))
+            def one(element: dict[int, Array]) -> Any:
+                return call(*tree.unflatten([element.get(i, x) for i, x in enumerate(leaves)]))
 
             results = jax.lax.map(one, {i: leaves[i] for i in mapped})
         else:
             axes = tree.unflatten([0 if i in mapped else None for i in range(len(leaves))])
             together = jax.vmap(narrow, in_axes=axes, axis_size=size)
-            results = _mapped(together, alone)(*args)
+            results = _mapped(together, forces_loop)(*args)
         return results, jax.tree.map(lambda _: True, results)
 
     return call
@@ -212,8 +214,8 @@ def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):
         shape = (None, *spec.block_shape)
         return x.stack, pl.BlockSpec(shape, index, pipeline_mode=spec.pipeline_mode)
 
-    put = lambda name, x, spec: in_stack(name, x, spec) if name in slots else (x, spec)
-    return {name: put(name, *one) for name, one in inputs.items()}, tables
+    replace = lambda name, x, spec: in_stack(name, x, spec) if name in slots else (x, spec)
+    return {name: replace(name, x, spec) for name, (x, spec) in inputs.items()}, tables
 
 
 def _moved(array: Shaped, spec: pl.BlockSpec, chosen: bool) -> int:
@@ -259,11 +261,11 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
     return pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=transcendentals)
 
 
-def _declared(outputs: Mapping[str, Shaped], given: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the outputs' shapes, marked as varying over every mesh axis that `given` varies over.
+def _declared(outputs: Mapping[str, Shaped], operands: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the outputs' shapes, marked as varying over every mesh axis that `operands` vary over.
 
     The marks are those that `jax.shard_map` checks.
     """
-    varies = jax.sharding.ManualAxisType(varying=varies_in(given))
+    varies = jax.sharding.ManualAxisType(varying=varies_in(operands))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)
     return {name: shape(x) for name, x in outputs.items()}

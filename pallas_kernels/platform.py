@@ -137,12 +137,12 @@ def collecting_calls() -> Iterator[list[Called]]:
     Calls are collected until the context ends.
     """
     calls: list[Called] = []
-    before = getattr(_collectors, "lists", ())
-    _collectors.lists = (*before, calls)
+    outer = getattr(_collectors, "lists", ())
+    _collectors.lists = (*outer, calls)
     try:
         yield calls
     finally:
-        _collectors.lists = before
+        _collectors.lists = outer
 
 
 _interpreted = jax.make_user_context(default_value=False)
@@ -182,8 +182,8 @@ class Implementations:
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
         """Maps each implementation name that a caller may request to its kernels' platforms."""
-        alone = {name: (_PLATFORMS[name],) for name in self.kernels}
-        return {"xla": (), **alone, "pallas": tuple(self._on)}
+        single = {name: (_PLATFORMS[name],) for name in self.kernels}
+        return {"xla": (), **single, "pallas": tuple(self._on)}
 
     @property
     def _on(self) -> dict[Platform, Any]:
@@ -484,7 +484,7 @@ def reverse_mode_alone(name: str) -> Iterator[None]:
         ) from None
 
 
-def vary_alike(given: Any) -> Any:
+def vary_alike(tree: Any) -> Any:
     """Make all floating-point arrays in a tree vary over the same mesh axes.
 
     These are all mesh axes over which any array of the tree varies. A result that is computed from
@@ -492,16 +492,16 @@ def vary_alike(given: Any) -> Any:
     that vary over the same axes as their primals. JAX sums the gradient of an array over the axes
     that this function adds.
     """
-    varies = varies_in(given)
+    varies = varies_in(tree)
     if not varies:
-        return given
+        return tree
 
     def vary(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return varying(x, varies)
 
-    return jax.tree.map(vary, given)
+    return jax.tree.map(vary, tree)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -510,13 +510,13 @@ def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def varies_in(given: Any) -> frozenset[str]:
+def varies_in(tree: Any) -> frozenset[str]:
     """Return the mesh axes over which any array of a tree varies.
 
     The result is empty unless in a `jax.shard_map` that tracks this (`check_vma=True`).
     """
     of = lambda x: jax.typeof(x).manual_axis_type.varying
-    return frozenset().union(*(of(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)))
+    return frozenset().union(*(of(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)))
 
 
 def checks_varying() -> str | None:

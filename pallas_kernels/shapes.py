@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
-from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
 # The batch size and sequence length of a step: 8192 tokens, in sequences as long as the RMT
@@ -40,7 +40,7 @@ class KeyVector(NamedTuple):
         """The sizes of the site before a feed-forward layer, which reads R vectors."""
         return self._replace(P=self.R)
 
-    def site(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Site:
+    def site(self, tokens, data="bfloat16", residual=None, array: Array = array) -> SiteOperands:
         """Return the operands of the forward pass for `tokens`, a batch size and a length.
 
         The residual has the data's dtype if `residual` is None. The store's operands are None if R
@@ -49,9 +49,11 @@ class KeyVector(NamedTuple):
         K, V, R, P = self
         stored = (array("float32", R, K), array(data, *tokens, R, V)) if R else (None, None)
         read = (array("float32", K, V), array("float32", P, K)) if P else (None, None)
-        return Site(array(residual or data, *tokens, K, V), *stored, *read)
+        return SiteOperands(array(residual or data, *tokens, K, V), *stored, *read)
 
-    def backward(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Backward:
+    def backward(
+        self, tokens, data="bfloat16", residual=None, array: Array = array
+    ) -> SiteBackward:
         """Return the operands of the backward pass.
 
         The store's operands are None if R is 0, and the read's operands are None if P is 0.
@@ -61,14 +63,14 @@ class KeyVector(NamedTuple):
         dtype = data if residual in (None, "int16") else residual
         d_residual = array(dtype, *tokens, K, V) if R else None
         if not P:
-            return Backward(site._replace(residual=None), None, d_residual, None)
+            return SiteBackward(site._replace(residual=None), None, d_residual, None)
         d_retrieved = array(data, *tokens, P, V)
-        return Backward(site, _statistics(tokens, array), d_residual, d_retrieved)
+        return SiteBackward(site, _statistics(tokens, array), d_residual, d_retrieved)
 
-    def again(self, tokens, array: Array = array) -> Again:
+    def reread(self, tokens, array: Array = array) -> Reread:
         """Return the operands of a read of P vectors from the residual that `undo` rebuilds."""
         read = array("float32", self.K, self.V), array("float32", self.P, self.K)
-        return Again(*read, _statistics(tokens, array))
+        return Reread(*read, _statistics(tokens, array))
 
 
 def _statistics(tokens, array: Array) -> Statistics:
@@ -117,8 +119,8 @@ class Depth(NamedTuple):
 
     def merge_backward(self, tokens, dtype="bfloat16", *, array: Array = array):
         """Return the operands of the backward pass of `merge`: a `Merge` and the cotangents."""
-        given = self.merge(tokens, dtype, array=array)
-        return given, MergeCotangents(given.current, given.mixed, given.current)
+        merge = self.merge(tokens, dtype, array=array)
+        return merge, MergeCotangents(merge.current, merge.mixed, merge.current)
 
 
 # The sites before attention of the models in the RMT paper's Table 9, and a size with four times as

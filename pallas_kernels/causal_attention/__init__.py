@@ -25,7 +25,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import StackSlice, check_array, check_tokens, read_slices, write_slice
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, plain
 from pallas_kernels.causal_attention.divided import merged
-from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    KeysAndValues,
+    PartOperands,
+    ResultsAndCotangent,
+    Rows,
+    Scale,
+)
 from pallas_kernels.platform import Implementations, reverse_mode
 
 __all__ = [
@@ -48,7 +55,7 @@ def causal_attention(
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
-    kv: Apart | None = None,
+    kv: KeysAndValues | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
     implementation: Implementation | None = None,
@@ -84,8 +91,8 @@ def causal_attention(
       TypeError: the op is differentiated in forward mode, or twice where a kernel may run.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
-    return _attention(_Call(rows, implementation, kv_heads, over), given)
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
+    return _attention(_AttentionCall(rows, implementation, kv_heads, over), operands)
 
 
 def attention_forward(
@@ -95,7 +102,7 @@ def attention_forward(
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
-    kv: Apart | None = None,
+    kv: KeysAndValues | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
     to: StackSlice | None = None,
@@ -107,8 +114,8 @@ def attention_forward(
     stack is returned in place of the output.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
-    return _forward(_Call(rows, implementation, kv_heads, over), given)
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
+    return _forward(_AttentionCall(rows, implementation, kv_heads, over), operands)
 
 
 def attention_backward(
@@ -130,9 +137,9 @@ def attention_backward(
     The arguments `out` and `log_sums` are the results, and `d_out` is the cotangent of `out`.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
-    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
-    attended = Attended(out, log_sums, d_out)
-    return _backward(_Call(rows, implementation, kv_heads, over), given, attended)[0]
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids)
+    results = ResultsAndCotangent(out, log_sums, d_out)
+    return _backward(_AttentionCall(rows, implementation, kv_heads, over), operands, results)[0]
 
 
 def attention_after(
@@ -164,18 +171,18 @@ def attention_after(
     """
     kv_heads = _check(qkv, slopes, None, kv_heads, None)
     check_tokens(before=before.shape[1])
-    call = _Call(rows, implementation, kv_heads, None)
+    call = _AttentionCall(rows, implementation, kv_heads, None)
     return _after(call, qkv, before, filled, jnp.asarray(scale), slopes)
 
 
 def _attention_after(call, qkv, before, filled, scale, slopes):
     heads = qkv.shape[2] - 2 * call.kv_heads
-    own = _whole_forward(call, Attention(qkv, scale, slopes))
-    there = jnp.arange(before.shape[1])[None] < filled[:, None]
-    segments = jnp.ones(qkv.shape[:2], jnp.int32), there.astype(jnp.int32)
+    own = _whole_forward(call, AttentionOperands(qkv, scale, slopes))
+    is_filled = jnp.arange(before.shape[1])[None] < filled[:, None]
+    segments = jnp.ones(qkv.shape[:2], jnp.int32), is_filled.astype(jnp.int32)
     most = jnp.max(filled)
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
-    out, sums = _part_forward(call, Part(q, kv, scale, most, slopes, segments))
+    out, sums = _part_forward(call, PartOperands(q, kv, scale, most, slopes, segments))
     if slopes is not None:  # Correct for rows with fewer earlier tokens, where keys are nearer.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
@@ -183,7 +190,7 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
 
 def attention_to(
     q: Float[Array, "B N H D"],
-    before: Float[Array, "B K keys_and_values D"] | Apart,
+    before: Float[Array, "B K keys_and_values D"] | KeysAndValues,
     seen: Bool[Array, "B K"],
     *,
     scale: Scale,
@@ -214,14 +221,19 @@ def attention_to(
         shapes = " and ".join(str(x.shape) for x in arrays)
         raise ValueError(f"shapes do not fit: the heads of q {q.shape} and of before {shapes}")
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
-    call = _Call(rows, implementation, kv_heads, None)
+    call = _AttentionCall(rows, implementation, kv_heads, None)
     before = jax.tree.map(lambda x: x.astype(q.dtype), before)
-    given = Part(q, before, jnp.asarray(scale), jnp.int32(0), None, segments)
-    return _part_forward(call, given)
+    operands = PartOperands(q, before, jnp.asarray(scale), jnp.int32(0), None, segments)
+    return _part_forward(call, operands)
 
 
-def _after_backward(call, given, d_out):
-    qkv, before, filled, scale, slopes = given
+def _after_forward(call, qkv, before, filled, scale, slopes):
+    saved = qkv, before, filled, scale, slopes
+    return _attention_after(call, *saved), saved
+
+
+def _after_backward(call, saved, d_out):
+    qkv, before, filled, scale, slopes = saved
     plain = functools.partial(_attention_after, call._replace(implementation="xla"))
     _, pullback = jax.vjp(lambda *x: plain(*x, filled, scale, slopes), qkv, before)
     zeros = (None if x is None else jnp.zeros_like(x) for x in (scale, slopes))
@@ -229,7 +241,7 @@ def _after_backward(call, given, d_out):
 
 
 _after = jax.custom_vjp(_attention_after, nondiff_argnums=(0,))
-_after.defvjp(lambda call, *given: (_attention_after(call, *given), given), _after_backward)
+_after.defvjp(_after_forward, _after_backward)
 
 
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
@@ -248,7 +260,7 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
             f"{(qkv.shape[0], length)}: rows and tokens of the whole sequence"
         )
     if kv is not None:
-        return _check_apart(qkv, slopes, kv_heads, kv)
+        return _check_separate(qkv, slopes, kv_heads, kv)
     rows = qkv.shape[2]
     if kv_heads is None:
         heads = keys = rows // 3
@@ -262,7 +274,7 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
     return keys
 
 
-def _check_apart(q, slopes, kv_heads: int | None, kv: Apart) -> int:
+def _check_separate(q, slopes, kv_heads: int | None, kv: KeysAndValues) -> int:
     k, v = kv
     check_array("keys", k, "B N G D")
     check_array("values", v, "B N G Dv")
@@ -278,7 +290,7 @@ def _check_apart(q, slopes, kv_heads: int | None, kv: Apart) -> int:
     return keys
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     rows: Rows
     implementation: str | None
     kv_heads: int
@@ -286,20 +298,20 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call, given):
-    return _forward(call, given)[0]
+def _attention(call, operands):
+    return _forward(call, operands)[0]
 
 
-def _attention_forward(call, given):
-    out, log_sums = _forward(call, given)
-    return out, (given, out, log_sums)
+def _attention_forward(call, operands):
+    out, log_sums = _forward(call, operands)
+    return out, (operands, out, log_sums)
 
 
 def _attention_backward(call, saved, d_out):
-    given, out, log_sums = saved
-    d_qkv, d_kv = _backward(call, given, Attended(out, log_sums, d_out))
-    zeros = [None if x is None else jnp.zeros_like(x) for x in (given.scale, given.slopes)]
-    return (Attention(d_qkv, *zeros, None, d_kv),)
+    operands, out, log_sums = saved
+    d_qkv, d_kv = _backward(call, operands, ResultsAndCotangent(out, log_sums, d_out))
+    zeros = [None if x is None else jnp.zeros_like(x) for x in (operands.scale, operands.slopes)]
+    return (AttentionOperands(d_qkv, *zeros, None, d_kv),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -313,24 +325,24 @@ _IMPLEMENTATIONS = Implementations(
 )
 
 
-def _forward(call, given):
+def _forward(call, operands):
     if call.over is None:
-        return _whole_forward(call, given)
-    part = given._replace(to=None)
+        return _whole_forward(call, operands)
+    part = operands._replace(to=None)
     out, log_sums = divided.forward(_ops(call), call.over, part, call.kv_heads)
-    return write_slice(out, given.to), log_sums
+    return write_slice(out, operands.to), log_sums
 
 
-def _backward(call, given, attended):
+def _backward(call, operands, results):
     if call.over is None:
-        return _whole_backward(call, given, attended)
-    return divided.backward(_ops(call), call.over, given, read_slices(attended), call.kv_heads)
+        return _whole_backward(call, operands, results)
+    return divided.backward(_ops(call), call.over, operands, read_slices(results), call.kv_heads)
 
 
 def _ops(call):
     """Return the attention functions of a single device, for sequences sharded over devices."""
     ops = _whole_forward, _whole_backward, _part_forward, _part_backward
-    return divided.Ops(*(functools.partial(op, call) for op in ops))
+    return divided.DeviceOps(*(functools.partial(op, call) for op in ops))
 
 
 def _whole(op, call, *operands):

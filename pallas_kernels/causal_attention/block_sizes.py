@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
     heads: int
 
 
-class Cut(NamedTuple):
+class KernelWork(NamedTuple):
     """A division of a kernel's work: head counts and sizes, memory order and block sizes.
 
     The fields describe the whole operands, except for `blocks`.
@@ -72,8 +72,8 @@ class Cut(NamedTuple):
         own, alike = self.blocks.heads, self.heads == self.kv_heads
         if self.rows == "head_major":
             return own
-        whole = lambda n: n == self.kv_heads or (alike and n % _TILE == 0)
-        return min(n for n in divisors(self.kv_heads) if n % own == 0 and whole(n))
+        fills_tiles = lambda n: n == self.kv_heads or (alike and n % _TILE == 0)
+        return min(n for n in divisors(self.kv_heads) if n % own == 0 and fills_tiles(n))
 
     @property
     def parts(self) -> int:
@@ -96,11 +96,11 @@ class Cut(NamedTuple):
     @property
     def span(self) -> int:
         """The number of queries, in whole blocks, whose gradients fit VMEM in a backward kernel."""
-        kept = self._bytes(self.step * self.each, 4)
-        room = target().vmem_part(_KEPT)
+        per_block = self._bytes(self.step * self.each, 4)
+        budget = target().vmem_part(_KEPT)
         if self.rows == "head_major":
-            room = min(room, target().vmem_limit - self._moved)
-        return self.blocks.queries * max(1, room // kept)
+            budget = min(budget, target().vmem_limit - self._moved)
+        return self.blocks.queries * max(1, budget // per_block)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
         """Return how many blocks keep their extracted size-major heads in VMEM: a sequence's, or 1.
@@ -117,7 +117,7 @@ class Cut(NamedTuple):
         need = self._bytes(heads, 2 * item + (4 if by_keys else 0))
         return count if count * need <= target().vmem_part(_KEPT) else 1
 
-    def has(self, tokens: int) -> bool:
+    def supports_rows(self, tokens: int) -> bool:
         """Return whether the kernels support size-major rows for sequences of this many tokens."""
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
@@ -133,13 +133,13 @@ class Cut(NamedTuple):
         """
         queries, keys, _ = self.blocks
         item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
-        kept = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
+        sums = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
         if self.rows == "head_major":
-            return kept + self._moved
-        kept += self._sums
+            return sums + self._moved
+        sums += self._sums
         rows = 3 * self.block_rows + (3 * self.step if self.parts == 3 else 0) + 2 * of_queries
-        taken = 2 * self.slots(tokens, by_keys=True) * of_queries + 2 * self.step
-        return kept + self._bytes(2 * rows + taken + self.block_rows, item)
+        extracted = 2 * self.slots(tokens, by_keys=True) * of_queries + 2 * self.step
+        return sums + self._bytes(2 * rows + extracted + self.block_rows, item)
 
     @property
     def fits(self) -> bool:
@@ -182,24 +182,24 @@ def default_blocks(
 ) -> Blocks:
     """Return the block sizes that a rule chooses for the device that the program is lowered for.
 
-    If any blocks of head-major rows fit VMEM (`Cut.fits`), the chosen ones do. Arguments in
+    If any blocks of head-major rows fit VMEM (`KernelWork.fits`), the chosen ones do. Arguments in
     `others` do not affect the choice.
     """
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
 
-    def cut(blocks: Blocks) -> Cut:
-        return Cut(rows, heads, kv_heads, size, value_size, jnp.dtype(dtype), blocks)
+    def work(blocks: Blocks) -> KernelWork:
+        return KernelWork(rows, heads, kv_heads, size, value_size, jnp.dtype(dtype), blocks)
 
     def has_room(blocks: Blocks) -> bool:
-        return rows == "size_major" or cut(blocks).fits
+        return rows == "size_major" or work(blocks).fits
 
     def of(tokens: int) -> Blocks:
         # Prefer many heads, because work on one head hides another's latency, and blocks whose span
         # covers all queries.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
-        kept = [blocks for blocks in fitting if has_room(blocks) and cut(blocks).span >= N]
-        return max(kept, default=Blocks(tokens, tokens, 1))
+        whole_span = [blocks for blocks in fitting if has_room(blocks) and work(blocks).span >= N]
+        return max(whole_span, default=Blocks(tokens, tokens, 1))
 
     def cost(blocks: Blocks) -> float:
         tokens, count = blocks.queries, -(-N // blocks.queries)
@@ -234,10 +234,10 @@ def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> s
         groups = key["kv_heads"]
         return f"{heads} key heads at a time (legal: divisors of {groups})"
     of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size"))
-    cut = Cut(*of_key, jnp.dtype(key["dtype"]), blocks)
-    if (need := cut.vmem_bytes(tokens)) > target().vmem_limit:
+    work = KernelWork(*of_key, jnp.dtype(key["dtype"]), blocks)
+    if (need := work.vmem_bytes(tokens)) > target().vmem_limit:
         return f"{need >> 20} MiB of VMEM (the limit is {target().vmem_limit >> 20} MiB)"
-    if cut.rows == "size_major" and not cut.has(tokens):
+    if work.rows == "size_major" and not work.supports_rows(tokens):
         return f"blocks of {queries} queries and {keys} keys, of size-major rows"
     return None
 

@@ -16,7 +16,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.causal_attention import entries, reference
-from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    KeysAndValues,
+    PartOperands,
+    ResultsAndCotangent,
+    Rows,
+)
 from pallas_kernels.target import target
 
 # Maps ten times the compute capability to substrings of device kinds. Unlisted kinds count as
@@ -81,15 +87,17 @@ def refused(
     return None
 
 
-def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
+def unsupported(
+    op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
+) -> str | None:
     """Return the reason, in one line, if cuDNN does not support these operands, else None."""
-    qkv, keys = given[0], given[0]
+    qkv, keys = operands[0], operands[0]
     value_size = qkv.shape[3]
-    if isinstance(given, Part):
-        keys, values = given.apart
+    if isinstance(operands, PartOperands):
+        keys, values = operands.keys_and_values
         value_size = values.shape[3]
-    elif given.kv is not None:
-        value_size = given.kv[1].shape[3]
+    elif operands.kv is not None:
+        value_size = operands.kv[1].shape[3]
     kind = target().kind
     capability = capability_of(kind)
     if capability < 80:
@@ -98,105 +106,111 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
         capability,
         qkv.shape[3],
         value_size,
-        segments=given.segments is not None,
-        alibi=given.slopes is not None,
+        segments=operands.segments is not None,
+        alibi=operands.slopes is not None,
         length=keys.shape[1],
         dtype=qkv.dtype,
     )
 
 
 def attention_forward(
-    given: Attention, *, kv_heads: int, rows: Rows = "size_major", interpret: bool = False
-) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `attention_forward` as specified in `interface`."""
-    out, log_sums = _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
-    return write_slice(out, given.to), log_sums
-
-
-def attention_backward(
-    given: Attention,
-    attended: Attended,
+    operands: AttentionOperands,
     *,
     kv_heads: int,
     rows: Rows = "size_major",
     interpret: bool = False,
-) -> tuple[Float[Array, "B N P D"], Apart | None]:
+) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
+    """Compute `attention_forward` as specified in `interface`."""
+    out, log_sums = _forward(_as_part(operands, kv_heads), causal=True, interpret=interpret)
+    return write_slice(out, operands.to), log_sums
+
+
+def attention_backward(
+    operands: AttentionOperands,
+    results: ResultsAndCotangent,
+    *,
+    kv_heads: int,
+    rows: Rows = "size_major",
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Compute `attention_backward` as specified in `interface`."""
-    attended = read_slices(attended)
-    d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
-    return (d_q, d_kv) if given.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
+    results = read_slices(results)
+    d_q, d_kv = _backward(_as_part(operands, kv_heads), results, causal=True, interpret=interpret)
+    return (d_q, d_kv) if operands.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
 
 
 def part_forward(
-    given: Part, *, interpret: bool = False
+    operands: PartOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """Compute `part_forward` as specified in `interface`."""
-    return _forward(given, causal=False, interpret=interpret)
+    return _forward(operands, causal=False, interpret=interpret)
 
 
 def part_backward(
-    given: Part, attended: Attended, *, interpret: bool = False
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
+    operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
     """Compute `part_backward` as specified in `interface`."""
-    gradients = _backward(given, attended, causal=False, interpret=interpret)
+    gradients = _backward(operands, results, causal=False, interpret=interpret)
     # Return float32, because the caller adds up the gradients of several parts.
     return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
 
-def _whole(given: Attention, kv_heads: int) -> Part:
+def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
     """Return the whole sequence as a `Part`; the kernel's causal mask hides later keys."""
-    q, kv = given.qkv, given.kv
+    q, kv = operands.qkv, operands.kv
     if kv is None:
         q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
-    return Part(q, kv, given.scale, 0, given.slopes, given.segments)
+    return PartOperands(q, kv, operands.scale, 0, operands.slopes, operands.segments)
 
 
-def _forward(given: Part, *, causal: bool, interpret: bool):
+def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
     """Return the output and each softmax's log-sum-exp."""
-    run = _interpreted if interpret else _call
-    out, sums = run("forward", causal, *_with_entries(given))
+    run = _interpreted if interpret else _run_cudnn
+    out, sums = run("forward", causal, *_with_entries(operands))
     sums = sums.swapaxes(1, 2)
-    if given.slopes is not None:
-        sums = sums - _of_positions(given)
-    return out[..., : given.apart[1].shape[3]], sums
+    if operands.slopes is not None:
+        sums = sums - _of_positions(operands)
+    return out[..., : operands.keys_and_values[1].shape[3]], sums
 
 
-def _backward(given: Part, attended: Attended, *, causal: bool, interpret: bool):
+def _backward(
+    operands: PartOperands, results: ResultsAndCotangent, *, causal: bool, interpret: bool
+):
     """Return the cotangents of q and kv."""
-    arrays = _with_entries(given)
-    sums = attended.log_sums.astype(jnp.float32)
-    if given.slopes is not None:
-        sums = sums + _of_positions(given)
-    whole = lambda x: entries.padded(x.astype(given.q.dtype), arrays[0].shape[3])
-    run = _interpreted if interpret else _call
-    saved = sums.swapaxes(1, 2), whole(attended.d_out), whole(attended.out)
+    arrays = _with_entries(operands)
+    sums = results.log_sums.astype(jnp.float32)
+    if operands.slopes is not None:
+        sums = sums + _of_positions(operands)
+    padded = lambda x: entries.padded(x.astype(operands.q.dtype), arrays[0].shape[3])
+    run = _interpreted if interpret else _run_cudnn
+    saved = sums.swapaxes(1, 2), padded(results.d_out), padded(results.out)
     found = run("backward", causal, *arrays, *saved)
-    own = given.q, *given.apart
+    own = operands.q, *operands.keys_and_values
     d_q, *d_kv = (x[..., : of.shape[3]] for x, of in zip(found, own, strict=True))
-    return (d_q * given.scale).astype(d_q.dtype), given.like_kv(*d_kv)
+    return (d_q * operands.scale).astype(d_q.dtype), operands.like_kv(*d_kv)
 
 
-def _with_entries(given: Part):
+def _with_entries(operands: PartOperands):
     """Return queries, keys and values of equal size, with extra entries for ALiBi and segments."""
-    k, v = given.apart
-    q, of_masks = (given.q * given.scale).astype(given.q.dtype), []
-    if given.slopes is not None:
-        of_masks.append(entries.of_positions(given.slopes, k.shape[1], q.dtype))
-    if given.segments is not None:
-        of_masks.append(entries.of_segments(*given.segments, q.dtype))
+    k, v = operands.keys_and_values
+    q, of_masks = (operands.q * operands.scale).astype(operands.q.dtype), []
+    if operands.slopes is not None:
+        of_masks.append(entries.of_positions(operands.slopes, k.shape[1], q.dtype))
+    if operands.segments is not None:
+        of_masks.append(entries.of_segments(*operands.segments, q.dtype))
     q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
     k = entries.added(k, *(of_keys for _, of_keys in of_masks))
     size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # cuDNN wants equal sizes.
     return tuple(entries.padded(x, size) for x in (q, k, v))
 
 
-def _of_positions(given: Part):
+def _of_positions(operands: PartOperands):
     """Return the amount by which the extra entries for ALiBi make each query's logits too large.
 
     The entries add `slope j` in place of `-slope (i - j)`, so the difference is `slope i`, with i
     the query's position and j the key's.
     """
-    return given.slopes * (given.shift + jnp.arange(given.q.shape[1]))[:, None]
+    return operands.slopes * (operands.shift + jnp.arange(operands.q.shape[1]))[:, None]
 
 
 def _interpreted(direction, causal, q, k, v, *saved):
@@ -209,12 +223,12 @@ def _interpreted(direction, causal, q, k, v, *saved):
         out, sums = reference.forward(q, k, v, 1.0, None, 0, mask)
         return out, sums.swapaxes(1, 2)
     sums, d_out, out = saved
-    given = q, k, v, out, sums.swapaxes(1, 2), d_out
-    gradients = reference.backward(*given, 1.0, None, 0, mask)
+    sums = sums.swapaxes(1, 2)
+    gradients = reference.backward(q, k, v, out, sums, d_out, 1.0, None, 0, mask)
     return tuple(x.astype(q.dtype) for x in gradients)
 
 
-def _call(direction, causal, *arrays):
+def _run_cudnn(direction, causal, *arrays):
     """Run cuDNN's kernel.
 
     Returns:
@@ -228,13 +242,13 @@ def _call(direction, causal, *arrays):
 
     @run.def_vmap
     def batched(size, is_batched, *arrays):
-        whole = (
-            x if given else jnp.broadcast_to(x, (size, *x.shape))
-            for x, given in zip(arrays, is_batched, strict=True)
+        arrays = (
+            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has_axis in zip(arrays, is_batched, strict=True)
         )
-        results = run(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        apart = tuple(x.reshape(size, -1, *x.shape[1:]) for x in results)
-        return apart, (True,) * len(apart)
+        results = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+        results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in results)
+        return results, (True,) * len(results)
 
     return run(*arrays)
 

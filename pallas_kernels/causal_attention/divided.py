@@ -17,10 +17,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    KeysAndValues,
+    PartOperands,
+    ResultsAndCotangent,
+)
 
 
-class Ops(NamedTuple):
+class DeviceOps(NamedTuple):
     """The attention functions that run on a single device: see `interface`."""
 
     whole_forward: Callable[..., Any]
@@ -30,21 +35,21 @@ class Ops(NamedTuple):
 
 
 def forward(
-    ops: Ops, axis: str, given: Attention, kv_heads: int
+    ops: DeviceOps, axis: str, operands: AttentionOperands, kv_heads: int
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """Return the output for this device's queries, and each softmax's log-sum-exp over all keys.
 
     Args:
       ops: the functions of a single device.
       axis: the mesh axis along which tokens are sharded in order.
-      given: qkv of this device's tokens, and the segments of all tokens.
+      operands: qkv of this device's tokens, and the segments of all tokens.
       kv_heads: the number of key heads.
     """
-    ring = _Ring(axis, given)
-    parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
+    ring = _Ring(axis, operands)
+    parts = jax.tree.map(ring.balanced, (operands.qkv, operands.kv))
     q, kv = _queries_and_others(*parts, kv_heads)
     arriving = ring.passed_on(kv)  # This transfer overlaps with the work on the current keys.
-    out, sums = ring.apart(ops.whole_forward(ring.own(*parts)))
+    out, sums = ring.split_parts(ops.whole_forward(ring.own(*parts)))
     state = out.astype(sums.dtype), sums
     state = _add(state, 1, ops.part_forward(ring.part(q[1], _at(kv, 0), ring.high, ring.low)))
 
@@ -61,21 +66,25 @@ def forward(
 
 
 def backward(
-    ops: Ops, axis: str, given: Attention, attended: Attended, kv_heads: int
-) -> tuple[Float[Array, "B N P D"], Apart | None]:
+    ops: DeviceOps,
+    axis: str,
+    operands: AttentionOperands,
+    results: ResultsAndCotangent,
+    kv_heads: int,
+) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Return the cotangents of qkv and kv. The ring passes d_kv along with kv, in float32."""
-    ring = _Ring(axis, given)
-    parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
-    of_queries = [ring.balanced(x) for x in attended]
+    ring = _Ring(axis, operands)
+    parts = jax.tree.map(ring.balanced, (operands.qkv, operands.kv))
+    of_queries = [ring.balanced(x) for x in results]
     q, kv = _queries_and_others(*parts, kv_heads)
     arriving = ring.passed_on(kv)
-    of_own = Attended(*map(ring.together, of_queries))
-    d_parts = ring.apart(ops.whole_backward(ring.own(*parts), of_own))
-    d_parts = jax.tree.map(lambda x: x.astype(attended.log_sums.dtype), d_parts)
+    of_own = ResultsAndCotangent(*map(ring.batch_parts, of_queries))
+    d_parts = ring.split_parts(ops.whole_backward(ring.own(*parts), of_own))
+    d_parts = jax.tree.map(lambda x: x.astype(results.log_sums.dtype), d_parts)
     d_q, d_kv = _queries_and_others(*d_parts, kv_heads)
 
     def add(d_q, d_kv, kv, query, key, parts):
-        own = Attended(*(x[query] for x in of_queries))
+        own = ResultsAndCotangent(*(x[query] for x in of_queries))
         of_q, of_kv = ops.part_backward(ring.part(q[query], _at(kv, key), *parts), own)
         return d_q.at[query].add(of_q), jax.tree.map(lambda x, y: x.at[key].add(y), d_kv, of_kv)
 
@@ -90,7 +99,7 @@ def backward(
 
     (_, d_q, d_kv), _ = jax.lax.scan(hop, (arriving, d_q, d_kv), jnp.arange(1, ring.count))
     d_kv = ring.passed_on(d_kv)  # Each device gets the gradients of its own keys and values.
-    if given.kv is None:
+    if operands.kv is None:
         d_q, d_kv = jnp.concatenate([d_q, d_kv], axis=3), None
     return jax.tree.map(lambda x: ring.natural(x.astype(q.dtype)), (d_q, d_kv))
 
@@ -107,7 +116,7 @@ def _at(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-class _Pair(NamedTuple):
+class _RingPair(NamedTuple):
     """One call of part attention in a ring step.
 
     Attributes:
@@ -128,11 +137,11 @@ class _Ring:
     Device i of `count` processes its low part, number i, and its high part, number 2 count - 1 - i.
     """
 
-    def __init__(self, axis: str, given: Attention):
+    def __init__(self, axis: str, operands: AttentionOperands):
         self.axis, self.count = axis, jax.lax.axis_size(axis)
         self.me = jax.lax.axis_index(axis)
         self.low, self.high = self._parts_of(self.me)
-        self.length, self._given = given.qkv.shape[1] // 2, given
+        self.length, self._operands = operands.qkv.shape[1] // 2, operands
 
     def _parts_of(self, device):
         return device, 2 * self.count - 1 - device
@@ -156,31 +165,33 @@ class _Ring:
         parts = (2 * device + half for device in range(self.count))
         return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]
 
-    def together(self, x: Float[Array, "2 B half_N *rest"]) -> Float[Array, "twice_B half_N *rest"]:
+    def batch_parts(
+        self, x: Float[Array, "2 B half_N *rest"]
+    ) -> Float[Array, "twice_B half_N *rest"]:
         """Return both parts as rows of one batch."""
         return x.reshape(-1, *x.shape[2:])
 
-    def apart(self, tree: Any) -> Any:
-        """Undo `together`."""
+    def split_parts(self, tree: Any) -> Any:
+        """Undo `batch_parts`."""
         return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
-    def own(self, qkv: Float[Array, "2 B half_N P D"], kv: Any) -> Attention:
+    def own(self, qkv: Float[Array, "2 B half_N P D"], kv: Any) -> AttentionOperands:
         """Return the operands of causal attention within each of this device's two parts."""
         ids = None
-        if self._given.segment_ids is not None:
+        if self._operands.segment_ids is not None:
             ids = jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
-        qkv, kv = jax.tree.map(self.together, (qkv, kv))
-        return self._given._replace(qkv=qkv, kv=kv, segment_ids=ids)
+        qkv, kv = jax.tree.map(self.batch_parts, (qkv, kv))
+        return self._operands._replace(qkv=qkv, kv=kv, segment_ids=ids)
 
-    def part(self, q: Array, kv: Array | Apart, queries: Any, keys: Any) -> Part:
+    def part(self, q: Array, kv: Array | KeysAndValues, queries: Any, keys: Any) -> PartOperands:
         """Return the operands of attention from the queries of one part to the keys of another."""
-        given, segments = self._given, None
-        if given.segment_ids is not None:
+        operands, segments = self._operands, None
+        if operands.segment_ids is not None:
             segments = self._ids(queries), self._ids(keys)
         shift = (queries - keys) * self.length
-        return Part(q, kv, given.scale, shift, given.slopes, segments)
+        return PartOperands(q, kv, operands.scale, shift, operands.slopes, segments)
 
-    def pairs(self, step: Int[Array, ""]) -> list[_Pair]:
+    def pairs(self, step: Int[Array, ""]) -> list[_RingPair]:
         """Return the pairs of queries and keys that see each other after `step` ring steps.
 
         If the current keys come from an earlier device, both of this device's parts see the low
@@ -189,10 +200,10 @@ class _Ring:
         """
         other = (self.me - step) % self.count
         low, high = self._parts_of(other)
-        before = other < self.me
-        which = jnp.where(before, 0, 1)
-        queries, keys = jnp.where(before, self.low, self.high), jnp.where(before, low, high)
-        return [_Pair(which, 0, (queries, low)), _Pair(1, which, (self.high, keys))]
+        is_earlier = other < self.me
+        which = jnp.where(is_earlier, 0, 1)
+        queries, keys = jnp.where(is_earlier, self.low, self.high), jnp.where(is_earlier, low, high)
+        return [_RingPair(which, 0, (queries, low)), _RingPair(1, which, (self.high, keys))]
 
     def passed_on(self, tree: Any) -> Any:
         """Send arrays to the next device in the ring, and return those from the previous device."""
@@ -204,7 +215,7 @@ class _Ring:
 
     def _ids(self, part):
         return jax.lax.dynamic_slice_in_dim(
-            self._given.segment_ids, part * self.length, self.length, 1
+            self._operands.segment_ids, part * self.length, self.length, 1
         )
 
 

@@ -4,10 +4,12 @@ An implementation is a module with these functions. `kv_heads` is the number of 
 value heads. `rows` is the preferred memory order, if the implementation has kernels for both
 orders:
 
-    attention_forward(Attention, *, kv_heads, rows) -> (out [B, N, H, Dv], log_sums [B, N, H])
-    attention_backward(Attention, Attended, *, kv_heads, rows) -> cotangents of qkv and kv
-    part_forward(Part) -> (out [B, Q, H, Dv], log_sums [B, Q, H])
-    part_backward(Part, Attended) -> cotangents of q and kv, at least float32
+    attention_forward(AttentionOperands, *, kv_heads, rows)
+        -> (out [B, N, H, Dv], log_sums [B, N, H])
+    attention_backward(AttentionOperands, ResultsAndCotangent, *, kv_heads, rows)
+        -> cotangents of qkv and kv
+    part_forward(PartOperands) -> (out [B, Q, H, Dv], log_sums [B, Q, H])
+    part_backward(PartOperands, ResultsAndCotangent) -> cotangents of q and kv, at least float32
     unsupported(op, *operands) -> the reason in one line if they are not supported, or None
 
 Outputs are in the dtype of the queries. `log_sums` holds each softmax's log-sum-exp, at least
@@ -27,10 +29,10 @@ Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
 Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
 # Keys and values as separate arrays; their vector sizes may differ.
-Apart = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
+KeysAndValues = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 
 
-class Attention(NamedTuple):
+class AttentionOperands(NamedTuple):
     """The operands of causal attention: `softmax_j(scale q_i . k_j - slope (i - j)) v_j`.
 
     Query i sees key j if `j <= i` and both are in the same segment.
@@ -48,7 +50,7 @@ class Attention(NamedTuple):
     scale: Scale
     slopes: Float[Array, " H"] | None = None
     segment_ids: Int[Array, "B N"] | None = None
-    kv: Apart | None = None
+    kv: KeysAndValues | None = None
     to: StackSlice | None = None
 
     @property
@@ -57,7 +59,7 @@ class Attention(NamedTuple):
         return None if self.segment_ids is None else (self.segment_ids, self.segment_ids)
 
 
-class Part(NamedTuple):
+class PartOperands(NamedTuple):
     """The operands of attention from one part of a sequence to another, without a causal mask.
 
     A query sees all keys of its segment.
@@ -72,23 +74,23 @@ class Part(NamedTuple):
     """
 
     q: Float[Array, "B Q H D"]
-    kv: Float[Array, "B K P D"] | Apart
+    kv: Float[Array, "B K P D"] | KeysAndValues
     scale: Scale
     shift: Int[Array, ""] | int
     slopes: Float[Array, " H"] | None
     segments: Segments | None
 
     @property
-    def apart(self) -> Apart:
+    def keys_and_values(self) -> KeysAndValues:
         """The keys and values as separate arrays."""
         return self.kv if isinstance(self.kv, tuple) else tuple(jnp.split(self.kv, 2, axis=2))
 
-    def like_kv(self, k: Array, v: Array) -> Array | Apart:
+    def like_kv(self, k: Array, v: Array) -> Array | KeysAndValues:
         """Return keys and values in the form that `kv` has: one array or a pair."""
         return (k, v) if isinstance(self.kv, tuple) else jnp.concatenate([k, v], axis=2)
 
 
-class Attended(NamedTuple):
+class ResultsAndCotangent(NamedTuple):
     """The results of attention and the output's cotangent, which the backward pass needs.
 
     Attributes:

@@ -17,11 +17,16 @@ from jaxtyping import Array, Float
 from pallas_kernels import tuned
 from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.call import LANES, round_up
-from pallas_kernels.causal_attention import block_sizes
+from pallas_kernels.causal_attention import block_sizes, mosaic_tpu_whole
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
-from pallas_kernels.causal_attention import mosaic_tpu_whole as whole
-from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
-from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
+from pallas_kernels.causal_attention.block_sizes import Blocks, KernelWork
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    KeysAndValues,
+    PartOperands,
+    ResultsAndCotangent,
+    Rows,
+)
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
 # Maximum length for which the whole-sequence kernel is faster, although half of its logits are
@@ -29,23 +34,25 @@ from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, token
 _WHOLE = 1024
 
 
-def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
+def unsupported(
+    op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
+) -> str | None:
     """Return the reason, in one line, if the kernels do not support these operands, else None."""
-    if isinstance(given, Part):
-        queries, keys = given.q.shape[1], given.apart[0].shape[1]
+    if isinstance(operands, PartOperands):
+        queries, keys = operands.q.shape[1], operands.keys_and_values[0].shape[1]
         if queries % LANES or keys % LANES:
             return f"parts of {queries} queries and {keys} keys (legal: multiples of {LANES})"
-    qkv = given[0]
+    qkv = operands[0]
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"data vectors of {qkv.dtype} (legal: bfloat16 or float32)"
-    for size in (x.shape[3] for x in jax.tree.leaves((qkv, given.kv))):
+    for size in (x.shape[3] for x in jax.tree.leaves((qkv, operands.kv))):
         if size % 8:
             return f"heads of size {size} (legal: multiples of 8)"
-    heads, kv_heads = _heads(given, *attended)
-    key = _key(given, (heads, kv_heads), "head_major")
+    heads, kv_heads = _heads(operands, *results)
+    key = _key(operands, (heads, kv_heads), "head_major")
     sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
     blocks = block_sizes.default_blocks("attention_blocks_backward", qkv.shape[1], **key)
-    if not Cut(**sizes, dtype=qkv.dtype, blocks=blocks).fits:
+    if not KernelWork(**sizes, dtype=qkv.dtype, blocks=blocks).fits:
         each = heads // kv_heads
         return (
             f"{each} query heads of size {key['size']} per key head: a block does not fit in VMEM"
@@ -53,25 +60,27 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
     return None
 
 
-def _heads(given: Attention | Part, *attended: Attended) -> tuple[int, int]:
+def _heads(
+    operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
+) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads.
 
-    They are assumed to be equal if one array holds queries, keys and values and `attended` is not
+    They are assumed to be equal if one array holds queries, keys and values and `results` is not
     given.
     """
-    if isinstance(given, Part):
-        return given.q.shape[2], given.apart[0].shape[2]
-    rows = given.qkv.shape[2]
-    if given.kv is not None:
-        return rows, given.kv[0].shape[2]
-    if attended:
-        heads = attended[0].log_sums.shape[2]
+    if isinstance(operands, PartOperands):
+        return operands.q.shape[2], operands.keys_and_values[0].shape[2]
+    rows = operands.qkv.shape[2]
+    if operands.kv is not None:
+        return rows, operands.kv[0].shape[2]
+    if results:
+        heads = results[0].log_sums.shape[2]
         return heads, (rows - heads) // 2
     return rows // 3, rows // 3
 
 
 def attention_forward(
-    given: Attention,
+    operands: AttentionOperands,
     *,
     kv_heads: int,
     rows: Rows = "size_major",
@@ -83,176 +92,186 @@ def attention_forward(
     `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
     sizes.
     """
-    if blocks is None and _is_whole(given, kv_heads, rows):
-        return whole.attention_forward(given, rows=rows, interpret=interpret)
-    cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
-    out, log_sums = by_blocks.attention_forward(cut.given, blocks=cut.blocks, interpret=interpret)
-    return write_slice(cut.tokens_first(out), given.to), cut.sums_first(log_sums)
+    if blocks is None and _fits_whole(operands, kv_heads, rows):
+        return mosaic_tpu_whole.attention_forward(operands, rows=rows, interpret=interpret)
+    padded = _PaddedOperands("attention_blocks_forward", operands, kv_heads, rows, blocks)
+    out, log_sums = by_blocks.attention_forward(
+        padded.operands, blocks=padded.blocks, interpret=interpret
+    )
+    return write_slice(padded.tokens_first(out), operands.to), padded.sums_first(log_sums)
 
 
 def attention_backward(
-    given: Attention,
-    attended: Attended,
+    operands: AttentionOperands,
+    results: ResultsAndCotangent,
     *,
     kv_heads: int,
     rows: Rows = "size_major",
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B N P D"], Apart | None]:
+) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Compute `attention_backward` as specified in `interface`.
 
     `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
     sizes.
     """
-    attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
-    if blocks is None and _is_whole(given, kv_heads, rows):
-        return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
-    attended = read_slices(attended)
-    cut = _Cut("attention_blocks_backward", given, kv_heads, rows, blocks)
-    log_sums, d_out = cut.sums_last(attended.log_sums), cut.tokens_last(attended.d_out)
-    options = {"blocks": cut.blocks, "interpret": interpret}
-    if cut.rows == "size_major":
-        of_queries = log_sums, cut.tokens_last(attended.out), d_out
-        d_qkv = by_blocks.attention_backward_of_rows(cut.given, *of_queries, **options)
-        return cut.tokens_first(d_qkv), None
-    of_queries = log_sums, cut.sums_last(_delta(attended)), d_out
-    gradients = by_blocks.attention_backward(cut.given, *of_queries, **options)
-    if given.kv is None:
-        return cut.tokens_first(jnp.concatenate(gradients, axis=1)), None
-    d_q, *d_kv = map(cut.tokens_first, gradients)
+    results = results._replace(d_out=results.d_out.astype(operands.qkv.dtype))
+    if blocks is None and _fits_whole(operands, kv_heads, rows):
+        return mosaic_tpu_whole.attention_backward(
+            operands, results, rows=rows, interpret=interpret
+        ), None
+    results = read_slices(results)
+    padded = _PaddedOperands("attention_blocks_backward", operands, kv_heads, rows, blocks)
+    log_sums, d_out = padded.sums_last(results.log_sums), padded.tokens_last(results.d_out)
+    options = {"blocks": padded.blocks, "interpret": interpret}
+    if padded.rows == "size_major":
+        of_queries = log_sums, padded.tokens_last(results.out), d_out
+        d_qkv = by_blocks.attention_backward_of_rows(padded.operands, *of_queries, **options)
+        return padded.tokens_first(d_qkv), None
+    of_queries = log_sums, padded.sums_last(_delta(results)), d_out
+    gradients = by_blocks.attention_backward(padded.operands, *of_queries, **options)
+    if operands.kv is None:
+        return padded.tokens_first(jnp.concatenate(gradients, axis=1)), None
+    d_q, *d_kv = map(padded.tokens_first, gradients)
     return d_q, tuple(d_kv)
 
 
 def part_forward(
-    given: Part, *, interpret: bool = False
+    operands: PartOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """Compute `part_forward` as specified in `interface`."""
-    of_part, blocks = _part("attention_blocks_forward", given)
+    of_part, blocks = _part("attention_blocks_forward", operands)
     out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
     return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
 
 
 def part_backward(
-    given: Part, attended: Attended, *, interpret: bool = False
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
+    operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
     """Compute `part_backward` as specified in `interface`."""
-    of_part, blocks = _part("attention_blocks_backward", given)
-    attended = attended._replace(d_out=attended.d_out.astype(given.q.dtype))
-    sums = (x.swapaxes(1, 2)[:, :, None] for x in (attended.log_sums, _delta(attended)))
-    d_out = tokens_last(attended.d_out, "head_major")
+    of_part, blocks = _part("attention_blocks_backward", operands)
+    results = results._replace(d_out=results.d_out.astype(operands.q.dtype))
+    sums = (x.swapaxes(1, 2)[:, :, None] for x in (results.log_sums, _delta(results)))
+    d_out = tokens_last(results.d_out, "head_major")
     options = {"blocks": blocks, "interpret": interpret}
     d_q, d_k, d_v = by_blocks.attention_backward(of_part, *sums, d_out, **options)
     # Return float32, because the caller adds up the gradients of several parts.
     gradients = (tokens_first(x.astype(jnp.float32), "head_major") for x in (d_q, d_k, d_v))
     d_q, *d_kv = gradients
-    return d_q, given.like_kv(*d_kv)
+    return d_q, operands.like_kv(*d_kv)
 
 
-def _delta(attended: Attended) -> Float[Array, "B Q H"]:
-    out, d_out = (x.astype(jnp.float32) for x in (attended.out, attended.d_out))
+def _delta(results: ResultsAndCotangent) -> Float[Array, "B Q H"]:
+    out, d_out = (x.astype(jnp.float32) for x in (results.out, results.d_out))
     return jnp.sum(out * d_out, axis=-1)
 
 
-def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
+def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands, Blocks]:
     """Return the operands of the blockwise kernels, and block sizes that divide both lengths."""
-    k, v = given.apart
-    heads, kv_heads = given.q.shape[2], k.shape[2]
-    blocks = _blocks(kernel, given, _key(given, (heads, kv_heads), "head_major"))
-    tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], k.shape[1])
-    if isinstance(given.kv, tuple):
-        kv = (by_blocks.Heads(tokens_last(x, "head_major")) for x in given.kv)
+    k, v = operands.keys_and_values
+    heads, kv_heads = operands.q.shape[2], k.shape[2]
+    blocks = _blocks(kernel, operands, _key(operands, (heads, kv_heads), "head_major"))
+    tokens = math.gcd(blocks.queries, blocks.keys, operands.q.shape[1], k.shape[1])
+    if isinstance(operands.kv, tuple):
+        kv = (by_blocks.HeadRows(tokens_last(x, "head_major")) for x in operands.kv)
     else:  # Keys and values are rows of one array.
-        rows = tokens_last(given.kv, "head_major")
-        kv = by_blocks.Heads(rows), by_blocks.Heads(rows, kv_heads)
-    of_part = by_blocks.Given(
-        by_blocks.Heads(tokens_last(given.q, "head_major")),
+        rows = tokens_last(operands.kv, "head_major")
+        kv = by_blocks.HeadRows(rows), by_blocks.HeadRows(rows, kv_heads)
+    of_part = by_blocks.BlockOperands(
+        by_blocks.HeadRows(tokens_last(operands.q, "head_major")),
         *kv,
         (heads, kv_heads),
-        given.scale,
-        given.slopes,
-        given.segments,
+        operands.scale,
+        operands.slopes,
+        operands.segments,
         offset=None,
-        shift=given.shift,
+        shift=operands.shift,
     )
     return of_part, blocks._replace(queries=tokens, keys=tokens)
 
 
-def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[str, Any]:
+def _key(
+    operands: AttentionOperands | PartOperands, heads: tuple[int, int], rows: Rows
+) -> dict[str, Any]:
     """Return the key under which tuning tables list block sizes."""
     return {
         "heads": heads[0],
         "kv_heads": heads[1],
-        "size": given[0].shape[3],
-        "value_size": (given[0] if given.kv is None else jax.tree.leaves(given.kv)[-1]).shape[3],
-        "dtype": jnp.dtype(given[0].dtype).name,
+        "size": operands[0].shape[3],
+        "value_size": (
+            operands[0] if operands.kv is None else jax.tree.leaves(operands.kv)[-1]
+        ).shape[3],
+        "dtype": jnp.dtype(operands[0].dtype).name,
         "rows": rows,
-        "alibi": given.slopes is not None,
-        "segments": given.segments is not None,
+        "alibi": operands.slopes is not None,
+        "segments": operands.segments is not None,
     }
 
 
-def _blocks(kernel: str, given: Attention | Part, key: dict[str, Any]) -> Blocks:
+def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[str, Any]) -> Blocks:
     """Return the block sizes in the tuning table, or else the default ones."""
-    tokens = given[0].shape[1]
+    tokens = operands[0].shape[1]
     default = block_sizes.default_blocks(kernel, tokens, **key)
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
 
 
-def _is_whole(given: Attention, kv_heads: int, rows: Rows) -> bool:
-    qkv = given.qkv
-    if given.kv is not None:
+def _fits_whole(operands: AttentionOperands, kv_heads: int, rows: Rows) -> bool:
+    qkv = operands.qkv
+    if operands.kv is not None:
         return False
-    return 3 * kv_heads == qkv.shape[2] and qkv.shape[1] <= _WHOLE and whole.fits(qkv, rows)
+    return (
+        3 * kv_heads == qkv.shape[2] and qkv.shape[1] <= _WHOLE and mosaic_tpu_whole.fits(qkv, rows)
+    )
 
 
-class _Cut:
+class _PaddedOperands:
     """Operands in the layout of the blockwise kernels, padded at the end to whole blocks.
 
     No query sees the padding, because it is later than all queries.
     """
 
-    def __init__(self, kernel: str, given: Attention, kv_heads: int, rows: Rows, blocks):
-        _, self.length, P, D = given.qkv.shape
-        heads = P if given.kv is not None else P - 2 * kv_heads
-        rows = "head_major" if given.kv is not None else rows
-        key = _key(given, (heads, kv_heads), rows)
-        cut = blocks or block_sizes.default_blocks(kernel, self.length, **key)
-        cut = Cut(rows, heads, kv_heads, D, key["value_size"], given.qkv.dtype, cut)
-        self.rows = rows if cut.has(self.length) else "head_major"
-        self.blocks = blocks or _blocks(kernel, given, key | {"rows": self.rows})
-        whole = round_up(self.length, max(self.blocks.queries, self.blocks.keys))
-        self._missing = whole - self.length
-        ids = given.segment_ids
-        ids = None if ids is None else self._whole(ids, axis=1)
-        arrays = map(self.tokens_last, (given.qkv, *(given.kv or ())))
-        arrays = [by_blocks.Heads(x) for x in arrays]
-        if given.kv is None:
+    def __init__(self, kernel: str, operands: AttentionOperands, kv_heads: int, rows: Rows, blocks):
+        _, self.length, P, D = operands.qkv.shape
+        heads = P if operands.kv is not None else P - 2 * kv_heads
+        rows = "head_major" if operands.kv is not None else rows
+        key = _key(operands, (heads, kv_heads), rows)
+        default = blocks or block_sizes.default_blocks(kernel, self.length, **key)
+        work = KernelWork(rows, heads, kv_heads, D, key["value_size"], operands.qkv.dtype, default)
+        self.rows = rows if work.supports_rows(self.length) else "head_major"
+        self.blocks = blocks or _blocks(kernel, operands, key | {"rows": self.rows})
+        length = round_up(self.length, max(self.blocks.queries, self.blocks.keys))
+        self._missing = length - self.length
+        ids = operands.segment_ids
+        ids = None if ids is None else self._padded(ids, axis=1)
+        arrays = map(self.tokens_last, (operands.qkv, *(operands.kv or ())))
+        arrays = [by_blocks.HeadRows(x) for x in arrays]
+        if operands.kv is None:
             firsts = 0, heads, heads + kv_heads
             arrays = [arrays[0]._replace(first=first) for first in firsts]
-        self.given = by_blocks.Given(
+        self.operands = by_blocks.BlockOperands(
             *arrays,
             (heads, kv_heads),
-            given.scale,
-            given.slopes,
+            operands.scale,
+            operands.slopes,
             None if ids is None else (ids, ids),
             rows=self.rows,
         )
 
-    def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B _ _ whole_N"]:
-        return self._whole(tokens_last(x, self.rows), axis=3)
+    def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B _ _ padded_N"]:
+        return self._padded(tokens_last(x, self.rows), axis=3)
 
-    def tokens_first(self, x: Float[Array, "B _ _ whole_N"]) -> Float[Array, "B N R D"]:
+    def tokens_first(self, x: Float[Array, "B _ _ padded_N"]) -> Float[Array, "B N R D"]:
         return tokens_first(x[..., : self.length], self.rows)
 
-    def sums_last(self, x: Float[Array, "B N H"]) -> Float[Array, "B H 1 whole_N"]:
-        return self._whole(x.swapaxes(1, 2)[:, :, None], axis=3)
+    def sums_last(self, x: Float[Array, "B N H"]) -> Float[Array, "B H 1 padded_N"]:
+        return self._padded(x.swapaxes(1, 2)[:, :, None], axis=3)
 
-    def sums_first(self, x: Float[Array, "B H 1 whole_N"]) -> Float[Array, "B N H"]:
+    def sums_first(self, x: Float[Array, "B H 1 padded_N"]) -> Float[Array, "B N H"]:
         return x[:, :, 0, : self.length].swapaxes(1, 2)
 
-    def _whole(self, x, axis: int):
+    def _padded(self, x, axis: int):
         missing = [(0, self._missing if a == axis else 0) for a in range(x.ndim)]
         return jnp.pad(x, missing) if self._missing else x
 
 
-KERNELS = whole.KERNELS | block_sizes.KERNELS
+KERNELS = mosaic_tpu_whole.KERNELS | block_sizes.KERNELS

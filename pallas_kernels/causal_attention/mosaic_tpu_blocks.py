@@ -41,7 +41,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import operand
 from pallas_kernels.call import LANES, round_up, tpu_call, widen
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
-from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, Cut
+from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, KernelWork
 from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
@@ -53,10 +53,10 @@ from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 _FIRST, _LAST, _MASKED, _DONE, _NEW = 1, 2, 4, 8, 16
 
 
-class _Call(NamedTuple):
+class _BlocksCall(NamedTuple):
     """The static parameters that a kernel is compiled for; lengths are multiples of the blocks."""
 
-    cut: Cut
+    work: KernelWork
     queries: int
     keys: int
     alibi: bool
@@ -64,28 +64,28 @@ class _Call(NamedTuple):
     offset: int | None  # Query i is at position `offset + i`; None means that it sees all keys.
     by_keys: bool  # Whether pairs are ordered by key block, as in the backward pass.
 
-    blocks = property(lambda self: self.cut.blocks)
-    dtype = property(lambda self: self.cut.dtype)
-    size = property(lambda self: self.cut.size)
-    value_size = property(lambda self: self.cut.value_size)
-    heads = property(lambda self: self.cut.heads)
-    kv_heads = property(lambda self: self.cut.kv_heads)
-    each = property(lambda self: self.cut.each)
-    step = property(lambda self: self.cut.step)
+    blocks = property(lambda self: self.work.blocks)
+    dtype = property(lambda self: self.work.dtype)
+    size = property(lambda self: self.work.size)
+    value_size = property(lambda self: self.work.value_size)
+    heads = property(lambda self: self.work.heads)
+    kv_heads = property(lambda self: self.work.kv_heads)
+    each = property(lambda self: self.work.each)
+    step = property(lambda self: self.work.step)
 
     @property
     def size_major(self) -> bool:
-        return self.cut.rows == "size_major"
+        return self.work.rows == "size_major"
 
     @property
     def slots(self) -> int:
-        """The number of blocks that keep their extracted heads in VMEM: see `Cut.slots`."""
-        return self.cut.slots(self.queries, by_keys=self.by_keys)
+        """The number of blocks that keep their extracted heads in VMEM: see `KernelWork.slots`."""
+        return self.work.slots(self.queries, by_keys=self.by_keys)
 
     @property
     def layout(self) -> Layout:
         """The layout of a block of size-major rows: of queries, keys or values, or of all three."""
-        return Layout(self.cut.block_rows, self.size, self.blocks.queries, self.dtype)
+        return Layout(self.work.block_rows, self.size, self.blocks.queries, self.dtype)
 
     @property
     def layout_out(self) -> Layout:
@@ -98,14 +98,14 @@ class _Call(NamedTuple):
         return sorted(["keys", "kinds", "queries", *others])
 
 
-class Heads(NamedTuple):
+class HeadRows(NamedTuple):
     """The rows of an array [B, rows, size, N], starting at `first`."""
 
     array: Array
     first: int = 0
 
 
-class Given(NamedTuple):
+class BlockOperands(NamedTuple):
     """The operands of blockwise attention.
 
     Attributes:
@@ -123,9 +123,9 @@ class Given(NamedTuple):
         offset is 0.
     """
 
-    q: Heads
-    k: Heads
-    v: Heads
+    q: HeadRows
+    k: HeadRows
+    v: HeadRows
     heads: tuple[int, int]
     scale: Any
     slopes: Float[Array, " H"] | None = None
@@ -136,7 +136,7 @@ class Given(NamedTuple):
 
 
 def attention_forward(
-    given: Given, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams = False
+    operands: BlockOperands, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams = False
 ) -> tuple[Float[Array, "B rows_or_Dv Dv_or_rows Nq"], Float[Array, "B H 1 Nq"]]:
     """Compute `softmax(scale q.k - slope (i - j)) v`, and each softmax's log-sum-exp in float32.
 
@@ -144,17 +144,17 @@ def attention_forward(
     sees no key gets a log-sum-exp below all others. So its output has weight 0 when results over
     several parts of the keys are merged.
     """
-    spans = _spans(given, blocks, by_keys=False)
+    spans = _spans(operands, blocks, by_keys=False)
     outs = [_span_forward(own, blocks, interpret) for _, own in spans]
     join = lambda *parts: jnp.concatenate(parts, axis=3)
     return outs[0] if len(outs) == 1 else jax.tree.map(join, *outs)
 
 
-def _span_forward(given: Given, blocks, interpret):
+def _span_forward(operands: BlockOperands, blocks, interpret):
     """Compute `attention_forward` for a span of queries whose tables of pairs fit SMEM."""
-    call = _call_of(given, blocks, by_keys=False)
-    B, heads = given.q.array.shape[0], call.step * call.each
-    inputs = _inputs(call, given)
+    call = _call_of(operands, blocks, by_keys=False)
+    B, heads = operands.q.array.shape[0], call.step * call.each
+    inputs = _inputs(call, operands)
     outputs = {"log_sums": (_shape(B, call, 1, jnp.float32), _of_queries(call, 1))}
     row = pltpu.VMEM((heads, 1, blocks.queries), jnp.float32)
     scratch = {
@@ -174,7 +174,7 @@ def _span_forward(given: Given, blocks, interpret):
 
 
 def attention_backward(
-    given: Given,
+    operands: BlockOperands,
     log_sums: Float[Array, "B H 1 Nq"],
     delta: Float[Array, "B H 1 Nq"],
     d_out: Float[Array, "B H Dv Nq"],
@@ -185,14 +185,14 @@ def attention_backward(
     """Return the cotangents of q, k and v. With logits s and weights p: `ds = p (d_out v - delta)`.
 
     Args:
-      given: the operands of the forward pass.
+      operands: the operands of the forward pass.
       log_sums: each softmax's log-sum-exp.
       delta: for each softmax, `sum(out d_out)` over the entries of the output vector.
       d_out: the cotangent of the output.
       blocks, interpret: as in `attention_forward`.
     """
-    keys, d_q, sums = given.k.array.shape[3], [], []
-    for part, own in _spans(given, blocks, by_keys=True):
+    keys, d_q, sums = operands.k.array.shape[3], [], []
+    for part, own in _spans(operands, blocks, by_keys=True):
         of_queries = [x[..., part] for x in (log_sums, delta, d_out)]
         of_span = _span_backward(own, *of_queries, blocks, interpret)
         d_q.append(of_span[0])
@@ -205,7 +205,7 @@ def attention_backward(
 
 
 def attention_backward_of_rows(
-    given: Given,
+    operands: BlockOperands,
     log_sums: Float[Array, "B H 1 N"],
     out: Float[Array, "B D H N"],
     d_out: Float[Array, "B D H N"],
@@ -213,17 +213,20 @@ def attention_backward_of_rows(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B D P N"]:
-    """Return the cotangent of size-major rows. `Cut.has` says whether the kernels support them."""
-    call = _call_of(given, blocks, by_keys=True)
-    B, rows = given.q.array.shape[0], given.q.array.shape[2]
-    inputs = _inputs(call, given) | {
+    """Return the cotangent of size-major rows.
+
+    `KernelWork.supports_rows` says whether the kernels support size-major rows.
+    """
+    call = _call_of(operands, blocks, by_keys=True)
+    B, rows = operands.q.array.shape[0], operands.q.array.shape[2]
+    inputs = _inputs(call, operands) | {
         "log_sums": (log_sums, _of_queries(call, 1)),
         "rows_out": (out, _of_out(call, "fetched")),
         "rows_d_out": (d_out, _of_out(call, "fetched")),
     }
-    shape = (B, call.size, call.cut.parts, rows // call.cut.parts, call.keys)
+    shape = (B, call.size, call.work.parts, rows // call.work.parts, call.keys)
     index = lambda b, g, p, tables: (b, 0, 0, g, tables["keys"][p])
-    block = (1, call.size, call.cut.parts, call.layout.rows, blocks.keys)
+    block = (1, call.size, call.work.parts, call.layout.rows, blocks.keys)
     outputs = {"d_qkv": (jax.ShapeDtypeStruct(shape, call.dtype), _spec(call, block, index))}
     delta = (call.slots, call.step * call.each, 1, blocks.queries)
     scratch = _gradient_sums(call) | {"delta": pltpu.VMEM(delta, jnp.float32)}
@@ -233,11 +236,11 @@ def attention_backward_of_rows(
     return found["d_qkv"].reshape(B, call.size, rows, call.keys)
 
 
-def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
+def _span_backward(operands: BlockOperands, log_sums, delta, d_out, blocks, interpret):
     """Compute `attention_backward` for a span of queries whose gradients fit VMEM."""
-    call = _call_of(given, blocks, by_keys=True)
-    B = given.q.array.shape[0]
-    inputs = _inputs(call, given) | {
+    call = _call_of(operands, blocks, by_keys=True)
+    B = operands.q.array.shape[0]
+    inputs = _inputs(call, operands) | {
         "d_out": (d_out, _of_queries(call, call.value_size)),
         "log_sums": (log_sums, _of_queries(call, 1)),
         "delta": (delta, _of_queries(call, 1)),
@@ -255,8 +258,8 @@ def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
 # The kernels ---------------------------------------------------------------------------------
 
 
-def _forward_kernel(call: _Call, ref):
-    at = _Pair(ref)
+def _forward_kernel(call: _BlocksCall, ref):
+    at = _BlockPair(ref)
     ref = _with_heads(call, ref, at)
 
     @pl.when(at.is_(_FIRST))
@@ -270,10 +273,10 @@ def _forward_kernel(call: _Call, ref):
         for head, own in heads:
             v = ref["v"][0, own]
             logits = _logits(call, ref, at, head, own, visible)
-            before = ref["largest"][head]
-            largest = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
+            previous = ref["largest"][head]
+            largest = jnp.maximum(previous, jnp.max(logits, axis=0, keepdims=True))
             weights = jnp.exp2(logits - largest)
-            shrink = jnp.exp2(before - largest)
+            shrink = jnp.exp2(previous - largest)
             total = jnp.sum(weights, axis=0, keepdims=True)
             ref["largest"][head] = largest
             ref["total"][head] = ref["total"][head] * shrink + total
@@ -291,11 +294,11 @@ def _forward_kernel(call: _Call, ref):
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
             ref["log_sums"][0, head] = largest / LOG2_E + jnp.log(total)
         if call.size_major:
-            of_rows.put_out(call.layout_out, ref)
+            of_rows.write_out(call.layout_out, ref)
 
 
-def _backward_kernel(call: _Call, ref):
-    at = _Pair(ref)
+def _backward_kernel(call: _BlocksCall, ref):
+    at = _BlockPair(ref)
     ref = _with_heads(call, ref, at)
     scale = ref["scalars"][0]
 
@@ -328,7 +331,7 @@ def _backward_kernel(call: _Call, ref):
         @pl.when(at.is_(_LAST))
         def _():
             d_q = ref["d_q_sum"].at[at.key_block]
-            of_rows.put_gradients(call, ref, d_q, scale)
+            of_rows.write_gradients(call, ref, d_q, scale)
 
         return
 
@@ -342,7 +345,7 @@ def _backward_kernel(call: _Call, ref):
         ref["d_q"][0] = (ref["d_q_sum"][at.query_block] * scale).astype(call.dtype)
 
 
-class _Pair:
+class _BlockPair:
     """A grid step's pair of a block of queries and a block of keys, with its properties."""
 
     def __init__(self, ref):
@@ -354,7 +357,7 @@ class _Pair:
         return (self.kind & bit) != 0
 
 
-def _with_heads(call: _Call, ref, at: _Pair):
+def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
     """Extract heads from size-major rows if the pair's blocks are new, and return all refs."""
     if not call.size_major:
         return ref
@@ -363,12 +366,12 @@ def _with_heads(call: _Call, ref, at: _Pair):
         own, others, slot = ("k", "v"), ("q", "d_out", "delta"), at.query_block
     slot = slot if call.slots > 1 else 0
     ref = ref | {name: ref[name].at[pl.ds(slot, 1)] for name in others}
-    pl.when(at.is_(_FIRST))(lambda: of_rows.take_out(call, ref, own))
-    pl.when(at.is_(_NEW))(lambda: of_rows.take_out(call, ref, others))
+    pl.when(at.is_(_FIRST))(lambda: of_rows.extract_heads(call, ref, own))
+    pl.when(at.is_(_NEW))(lambda: of_rows.extract_heads(call, ref, others))
     return ref
 
 
-def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
+def _where_seen(call: _BlocksCall, ref, at: _BlockPair, attend) -> None:
     """Run `attend(heads, masked)` for all heads, unless no query of the pair sees a key."""
     attend = functools.partial(_in_parts, call, attend)
     some, every = call.offset is not None, _all_masked(call)
@@ -387,7 +390,7 @@ def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
         pl.when(~at.is_(_MASKED))(functools.partial(attend, False))
 
 
-def _in_parts(call: _Call, attend, masked: bool) -> None:
+def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
     """Run `attend` for all heads of the grid step, with `blocks.heads` key heads at a time."""
     count, each = call.blocks.heads, call.each
 
@@ -402,7 +405,7 @@ def _in_parts(call: _Call, attend, masked: bool) -> None:
         jax.lax.fori_loop(0, call.step // count, part, 0)
 
 
-def _logits(call: _Call, ref, at: _Pair, head, own, visible):
+def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
     """Return the pair's logits [keys, queries], times log2(e) and too large by `_left_out`."""
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
@@ -423,7 +426,7 @@ def _logits(call: _Call, ref, at: _Pair, head, own, visible):
     return logits if visible is None else jnp.where(visible, logits, MASKED)
 
 
-def _visible(call: _Call, ref, at: _Pair):
+def _visible(call: _BlocksCall, ref, at: _BlockPair):
     """Return a mask [keys, queries] of the keys that each query of the pair sees."""
     bq, bk, _ = call.blocks
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
@@ -447,16 +450,16 @@ def _visible(call: _Call, ref, at: _Pair):
     return visible
 
 
-def _is_exact(call: _Call) -> bool:
+def _is_exact(call: _BlocksCall) -> bool:
     return call.dtype == jnp.float32
 
 
-def _slope(call: _Call, ref, at: _Pair, head):
+def _slope(call: _BlocksCall, ref, at: _BlockPair, head):
     first = at.group * (call.step * call.each)
     return ref["slopes"][first + head] * LOG2_E
 
 
-def _left_out(call: _Call, ref, at: _Pair, head):
+def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
     """Return the amount by which the logits are too large: a part of ALiBi that `_logits` omits.
 
     The omitted part is the slope times the query's index in its block. It depends only on the
@@ -473,57 +476,59 @@ def _left_out(call: _Call, ref, at: _Pair, head):
 # Around the kernels --------------------------------------------------------------------------
 
 
-def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
-    (q, k, v), offset = (x.array for x in given[:3]), given.offset
-    axis = 1 if given.rows == "size_major" else 2
+def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _BlocksCall:
+    (q, k, v), offset = (x.array for x in operands[:3]), operands.offset
+    axis = 1 if operands.rows == "size_major" else 2
     keys = k.shape[3]
     if offset is not None:  # No query sees a key after the last query.
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
-    cut = Cut(given.rows, *given.heads, q.shape[axis], v.shape[axis], q.dtype, blocks)
-    return _Call(
-        cut,
+    work = KernelWork(operands.rows, *operands.heads, q.shape[axis], v.shape[axis], q.dtype, blocks)
+    return _BlocksCall(
+        work,
         queries=q.shape[3],
         keys=keys,
-        alibi=given.slopes is not None,
-        segments=given.segments is not None,
+        alibi=operands.slopes is not None,
+        segments=operands.segments is not None,
         offset=offset,
         by_keys=by_keys,
     )
 
 
-def _spans(given: Given, blocks: Blocks, *, by_keys: bool) -> Iterator[tuple[slice, Given]]:
+def _spans(
+    operands: BlockOperands, blocks: Blocks, *, by_keys: bool
+) -> Iterator[tuple[slice, BlockOperands]]:
     """Yield the spans of queries that a kernel can process at a time, with their operands.
 
     The tables of pairs of a span fit SMEM. In the backward pass (`by_keys`), the gradients of its
-    queries fit VMEM. Size-major rows are always a single span: see `Cut.has`.
+    queries fit VMEM. Size-major rows are always a single span: see `KernelWork.supports_rows`.
     """
-    q, (heads, _), segments = given.q, given.heads, given.segments
-    call = _call_of(given, blocks, by_keys=by_keys)
+    q, (heads, _), segments = operands.q, operands.heads, operands.segments
+    call = _call_of(operands, blocks, by_keys=by_keys)
     size, length = call.queries, call.queries
     if not call.size_major:
         most = TABLES // (4 * len(call.tables))  # pairs
         if _pairs(call) > most:
             size = blocks.queries * max(1, most // (call.keys // blocks.keys))
-        size = min(size, call.cut.span) if by_keys else size
+        size = min(size, call.work.span) if by_keys else size
     later = lambda position, start: None if position is None else position + start
     for start in range(0, length, size):
         part = slice(start, min(start + size, length))
-        own = given._replace(
-            q=q if size >= length else Heads(q.array[:, q.first :][:, :heads, :, part]),
+        own = operands._replace(
+            q=q if size >= length else HeadRows(q.array[:, q.first :][:, :heads, :, part]),
             segments=segments and (segments[0][:, part], segments[1]),
-            offset=later(given.offset, start),
-            shift=later(given.shift, start),
+            offset=later(operands.offset, start),
+            shift=later(operands.shift, start),
         )
         yield part, own
 
 
-def _pairs(call: _Call) -> int:
+def _pairs(call: _BlocksCall) -> int:
     """Return the number of pairs of a block of queries and a block of keys that it sees."""
     return sum(_seen(call, i) for i in range(call.queries // call.blocks.queries))
 
 
-def _seen(call: _Call, block: int) -> int:
+def _seen(call: _BlocksCall, block: int) -> int:
     """Return the number of key blocks that a block of queries sees."""
     if call.offset is None:
         return call.keys // call.blocks.keys
@@ -531,18 +536,18 @@ def _seen(call: _Call, block: int) -> int:
     return min(call.keys // call.blocks.keys, last // call.blocks.keys + 1)
 
 
-def _is_masked(call: _Call, i: int, j: int) -> bool:
+def _is_masked(call: _BlocksCall, i: int, j: int) -> bool:
     if call.offset is None:
         return False
     return (j + 1) * call.blocks.keys - 1 > call.offset + i * call.blocks.queries
 
 
-def _all_masked(call: _Call) -> bool:
+def _all_masked(call: _BlocksCall) -> bool:
     blocks = range(call.queries // call.blocks.queries)
     return all(_is_masked(call, i, j) for i in blocks for j in range(_seen(call, i)))
 
 
-def _tables(call: _Call) -> dict[str, np.ndarray]:
+def _tables(call: _BlocksCall) -> dict[str, np.ndarray]:
     """Return each pair's blocks and kind, in grid order, with the blocks to write and to fetch.
 
     `done` has the query block whose gradients were completed last; before any is complete, it has
@@ -573,33 +578,35 @@ def _tables(call: _Call) -> dict[str, np.ndarray]:
     return {name: np.array(tables[name], np.int32) for name in call.tables}
 
 
-def _of_queries(call: _Call, size: int, table: str = "queries", first: int = 0) -> pl.BlockSpec:
+def _of_queries(
+    call: _BlocksCall, size: int, table: str = "queries", first: int = 0
+) -> pl.BlockSpec:
     heads = call.step * call.each
     index = lambda b, g, p, tables: (b, first // heads + g, 0, tables[table][p])
     return _spec(call, (1, heads, size, call.blocks.queries), index)
 
 
-def _of_keys(call: _Call, size: int, first: int = 0) -> pl.BlockSpec:
+def _of_keys(call: _BlocksCall, size: int, first: int = 0) -> pl.BlockSpec:
     heads = call.step
     index = lambda b, g, p, tables: (b, first // heads + g, 0, tables["keys"][p])
     return _spec(call, (1, heads, size, call.blocks.keys), index)
 
 
-def _of_out(call: _Call, table: str) -> pl.BlockSpec:
+def _of_out(call: _BlocksCall, table: str) -> pl.BlockSpec:
     """Return the block spec for the size-major rows of an output or of its cotangent."""
     layout = call.layout_out
     index = lambda b, g, p, tables: (b, 0, g, tables[table][p])
     return _spec(call, (1, layout.size, layout.rows, layout.tokens), index)
 
 
-def _of_rows(call: _Call, part: int, table: str) -> pl.BlockSpec:
+def _of_rows(call: _BlocksCall, part: int, table: str) -> pl.BlockSpec:
     """Return the block spec for the size-major rows of queries, keys or values, or of all three."""
     layout = call.layout
     index = lambda b, g, p, tables: (b, 0, part, g, tables[table][p])
     return _spec(call, (1, layout.size, 1, layout.rows, layout.tokens), index)
 
 
-def _spec(call: _Call, shape, index) -> pl.BlockSpec:
+def _spec(call: _BlocksCall, shape, index) -> pl.BlockSpec:
     """Return a block spec; its `index(b, g, p, tables)` gets the prefetched tables as a dict."""
 
     def by_name(b, g, p, *tables):
@@ -608,7 +615,7 @@ def _spec(call: _Call, shape, index) -> pl.BlockSpec:
     return pl.BlockSpec(shape, by_name)
 
 
-def _gradient_sums(call: _Call) -> dict[str, Any]:
+def _gradient_sums(call: _BlocksCall) -> dict[str, Any]:
     (bq, bk, _), step = call.blocks, call.step
     of_queries = call.queries // bq, step * call.each, call.size, bq
     return {
@@ -618,27 +625,27 @@ def _gradient_sums(call: _Call) -> dict[str, Any]:
     }
 
 
-def _shape(B: int, call: _Call, size: int, dtype=None) -> jax.ShapeDtypeStruct:
+def _shape(B: int, call: _BlocksCall, size: int, dtype=None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((B, call.heads, size, call.queries), dtype or call.dtype)
 
 
-def _shape_of_keys(B: int, call: _Call, size: int) -> jax.ShapeDtypeStruct:
+def _shape_of_keys(B: int, call: _BlocksCall, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((B, call.kv_heads, size, call.keys), call.dtype)
 
 
-def _inputs(call: _Call, given: Given):
-    q, k, v = given[:3]
-    shift = (call.offset or 0) if given.shift is None else given.shift
-    scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (given.scale, shift)])
+def _inputs(call: _BlocksCall, operands: BlockOperands):
+    q, k, v = operands[:3]
+    shift = (call.offset or 0) if operands.shift is None else operands.shift
+    scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (operands.scale, shift)])
     inputs = {"scalars": operand.in_smem(scalars)}
     if call.size_major:
         B, D, _, N = q.array.shape
-        parts = q.array.reshape(B, D, call.cut.parts, -1, N)
+        parts = q.array.reshape(B, D, call.work.parts, -1, N)
         tables = {"q": "queries", "k": "keys", "v": "keys"}
         for name in ("q",) if call.by_keys else ("k", "v"):
             tables[name] = "fetched"
-        for part, name in enumerate(("q", "k", "v")[: max(2, call.cut.parts)]):
-            part = part if call.cut.parts == 3 else 0
+        for part, name in enumerate(("q", "k", "v")[: max(2, call.work.parts)]):
+            part = part if call.work.parts == 3 else 0
             inputs["rows_" + name] = parts, _of_rows(call, part, tables[name])
     else:
         inputs |= {
@@ -647,10 +654,10 @@ def _inputs(call: _Call, given: Given):
             "v": (v.array, _of_keys(call, call.value_size, first=v.first)),
         }
     if call.alibi:
-        inputs["slopes"] = operand.in_smem(given.slopes.astype(jnp.float32))
+        inputs["slopes"] = operand.in_smem(operands.slopes.astype(jnp.float32))
     if call.segments:
         bq, bk, _ = call.blocks
-        of_queries, of_keys = given.segments
+        of_queries, of_keys = operands.segments
         inputs |= {
             "query_ids": (
                 of_queries[:, None],

@@ -86,11 +86,13 @@ class Layout(NamedTuple):
         words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
 
-    def take(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
+    def read_heads(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
         """Return the heads that share words, given the index of their first word in an entry."""
-        return self.take_from([words.at[tile] for tile in range(self.tokens // LANES)], row)
+        return self.read_heads_of_tiles(
+            [words.at[tile] for tile in range(self.tokens // LANES)], row
+        )
 
-    def take_from(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
+    def read_heads_of_tiles(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
         """Return the heads that share words, given the words of each tile of 128 tokens."""
         found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
@@ -98,8 +100,8 @@ class Layout(NamedTuple):
         as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32).astype(self.dtype)
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
-    def put(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """Undo `take`. The heads may have a wider dtype than the rows."""
+    def write_heads(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
+        """Undo `read_heads`. The heads may have a wider dtype than the rows."""
         found = heads[0].astype(self.dtype)
         if self.packed == 2:
             as_bits = lambda x: jax.lax.bitcast_convert_type(
@@ -142,7 +144,7 @@ def scratch(call: Any, **slots: int) -> dict[str, Any]:
     return found | {"words": most.scratch}
 
 
-def take_out(call: Any, ref, names: tuple[str, ...]) -> None:
+def extract_heads(call: Any, ref, names: tuple[str, ...]) -> None:
     """Extract the heads of the named arrays from their blocks of rows in VMEM."""
     fetched = None
     for name in names:
@@ -153,14 +155,14 @@ def take_out(call: Any, ref, names: tuple[str, ...]) -> None:
         if name == "d_out":
             layout, block = call.layout_out, ref[source].at[0]
         else:
-            if call.cut.parts == 1:
+            if call.work.parts == 1:
                 source, row = _ALL_ROWS[name], _first_rows(call)[name] // layout.packed
             block = ref[source].at[0, :, 0]
         if source != fetched:
             layout.fetch(block, ref["words"])
             fetched = source
         for group in range(ref[name].shape[1] // layout.packed):
-            for n, head in enumerate(layout.take(ref["words"], row + group)):
+            for n, head in enumerate(layout.read_heads(ref["words"], row + group)):
                 ref[name][0, group * layout.packed + n] = head
 
 
@@ -186,29 +188,29 @@ def _first_rows(call: Any) -> dict[str, int]:
     return {"q": 0, "k": call.heads, "v": call.heads + call.kv_heads}
 
 
-def put_out(layout: Layout, ref) -> None:
+def write_out(layout: Layout, ref) -> None:
     """Write the heads of "out" to its block of rows."""
-    _put(layout, ref, ref["out"].at[0], 0)
+    _write_heads(layout, ref, ref["out"].at[0], 0)
     layout.deliver(ref["words"], ref["rows_out"].at[0])
 
 
-def put_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
+def write_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
     """Write the gradients of a block's queries, keys and values.
 
     The gradients of queries and keys are multiplied by `scale`.
     """
     parts = zip((d_q, ref["d_k_sum"], ref["d_v_sum"]), _first_rows(call).values(), strict=True)
     for part, (heads, first) in enumerate(parts):
-        apart = call.cut.parts == 3
-        _put(call.layout, ref, heads, 0 if apart else first, scale if part < 2 else None)
-        if apart or part == 2:
-            call.layout.deliver(ref["words"], ref["d_qkv"].at[0, :, part if apart else 0])
+        separate = call.work.parts == 3
+        _write_heads(call.layout, ref, heads, 0 if separate else first, scale if part < 2 else None)
+        if separate or part == 2:
+            call.layout.deliver(ref["words"], ref["d_qkv"].at[0, :, part if separate else 0])
 
 
-def _put(layout: Layout, ref, heads: Any, first: int, scale: Any = None) -> None:
+def _write_heads(layout: Layout, ref, heads: Any, first: int, scale: Any = None) -> None:
     """Write heads into words, starting at the row `first`."""
     packed = layout.packed
     for group in range(heads.shape[0] // packed):
         own = [heads[group * packed + n] for n in range(packed)]
         own = own if scale is None else [x * scale for x in own]
-        layout.put(ref["words"], first // packed + group, own)
+        layout.write_heads(ref["words"], first // packed + group, own)

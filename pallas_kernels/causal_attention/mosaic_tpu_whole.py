@@ -8,7 +8,7 @@ either
 - "head_major", [B, P, D, N], as a plain Transformer's projection writes.
 
 One grid step holds a whole sequence with all heads in VMEM. At any time, only the logits of one
-block of queries of one head exist. Blocks of keys above the diagonal are never computed.
+block of queries of one head exist. WholeBlocks of keys above the diagonal are never computed.
 
 For T tokens in sequences of length N, with H heads of size D and E bytes per entry, the forward
 kernel takes `2 T N H D` FLOPs (causal) and moves `4 E T H D` bytes; the backward kernel takes `5 T
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import StackSlice
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
-from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 from pallas_kernels.target import target
@@ -37,7 +37,7 @@ _SUBLANES = 8
 _TOGETHER, _AHEAD = 4, 2
 
 
-class _Call(NamedTuple):
+class _WholeCall(NamedTuple):
     """The static parameters that a kernel is compiled for."""
 
     heads: int
@@ -82,47 +82,58 @@ def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
 
 
 def attention_forward(
-    given: Attention, *, rows: Rows, queries: int | None = None, interpret: bool = False
+    operands: AttentionOperands, *, rows: Rows, queries: int | None = None, interpret: bool = False
 ) -> tuple[Float[Array, "*count B N H D"], Float[Array, "B N H"]]:
     """Return the output, and each softmax's log-sum-exp in float32."""
-    call = _call_of("attention_forward", given, rows, queries)
-    B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
-    inputs = _shared_inputs(call, given)
+    call = _call_of("attention_forward", operands, rows, queries)
+    B, H, D, N = operands.qkv.shape[0], call.heads, call.size, call.length
+    inputs = _shared_inputs(call, operands)
     outputs = {
         "out": (_out_shape(call, B, H), _block(call, H)),
         "log_sums": (jax.ShapeDtypeStruct((B, H, N), jnp.float32), _of_sums(call)),
     }
     options = {}
-    if given.to is not None:
-        outputs["out"], slot = _of_slot(call, given.to, H)
+    if operands.to is not None:
+        outputs["out"], slot = _of_slot(call, operands.to, H)
         inputs["stack"] = operand.anywhere(outputs["out"][0])
         options = {"aliased": {"stack": "out"}, "prefetch": slot}
     scratch = _scratch(call, {"out": H}, qkv=3 * H)
     flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
-    given_to_all = B, inputs, outputs, scratch, flops, size, interpret
-    result = _run(_forward_kernel, "attention_forward", call, *given_to_all, **options)
+    result = _run(
+        _forward_kernel,
+        "attention_forward",
+        call,
+        B,
+        inputs,
+        outputs,
+        scratch,
+        flops,
+        size,
+        interpret,
+        **options,
+    )
     return tokens_first(result["out"], rows), result["log_sums"].swapaxes(1, 2)
 
 
 def attention_backward(
-    given: Attention,
-    attended: Attended,
+    operands: AttentionOperands,
+    results: ResultsAndCotangent,
     *,
     rows: Rows,
     queries: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
     """Return the cotangent of qkv."""
-    call = _call_of("attention_backward", given, rows, queries)
-    B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
-    inputs = _shared_inputs(call, given)
-    d_out = tokens_last(attended.d_out.astype(call.dtype), rows)
-    if isinstance(attended.out, StackSlice):
-        out, slot = _of_slot(call, attended.out, H)
+    call = _call_of("attention_backward", operands, rows, queries)
+    B, H, D, N = operands.qkv.shape[0], call.heads, call.size, call.length
+    inputs = _shared_inputs(call, operands)
+    d_out = tokens_last(results.d_out.astype(call.dtype), rows)
+    if isinstance(results.out, StackSlice):
+        out, slot = _of_slot(call, results.out, H)
     else:
-        out, slot = (tokens_last(attended.out, rows), _block(call, H)), {}
+        out, slot = (tokens_last(results.out, rows), _block(call, H)), {}
     inputs |= _read(call, "out", *out) | _read(call, "d_out", d_out, _block(call, H))
-    inputs["log_sums"] = (attended.log_sums.swapaxes(1, 2), _of_sums(call))
+    inputs["log_sums"] = (results.log_sums.swapaxes(1, 2), _of_sums(call))
     outputs = {"d_qkv": (_out_shape(call, B, 3 * H), _block(call, 3 * H))}
     scratch = _scratch(call, {"qkv": 3 * H}, out=H, d_out=H)
     flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * call.dtype.itemsize
@@ -145,7 +156,7 @@ def attention_backward(
 # The kernels ---------------------------------------------------------------------------------
 
 
-def _forward_kernel(call: _Call, ref):
+def _forward_kernel(call: _WholeCall, ref):
     _fetch(call, ref, "qkv", 3 * call.heads)
 
     def attend(groups):
@@ -166,7 +177,7 @@ def _forward_kernel(call: _Call, ref):
             log_sums[n].append(largest / LOG2_E + jnp.log(total))
 
         _each_ahead(call, len(heads), logits, mix)
-        _put_each(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
+        _write_each_head(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
         for (head, *_), parts in zip(heads, log_sums, strict=True):
             # Write whole rows, because Mosaic cannot write 128 tokens at a dynamic offset within a
             # wider row.
@@ -176,7 +187,7 @@ def _forward_kernel(call: _Call, ref):
     _deliver(call, ref, "out", "out", call.heads)
 
 
-def _backward_kernel(call: _Call, ref):
+def _backward_kernel(call: _WholeCall, ref):
     _fetch(call, ref, "qkv", 3 * call.heads)
     _fetch(call, ref, "out", call.heads)
     _fetch(call, ref, "d_out", call.heads)
@@ -215,13 +226,13 @@ def _backward_kernel(call: _Call, ref):
         # The gradients overwrite the operands, which no later group reads.
         gradients = [jnp.concatenate(x, axis=1) for x in d_q], d_k, d_v
         for part, gradient in enumerate(gradients):
-            _put_each(call, ref, "d_qkv", part, groups, gradient)
+            _write_each_head(call, ref, "d_qkv", part, groups, gradient)
 
     _for_each_group(call, ref, attend)
     _deliver(call, ref, "d_qkv", "qkv", 3 * call.heads)
 
 
-def _each_ahead(call: _Call, heads: int, make, use):
+def _each_ahead(call: _WholeCall, heads: int, make, use):
     """Run `use(n, start, made)` for each head n and each block of queries, which begins at `start`.
 
     `made` is the result of `make(n, start)`, which is called `_AHEAD` iterations in advance. The
@@ -235,7 +246,7 @@ def _each_ahead(call: _Call, heads: int, make, use):
         use(*unit, made.pop(0))
 
 
-def _logits(call: _Call, ref, head, q, k, start):
+def _logits(call: _WholeCall, ref, head, q, k, start):
     """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e)."""
     end = start + call.queries
     logits = dot_rows(k[:, :end], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
@@ -254,7 +265,7 @@ def _logits(call: _Call, ref, head, q, k, start):
 # Rows of a head ------------------------------------------------------------------------------
 
 
-def _for_each_group(call: _Call, ref, attend):
+def _for_each_group(call: _WholeCall, ref, attend):
     """Run `attend(groups)` for all groups of heads that share words, a few groups at a time.
 
     A group's number is given as a pair whose sum it is; the second summand is known at compile
@@ -275,19 +286,19 @@ def _for_each_group(call: _Call, ref, attend):
     jax.lax.fori_loop(0, count // each, step, 0)
 
 
-def _fetch(call: _Call, ref, name: str, vectors: int):
+def _fetch(call: _WholeCall, ref, name: str, vectors: int):
     """Copy size-major rows to words in scratch, from which strided loads can read heads."""
     if call.rows == "size_major" and not call.direct:
         call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 
 
-def _deliver(call: _Call, ref, name: str, scratch: str, vectors: int):
+def _deliver(call: _WholeCall, ref, name: str, scratch: str, vectors: int):
     """Copy words in scratch to a size-major output block."""
     if call.rows == "size_major":
         call.layout(vectors).deliver(ref["words_" + scratch], ref[name].at[0])
 
 
-def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
+def _each_head(call: _WholeCall, groups, *arrays, ref) -> list[tuple]:
     """Return each head's number and its [D, N] array from each of `arrays`, for all groups.
 
     An element of `arrays` is a pair (name of an array, part).
@@ -300,7 +311,7 @@ def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
     return heads
 
 
-def _heads(call: _Call, ref, name: str, part: int, group):
+def _heads(call: _WholeCall, ref, name: str, part: int, group):
     """Return the [D, N] arrays of a group's heads.
 
     `part` selects queries, keys or values: 0, 1 or 2.
@@ -312,17 +323,17 @@ def _heads(call: _Call, ref, name: str, part: int, group):
     layout = call.layout(vectors)
     if call.direct:
         blocks = [ref[f"{name}_{tile}"].at[0] for tile in range(call.length // LANES)]
-        return layout.take_from([layout.view(block, first) for block in blocks], n)
-    return layout.take(ref["words_" + name], first + n)
+        return layout.read_heads_of_tiles([layout.view(block, first) for block in blocks], n)
+    return layout.read_heads(ref["words_" + name], first + n)
 
 
-def _put_each(call: _Call, ref, name: str, part: int, groups, heads):
+def _write_each_head(call: _WholeCall, ref, name: str, part: int, groups, heads):
     for i, group in enumerate(groups):
         own = heads[i * call.packed : (i + 1) * call.packed]
-        _put_heads(call, ref, name, part, group, own)
+        _write_heads(call, ref, name, part, group, own)
 
 
-def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
+def _write_heads(call: _WholeCall, ref, name: str, part: int, group, arrays):
     """Undo `_heads`, writing to the scratch of an output; "d_qkv" uses the scratch of qkv."""
     row = part * (call.heads // call.packed) + sum(group)
     if call.rows == "head_major":
@@ -330,7 +341,7 @@ def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
         return
     vectors = 3 * call.heads if name == "d_qkv" else call.heads
     scratch = ref["words_" + ("qkv" if name == "d_qkv" else name)]
-    call.layout(vectors).put(scratch, row, arrays)
+    call.layout(vectors).write_heads(scratch, row, arrays)
 
 
 # Around the kernels --------------------------------------------------------------------------
@@ -341,16 +352,18 @@ def _divisor(length: int, most: int) -> int:
     return LANES * largest_divisor(length // LANES, most // LANES)
 
 
-def _call_of(kernel: str, given: Attention, rows: Rows, queries: int | None) -> _Call:
-    N, P, D = given.qkv.shape[1:]
-    call = _Call(
+def _call_of(
+    kernel: str, operands: AttentionOperands, rows: Rows, queries: int | None
+) -> _WholeCall:
+    N, P, D = operands.qkv.shape[1:]
+    call = _WholeCall(
         heads=P // 3,
         size=D,
         length=N,
-        dtype=given.qkv.dtype,
+        dtype=operands.qkv.dtype,
         rows=rows,
-        alibi=given.slopes is not None,
-        segments=given.segment_ids is not None,
+        alibi=operands.slopes is not None,
+        segments=operands.segment_ids is not None,
         queries=queries or default_blocks(kernel, N).queries,
     )
     if queries is not None:
@@ -362,7 +375,7 @@ def _call_of(kernel: str, given: Attention, rows: Rows, queries: int | None) -> 
     )
 
 
-class Blocks(NamedTuple):
+class WholeBlocks(NamedTuple):
     """The block size of a kernel.
 
     Attributes:
@@ -372,14 +385,16 @@ class Blocks(NamedTuple):
     queries: int
 
 
-def default_blocks(kernel: str, N: int) -> Blocks:
+def default_blocks(kernel: str, N: int) -> WholeBlocks:
     """Return the blocks that a rule chooses for the device that the program is lowered for."""
     # Larger blocks hide a matrix unit's latency; smaller blocks skip more of the masked logits.
     most = 512 if kernel == "attention_forward" else 256
-    return Blocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))
+    return WholeBlocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))
 
 
-def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+def _refused(
+    kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: WholeBlocks
+) -> str | None:
     if blocks.queries % LANES or tokens % blocks.queries:
         return f"blocks of {blocks.queries} queries, of {tokens}"
     return None
@@ -388,26 +403,26 @@ def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Bloc
 KERNELS = tuned.register(
     "tpu",
     ("attention_forward", "attention_backward"),
-    Blocks,
+    WholeBlocks,
     ("heads", "size", "dtype", "rows", "alibi", "segments"),
     _refused,
     version=2,
 )
 
 
-def _shared_inputs(call: _Call, given: Attention):
+def _shared_inputs(call: _WholeCall, operands: AttentionOperands):
     N = call.length
-    inputs = {"scale": operand.in_smem(jnp.asarray(given.scale, jnp.float32))}
+    inputs = {"scale": operand.in_smem(jnp.asarray(operands.scale, jnp.float32))}
     if call.alibi:
-        inputs["slopes"] = operand.in_smem(given.slopes.astype(jnp.float32))
+        inputs["slopes"] = operand.in_smem(operands.slopes.astype(jnp.float32))
     if call.segments:
         of_row = pl.BlockSpec((1, 1, N), lambda b, *_: (b, 0, 0))
-        inputs["segment_rows"] = (given.segment_ids[:, None, :], of_row)
-    qkv = tokens_last(given.qkv, call.rows)
+        inputs["segment_rows"] = (operands.segment_ids[:, None, :], of_row)
+    qkv = tokens_last(operands.qkv, call.rows)
     return inputs | _read(call, "qkv", qkv, _block(call, 3 * call.heads))
 
 
-def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
+def _read(call: _WholeCall, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
     """Return the named input, as one input per 128 tokens if heads are extracted in place."""
     if not call.direct:
         return {name: (rows, block)}
@@ -419,7 +434,7 @@ def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
     return {f"{name}_{tile}": (rows, spec(tile)) for tile in range(call.length // LANES)}
 
 
-def _scratch(call: _Call, written: dict[str, int], **read: int) -> dict[str, Any]:
+def _scratch(call: _WholeCall, written: dict[str, int], **read: int) -> dict[str, Any]:
     """Return scratch memory, with words for size-major arrays.
 
     The arrays in `read` need no words if their heads are extracted in place.
@@ -445,28 +460,28 @@ def tokens_first(x, rows: Rows):
     return x.transpose((*lead, n, b, a) if rows == "size_major" else (*lead, n, a, b))
 
 
-def _dims(call: _Call, vectors: int) -> tuple[int, int, int]:
+def _dims(call: _WholeCall, vectors: int) -> tuple[int, int, int]:
     if call.rows == "size_major":
         return (call.size, vectors, call.length)
     return (vectors, call.size, call.length)
 
 
-def _block(call: _Call, vectors: int) -> pl.BlockSpec:
+def _block(call: _WholeCall, vectors: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, *_dims(call, vectors)), lambda b, *_: (b, 0, 0, 0))
 
 
-def _of_sums(call: _Call) -> pl.BlockSpec:
+def _of_sums(call: _WholeCall) -> pl.BlockSpec:
     return pl.BlockSpec((1, call.heads, call.length), lambda b, *_: (b, 0, 0))
 
 
-def _of_slot(call: _Call, slot: StackSlice, vectors: int):
+def _of_slot(call: _WholeCall, slot: StackSlice, vectors: int):
     """Return a slot's stack with its block spec, and the prefetched index of its block."""
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
     stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))
     return stack, {"slot": index}
 
 
-def _out_shape(call: _Call, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
+def _out_shape(call: _WholeCall, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), call.dtype)
 
 

@@ -21,7 +21,13 @@ from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import reference
 from pallas_kernels.causal_attention.divided import merged
-from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    KeysAndValues,
+    PartOperands,
+    ResultsAndCotangent,
+    Rows,
+)
 from pallas_kernels.platform import vary_alike
 
 # Maximum number of logits, over all batch rows and heads, that may exist at once: 128 MiB in
@@ -33,54 +39,64 @@ _SIZES = (512, 256, 128)
 
 
 def attention_forward(
-    given: Attention, *, kv_heads: int, rows: Rows = "size_major"
+    operands: AttentionOperands, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
-    out, log_sums = _forward(True, _whole(given, kv_heads))
-    return write_slice(out, given.to), log_sums
+    out, log_sums = _forward(True, _as_part(operands, kv_heads))
+    return write_slice(out, operands.to), log_sums
 
 
 def attention_backward(
-    given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
-) -> tuple[Float[Array, "B N P D"], Apart | None]:
+    operands: AttentionOperands,
+    results: ResultsAndCotangent,
+    *,
+    kv_heads: int,
+    rows: Rows = "size_major",
+) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Compute `attention_backward` as specified in `interface`."""
-    gradients = _backward(True, _whole(given, kv_heads), read_slices(attended))
-    d_q, *d_kv = (x.astype(given.qkv.dtype) for x in gradients)
-    if given.kv is not None:
+    gradients = _backward(True, _as_part(operands, kv_heads), read_slices(results))
+    d_q, *d_kv = (x.astype(operands.qkv.dtype) for x in gradients)
+    if operands.kv is not None:
         return d_q, tuple(d_kv)
     return jnp.concatenate([d_q, *d_kv], axis=2), None
 
 
-def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
+def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """Compute `part_forward` as specified in `interface`."""
-    return _forward(False, _apart(given))
+    return _forward(False, _separated(operands))
 
 
 def part_backward(
-    given: Part, attended: Attended
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
+    operands: PartOperands, results: ResultsAndCotangent
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
     """Compute `part_backward` as specified in `interface`."""
-    d_q, d_k, d_v = _backward(False, _apart(given), attended)
-    return d_q, given.like_kv(d_k, d_v)
+    d_q, d_k, d_v = _backward(False, _separated(operands), results)
+    return d_q, operands.like_kv(d_k, d_v)
 
 
-def _whole(given: Attention, kv_heads: int) -> Part:
+def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
     """Return the whole sequence as a `Part`; later keys are hidden by a causal mask."""
-    q, *kv = reference.split(given, kv_heads)
-    return _apart(Part(q, tuple(kv), given.scale, 0, given.slopes, given.segments))
+    q, *kv = reference.split(operands, kv_heads)
+    return _separated(
+        PartOperands(q, tuple(kv), operands.scale, 0, operands.slopes, operands.segments)
+    )
 
 
-def _apart(given: Part) -> Part:
+def _separated(operands: PartOperands) -> PartOperands:
     """Return the part with separate keys and values, and with its scalars as arrays."""
-    scale = jnp.asarray(given.scale, jnp.result_type(given.q, jnp.float32))
-    return given._replace(kv=given.apart, scale=scale, shift=jnp.asarray(given.shift, jnp.int32))
+    scale = jnp.asarray(operands.scale, jnp.result_type(operands.q, jnp.float32))
+    return operands._replace(
+        kv=operands.keys_and_values, scale=scale, shift=jnp.asarray(operands.shift, jnp.int32)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
+def _forward(
+    causal: bool, operands: PartOperands
+) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """Return the output in q's dtype, and the log-sum-exps in float32 or wider."""
-    blocks = _Blocks(causal, given)
-    q, k, v = blocks.of_queries(given.q), *map(blocks.of_keys, given.apart)
+    blocks = _OnlineBlocks(causal, operands)
+    q, k, v = blocks.of_queries(operands.q), *map(blocks.of_keys, operands.keys_and_values)
 
     def step(state, pair):
         i, j = pair
@@ -90,29 +106,32 @@ def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float
         sums = jnp.sum(weights, axis=-1)
         out = blocks.product("bgenm,bgmd->bgend", weights.astype(q.dtype), _at(v, j))
         found = out / sums[..., None], largest + jnp.log(sums)
-        return _put(state, i, merged(_at(state, i), found)), None
+        return _write_at(state, i, merged(_at(state, i), found)), None
 
     # Initialize the log-sum-exps to the smallest float, so that the first block gets all the
     # weight.
     rows = q.shape[:-1]
     state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
     (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)
-    return blocks.queries_joined(out).astype(given.q.dtype), blocks.queries_joined(sums)
+    return blocks.join_queries(out).astype(operands.q.dtype), blocks.join_queries(sums)
 
 
 def _backward(
-    causal: bool, given: Part, attended: Attended, d_sums: Float[Array, "B Q H"] | None = None
+    causal: bool,
+    operands: PartOperands,
+    results: ResultsAndCotangent,
+    d_sums: Float[Array, "B Q H"] | None = None,
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K G D"], Float[Array, "B K G Dv"]]:
     """Return the cotangents of q, k and v, in float32 or wider, from the results' cotangents.
 
     `d_sums` is the cotangent of the log-sum-exps; None means zero.
     """
-    blocks, (out, sums, d_out) = _Blocks(causal, given), attended
+    blocks, (out, sums, d_out) = _OnlineBlocks(causal, operands), results
     delta = jnp.sum(out.astype(blocks.dtype) * d_out, axis=-1)
     if d_sums is not None:
         delta = delta - d_sums
-    q, d_out, sums, delta = map(blocks.of_queries, (given.q, d_out, sums, delta))
-    k, v = map(blocks.of_keys, given.apart)
+    q, d_out, sums, delta = map(blocks.of_queries, (operands.q, d_out, sums, delta))
+    k, v = map(blocks.of_keys, operands.keys_and_values)
 
     def step(carry, pair):
         (i, j), product = pair, blocks.product
@@ -120,7 +139,7 @@ def _backward(
         logits, mask = blocks.logits(of_q, of_k, pair)
         weights = jnp.where(mask, jnp.exp(logits - _at(sums, i)[..., None]), 0)
         d_weights = product("bgend,bgmd->bgenm", of_out, _at(v, j)) - _at(delta, i)[..., None]
-        d_logits = (given.scale * weights * d_weights).astype(q.dtype)
+        d_logits = (operands.scale * weights * d_weights).astype(q.dtype)
         d_q, d_k, d_v = carry
         d_q = _add(d_q, i, product("bgenm,bgmd->bgend", d_logits, of_k))
         d_k = _add(d_k, j, product("bgenm,bgend->bgmd", d_logits, of_q))
@@ -129,38 +148,38 @@ def _backward(
 
     carry = tuple(blocks.zeros(x.shape) for x in (q, k, v))
     (d_q, d_k, d_v), _ = jax.lax.scan(step, carry, blocks.pairs)
-    return blocks.queries_joined(d_q), blocks.keys_joined(d_k), blocks.keys_joined(d_v)
+    return blocks.join_queries(d_q), blocks.join_keys(d_k), blocks.join_keys(d_v)
 
 
-def _forward_kept(causal: bool, given: Part):
-    out, sums = _forward(causal, given)
-    return (out, sums), (given, out, sums)
+def _forward_saving(causal: bool, operands: PartOperands):
+    out, sums = _forward(causal, operands)
+    return (out, sums), (operands, out, sums)
 
 
-def _pulled_back(causal: bool, kept, cotangents):
-    given, out, sums = kept
+def _pull_back(causal: bool, saved, cotangents):
+    operands, out, sums = saved
     d_out, d_sums = cotangents
-    gradients = _backward(causal, given, Attended(out, sums, d_out), d_sums)
-    d_q, *d_kv = (x.astype(given.q.dtype) for x in gradients)
+    gradients = _backward(causal, operands, ResultsAndCotangent(out, sums, d_out), d_sums)
+    d_q, *d_kv = (x.astype(operands.q.dtype) for x in gradients)
     none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-    scale, slopes = jax.tree.map(jnp.zeros_like, (given.scale, given.slopes))
-    shift, segments = jax.tree.map(none, (given.shift, given.segments))
-    return (Part(d_q, tuple(d_kv), scale, shift, slopes, segments),)
+    scale, slopes = jax.tree.map(jnp.zeros_like, (operands.scale, operands.slopes))
+    shift, segments = jax.tree.map(none, (operands.shift, operands.segments))
+    return (PartOperands(d_q, tuple(d_kv), scale, shift, slopes, segments),)
 
 
-_forward.defvjp(_forward_kept, _pulled_back)
+_forward.defvjp(_forward_saving, _pull_back)
 
 
-class _Blocks:
+class _OnlineBlocks:
     """The division of queries and keys into blocks.
 
     `pairs` lists the pairs (query block, key block) in which some query may see some key.
     """
 
-    def __init__(self, causal: bool, given: Part):
-        (B, Q, H, _), (K, G) = given.q.shape, given.apart[0].shape[1:3]
-        self.dtype = jnp.result_type(given.q, jnp.float32)
-        self._causal, self._given, self._lengths = causal, given, (Q, K)
+    def __init__(self, causal: bool, operands: PartOperands):
+        (B, Q, H, _), (K, G) = operands.q.shape, operands.keys_and_values[0].shape[1:3]
+        self.dtype = jnp.result_type(operands.q, jnp.float32)
+        self._causal, self._operands, self._lengths = causal, operands, (Q, K)
         self._heads = G, H // G
         fits = (size for size in _SIZES if B * H * size**2 <= LOGITS)
         size = next(fits, _SIZES[-1])
@@ -171,9 +190,9 @@ class _Blocks:
             pairs = pairs[pairs[:, 0] >= pairs[:, 1]]
         self.pairs = tuple(jnp.asarray(pairs.T, jnp.int32))
         self._ids = None
-        if given.segments is not None:
+        if operands.segments is not None:
             self._ids = tuple(
-                self._cut(x, size) for x, size in zip(given.segments, self._sizes, strict=True)
+                self._cut(x, size) for x, size in zip(operands.segments, self._sizes, strict=True)
             )
 
     def of_queries(self, x: Float[Array, "B Q H *D"]) -> Float[Array, "T B G E q *D"]:
@@ -186,18 +205,18 @@ class _Blocks:
         """Cut an array of keys or of values into blocks."""
         return jnp.moveaxis(self._cut(x, self._sizes[1]), 2, 3)
 
-    def queries_joined(self, x: Float[Array, "T B G E q *D"]) -> Float[Array, "B Q H *D"]:
+    def join_queries(self, x: Float[Array, "T B G E q *D"]) -> Float[Array, "B Q H *D"]:
         """Undo `of_queries`."""
         x = jnp.moveaxis(x, 4, 2)
-        return self._joined(x.reshape(*x.shape[:3], -1, *x.shape[5:]), self._lengths[0])
+        return self._join(x.reshape(*x.shape[:3], -1, *x.shape[5:]), self._lengths[0])
 
-    def keys_joined(self, x: Float[Array, "T B G k D"]) -> Float[Array, "B K G D"]:
+    def join_keys(self, x: Float[Array, "T B G k D"]) -> Float[Array, "B K G D"]:
         """Undo `of_keys`."""
-        return self._joined(jnp.moveaxis(x, 3, 2), self._lengths[1])
+        return self._join(jnp.moveaxis(x, 3, 2), self._lengths[1])
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
         """Return zeros as a loop's initial value, with the operands' varying mesh axes."""
-        return vary_alike((jnp.zeros(shape, self.dtype), self._given))[0]
+        return vary_alike((jnp.zeros(shape, self.dtype), self._operands))[0]
 
     def product(self, spec: str, *operands: Array) -> Array:
         """Compute `jnp.einsum`, accumulating in float32 or wider."""
@@ -213,7 +232,7 @@ class _Blocks:
 
         Masked logits are the smallest float in place of -inf.
         """
-        given = self._given
+        operands = self._operands
         ranges = zip(pair, self._sizes, strict=True)
         queries, keys = (n * size + jnp.arange(size, dtype=jnp.int32) for n, size in ranges)
         distance = queries[:, None] - keys
@@ -226,10 +245,10 @@ class _Blocks:
             of_queries, of_keys = (_at(x, n) for x, n in zip(self._ids, pair, strict=True))
             mask = mask & (of_queries[:, :, None] == of_keys[:, None])
         mask = mask[:, None, None]
-        logits = given.scale * self.product("bgend,bgmd->bgenm", q, k)
-        if given.slopes is not None:
-            slopes = given.slopes.astype(self.dtype).reshape(*self._heads, 1, 1)
-            logits = logits - slopes * (given.shift + distance)
+        logits = operands.scale * self.product("bgend,bgmd->bgenm", q, k)
+        if operands.slopes is not None:
+            slopes = operands.slopes.astype(self.dtype).reshape(*self._heads, 1, 1)
+            logits = logits - slopes * (operands.shift + distance)
         return jnp.where(mask, logits, jnp.finfo(self.dtype).min).astype(self.dtype), mask
 
     def _cut(self, x: Array, size: int) -> Array:
@@ -237,7 +256,7 @@ class _Blocks:
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
-    def _joined(self, x: Array, length: int) -> Array:
+    def _join(self, x: Array, length: int) -> Array:
         x = x.swapaxes(0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
@@ -254,10 +273,10 @@ def _at(tree: Any, i: Int[Array, ""]) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def _put(tree: Any, i: Int[Array, ""], values: Any) -> Any:
-    put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
-    return jax.tree.map(put, tree, values)
+def _write_at(tree: Any, i: Int[Array, ""], values: Any) -> Any:
+    write = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
+    return jax.tree.map(write, tree, values)
 
 
 def _add(x: Array, i: Int[Array, ""], y: Array) -> Array:
-    return _put(x, i, _at(x, i) + y)
+    return _write_at(x, i, _at(x, i) + y)

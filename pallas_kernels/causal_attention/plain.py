@@ -10,10 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from pallas_kernels.causal_attention import online, reference
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    PartOperands,
+    ResultsAndCotangent,
+)
 
 
-def chosen(*sizes: Any) -> ModuleType:
+def module_for(*sizes: Any) -> ModuleType:
     """Return the module to use, given the numbers of batch rows, heads, queries and keys.
 
     With the symbolic sizes of `jax.export`, which cannot be divided into blocks, it is `reference`.
@@ -23,36 +27,38 @@ def chosen(*sizes: Any) -> ModuleType:
     return online if math.prod(sizes) > online.LOGITS else reference
 
 
-def attention_forward(given: Attention, *, kv_heads: int, **options: Any) -> Any:
+def attention_forward(operands: AttentionOperands, *, kv_heads: int, **options: Any) -> Any:
     """Compute `attention_forward` as specified in `interface`."""
-    return _whole(given, kv_heads).attention_forward(given, kv_heads=kv_heads, **options)
+    return _module_of_sequence(operands, kv_heads).attention_forward(
+        operands, kv_heads=kv_heads, **options
+    )
 
 
 def attention_backward(
-    given: Attention, attended: Attended, *, kv_heads: int, **options: Any
+    operands: AttentionOperands, results: ResultsAndCotangent, *, kv_heads: int, **options: Any
 ) -> Any:
     """Compute `attention_backward` as specified in `interface`."""
-    run = _whole(given, kv_heads).attention_backward
-    return run(given, attended, kv_heads=kv_heads, **options)
+    run = _module_of_sequence(operands, kv_heads).attention_backward
+    return run(operands, results, kv_heads=kv_heads, **options)
 
 
-def part_forward(given: Part) -> Any:
+def part_forward(operands: PartOperands) -> Any:
     """Compute `part_forward` as specified in `interface`."""
-    return _part(given).part_forward(given)
+    return _module_of_part(operands).part_forward(operands)
 
 
-def part_backward(given: Part, attended: Attended) -> Any:
+def part_backward(operands: PartOperands, results: ResultsAndCotangent) -> Any:
     """Compute `part_backward` as specified in `interface`."""
-    return _part(given).part_backward(given, attended)
+    return _module_of_part(operands).part_backward(operands, results)
 
 
-def _whole(given: Attention, kv_heads: int) -> ModuleType:
-    rows, length, heads, _ = given.qkv.shape
-    if given.kv is None:
+def _module_of_sequence(operands: AttentionOperands, kv_heads: int) -> ModuleType:
+    rows, length, heads, _ = operands.qkv.shape
+    if operands.kv is None:
         heads -= 2 * kv_heads
-    return chosen(rows, heads, length, length)
+    return module_for(rows, heads, length, length)
 
 
-def _part(given: Part) -> ModuleType:
-    rows, queries, heads, _ = given.q.shape
-    return chosen(rows, heads, queries, given.apart[0].shape[1])
+def _module_of_part(operands: PartOperands) -> ModuleType:
+    rows, queries, heads, _ = operands.q.shape
+    return module_for(rows, heads, queries, operands.keys_and_values[0].shape[1])

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.causal_attention.interface import (
-    Apart,
-    Attended,
-    Attention,
-    Part,
+    AttentionOperands,
+    KeysAndValues,
+    PartOperands,
+    ResultsAndCotangent,
     Rows,
     Segments,
 )
@@ -36,52 +36,56 @@ def visible(
 
 
 def attention_forward(
-    given: Attention, *, kv_heads: int, rows: Rows = "size_major"
+    operands: AttentionOperands, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
-    parts = split(given, kv_heads)
-    out, log_sums = forward(*parts, given.scale, given.slopes, 0, _causal(given))
-    return write_slice(out, given.to), log_sums
+    parts = split(operands, kv_heads)
+    out, log_sums = forward(*parts, operands.scale, operands.slopes, 0, _causal(operands))
+    return write_slice(out, operands.to), log_sums
 
 
 def attention_backward(
-    given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
-) -> tuple[Float[Array, "B N P D"], Apart | None]:
+    operands: AttentionOperands,
+    results: ResultsAndCotangent,
+    *,
+    kv_heads: int,
+    rows: Rows = "size_major",
+) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Compute `attention_backward` as specified in `interface`."""
-    arrays = *split(given, kv_heads), *read_slices(attended)
-    gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
-    gradients = [x.astype(given.qkv.dtype) for x in gradients]
-    if given.kv is not None:
+    arrays = *split(operands, kv_heads), *read_slices(results)
+    gradients = backward(*arrays, operands.scale, operands.slopes, 0, _causal(operands))
+    gradients = [x.astype(operands.qkv.dtype) for x in gradients]
+    if operands.kv is not None:
         return gradients[0], tuple(gradients[1:])
     return jnp.concatenate(gradients, axis=2), None
 
 
-def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
+def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """Compute `part_forward` as specified in `interface`."""
-    k, v = given.apart
-    mask = of_part(k.shape[1], given.segments)
-    return forward(given.q, k, v, given.scale, given.slopes, given.shift, mask)
+    k, v = operands.keys_and_values
+    mask = of_part(k.shape[1], operands.segments)
+    return forward(operands.q, k, v, operands.scale, operands.slopes, operands.shift, mask)
 
 
 def part_backward(
-    given: Part, attended: Attended
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
+    operands: PartOperands, results: ResultsAndCotangent
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
     """Compute `part_backward` as specified in `interface`."""
-    k, v = given.apart
-    mask = of_part(k.shape[1], given.segments)
-    arrays = given.q, k, v, *attended
-    d_q, d_k, d_v = backward(*arrays, given.scale, given.slopes, given.shift, mask)
-    return d_q, given.like_kv(d_k, d_v)
+    k, v = operands.keys_and_values
+    mask = of_part(k.shape[1], operands.segments)
+    arrays = operands.q, k, v, *results
+    d_q, d_k, d_v = backward(*arrays, operands.scale, operands.slopes, operands.shift, mask)
+    return d_q, operands.like_kv(d_k, d_v)
 
 
 def split(
-    given: Attention, kv_heads: int
+    operands: AttentionOperands, kv_heads: int
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G Dv"]]:
     """Return the queries, the keys and the values as separate arrays."""
-    if given.kv is not None:
-        return given.qkv, *given.kv
-    heads = given.qkv.shape[2] - 2 * kv_heads
-    return tuple(jnp.split(given.qkv, [heads, heads + kv_heads], axis=2))
+    if operands.kv is not None:
+        return operands.qkv, *operands.kv
+    heads = operands.qkv.shape[2] - 2 * kv_heads
+    return tuple(jnp.split(operands.qkv, [heads, heads + kv_heads], axis=2))
 
 
 def forward(q, k, v, scale, slopes, shift, mask):
@@ -141,9 +145,11 @@ def _for_each_query(q, x):
     return jnp.repeat(x, each, axis=2) if each > 1 else x
 
 
-def _causal(given: Attention):
+def _causal(operands: AttentionOperands):
     """Return the causal mask as a function of query positions."""
-    return functools.partial(visible, length=given.qkv.shape[1], segment_ids=given.segment_ids)
+    return functools.partial(
+        visible, length=operands.qkv.shape[1], segment_ids=operands.segment_ids
+    )
 
 
 def of_part(length: int, segments: Segments | None):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_array, check_tokens
 from pallas_kernels.delta_attention import mosaic_tpu, xla
-from pallas_kernels.delta_attention.interface import Operands
+from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.delta_attention.reference import delta_step
 from pallas_kernels.platform import Implementations, reverse_mode, vary_alike
 
@@ -79,13 +79,13 @@ def delta_attention(
     if segment_ids is not None:
         new = segment_ids[:, 1:] != segment_ids[:, :-1]
         documents = jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    call = _Call(scale, implementation)
+    call = _DeltaCall(scale, implementation)
     log_decay, beta = log_decay.astype(dtype), beta.astype(dtype)
     arrays = vary_alike((q, k, v, log_decay, beta, state))
     return _delta_attention(call, *arrays, documents)
 
 
-class _Call(NamedTuple):
+class _DeltaCall(NamedTuple):
     """The static parameters of a call, constant during tracing."""
 
     scale: float
@@ -106,7 +106,7 @@ def _delta_attention(call, q, k, v, log_decay, beta, state, documents):
 
 
 def _forward(call, q, k, v, log_decay, beta, state, documents):
-    operands = Operands(q, k, v, log_decay, beta, documents)
+    operands = DeltaOperands(q, k, v, log_decay, beta, documents)
     read, after, states = call.run("forward", operands, state)
     return (read, after), (operands, states)
 
@@ -120,8 +120,8 @@ _delta_attention.defvjp(_forward, _backward)
 
 
 def _check(q, k, v, log_decay, beta, state, segment_ids):
-    given = {"q": q, "k": k, "log_decay": log_decay, "v": v}
-    for name, x in given.items():
+    arrays = {"q": q, "k": k, "log_decay": log_decay, "v": v}
+    for name, x in arrays.items():
         check_array(name, x, "batch seq heads V" if name == "v" else "batch seq heads K")
     check_array("beta", beta, "batch seq heads")
     check_tokens(q=q.shape[1])
@@ -132,10 +132,10 @@ def _check(q, k, v, log_decay, beta, state, segment_ids):
         shapes["state"] = (lead[0], lead[2], q.shape[-1], v.shape[-1])
     if segment_ids is not None:
         shapes["segment_ids"] = lead[:2]
-    given |= {"beta": beta, "state": state, "segment_ids": segment_ids}
+    arrays |= {"beta": beta, "state": state, "segment_ids": segment_ids}
     for name, shape in shapes.items():
-        if given[name].shape != shape:
+        if arrays[name].shape != shape:
             raise ValueError(
-                f"{name} is {list(given[name].shape)}, but must be {list(shape)} to fit q "
+                f"{name} is {list(arrays[name].shape)}, but must be {list(shape)} to fit q "
                 f"{list(q.shape)} and v {list(v.shape)}"
             )

@@ -2,8 +2,8 @@
 
 An implementation is a module with these functions, which process the tokens in chunks of C:
 
-    forward(Operands, state, *, scale) -> (read, state', states)
-    backward(Operands, states, d_read, d_state', *, scale) -> Gradients
+    forward(DeltaOperands, state, *, scale) -> (read, state', states)
+    backward(DeltaOperands, states, d_read, d_state', *, scale) -> DeltaGradients
 
     read [B, T, H, V]: the output, that is, what each token reads from the state, in v's dtype
     state, state' [B, H, K, V]: the states before the first and after the last token, at least
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 
-class Operands(NamedTuple):
+class DeltaOperands(NamedTuple):
     """The operands of the gated delta rule, for at least one token.
 
     Attributes:
@@ -36,7 +36,7 @@ class Operands(NamedTuple):
     documents: Int[Array, "B T"]
 
 
-class Gradients(NamedTuple):
+class DeltaGradients(NamedTuple):
     """Cotangents with the shapes and dtypes of what they belong to.
 
     `state` is the cotangent of the initial state; the others belong to the operands.

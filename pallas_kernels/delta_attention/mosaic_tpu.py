@@ -1,7 +1,7 @@
 """The gated delta rule on TPUs, with a grid over batch rows, groups of heads, and chunks.
 
 A grid step processes one chunk of tokens for a group of heads. Chunks are processed in sequence,
-and the heads' states stay in VMEM. Operands are `[B, H, T, K]`, the layout that XLA chooses by
+and the heads' states stay in VMEM. DeltaOperands are `[B, H, T, K]`, the layout that XLA chooses by
 itself if it is free to. The backward pass processes the chunks from the last to the first, and
 recomputes each chunk from the saved state before it.
 
@@ -22,13 +22,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, largest_divisor, tpu_call
 from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
-from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
+from pallas_kernels.delta_attention.interface import DeltaGradients, DeltaOperands, chunk_size
 
 # Maximum number of heads per grid step: the products of one head hide the latency of another's.
 _FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 
-def unsupported(op: str, operands: Operands, *others) -> str | None:
+def unsupported(op: str, operands: DeltaOperands, *others) -> str | None:
     """Return the reason, in one line, if the kernels do not support this call, else None."""
     keys, values = operands.k.shape[-1], operands.v.shape[-1]
     if keys != LANES or values != LANES:
@@ -43,14 +43,14 @@ def unsupported(op: str, operands: Operands, *others) -> str | None:
 
 
 def forward(
-    operands: Operands,
+    operands: DeltaOperands,
     state: Float[Array, "B H K V"],
     *,
     scale: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
     """Compute `forward` as specified in `interface`."""
-    call = _Call.of(operands, scale, _FORWARD_HEADS)
+    call = _ChunksCall.of(operands, scale, _FORWARD_HEADS)
     B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
     inputs, prefetch = _inputs(call, operands, lambda n: n)
     inputs["state"] = (state.swapaxes(-1, -2), _state_block(G))
@@ -66,16 +66,16 @@ def forward(
 
 
 def backward(
-    operands: Operands,
+    operands: DeltaOperands,
     states: Float[Array, "N B H V K"],
     d_read: Float[Array, "B T H V"],
     d_state: Float[Array, "B H K V"],
     *,
     scale: float,
     interpret: bool = False,
-) -> Gradients:
+) -> DeltaGradients:
     """Compute `backward` as specified in `interface`."""
-    call = _Call.of(operands, scale, _BACKWARD_HEADS)
+    call = _ChunksCall.of(operands, scale, _BACKWARD_HEADS)
     B, seq, H, _ = operands.q.shape
     back = lambda n: call.chunks - 1 - n
     inputs, prefetch = _inputs(call, operands, back)
@@ -90,13 +90,13 @@ def backward(
     out = _run(_backward_kernel, "delta_backward", call, inputs, outputs, prefetch, interpret)
     heads = [out[f"d_{name}"].swapaxes(1, 2)[:, :seq] for name in of_tokens[:-1]]
     d_beta = out["d_beta"].swapaxes(1, 2).reshape(B, -1, H)[:, :seq]
-    return Gradients(*heads, d_beta, out["d_state"].swapaxes(-1, -2))
+    return DeltaGradients(*heads, d_beta, out["d_state"].swapaxes(-1, -2))
 
 
 # The kernels ---------------------------------------------------------------------------------
 
 
-def _forward_kernel(call: "_Call", inputs, outputs, scratch):
+def _forward_kernel(call: "_ChunksCall", inputs, outputs, scratch):
     @pl.when(pl.program_id(2) == 0)
     def _():
         scratch["state"][...] = inputs["state"][0]
@@ -110,7 +110,7 @@ def _forward_kernel(call: "_Call", inputs, outputs, scratch):
     outputs["after"][0] = state
 
 
-def _backward_kernel(call: "_Call", inputs, outputs, scratch):
+def _backward_kernel(call: "_ChunksCall", inputs, outputs, scratch):
     @pl.when(pl.program_id(2) == 0)
     def _():
         scratch["state"][...] = inputs["d_after"][0]
@@ -127,7 +127,7 @@ def _backward_kernel(call: "_Call", inputs, outputs, scratch):
     outputs["d_state"][0] = d_state
 
 
-def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
+def _load(call: "_ChunksCall", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
     """Load chunk n for the step's group of heads, and the masks of its tokens."""
     wide = lambda name: inputs[name][0].astype(jnp.float32)
     beta = inputs["beta"][0, 0]
@@ -147,7 +147,7 @@ def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
 # Around the kernels --------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _ChunksCall(NamedTuple):
     """The static parameters that a kernel is compiled for."""
 
     rows: int
@@ -159,7 +159,7 @@ class _Call(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, operands: Operands, scale: float, group: int) -> "_Call":
+    def of(cls, operands: DeltaOperands, scale: float, group: int) -> "_ChunksCall":
         B, T, H, K = operands.q.shape
         size = chunk_size(K)
         return cls(
@@ -167,7 +167,7 @@ class _Call(NamedTuple):
         )
 
 
-def _inputs(call: _Call, operands: Operands, at):
+def _inputs(call: _ChunksCall, operands: DeltaOperands, at):
     """Return the operands as blocks, and the arrays to prefetch.
 
     The padding after the last token is 0, except that its document is the last token's.
@@ -197,17 +197,17 @@ def _inputs(call: _Call, operands: Operands, at):
     return inputs, {"before": before.reshape(-1), "last": last.reshape(-1)}
 
 
-def _padded(call: _Call, x, **mode):
+def _padded(call: _ChunksCall, x, **mode):
     none = ((0, 0),) * (x.ndim - 2)
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.size), *none), **mode)
 
 
-def _heads_first(call: _Call, x):
+def _heads_first(call: _ChunksCall, x):
     """Convert [B, T, H, K] to [B, H, T, K], padded to whole chunks."""
     return _padded(call, x).swapaxes(1, 2)
 
 
-def _tokens(call: _Call, at) -> pl.BlockSpec:
+def _tokens(call: _ChunksCall, at) -> pl.BlockSpec:
     shape = (1, call.group, call.size, LANES)
     return pl.BlockSpec(shape, lambda b, h, n, *_: (b, h, at(n), 0))
 
@@ -220,7 +220,7 @@ def _states_block(group: int, at) -> pl.BlockSpec:
     return pl.BlockSpec((1, 1, group, LANES, LANES), lambda b, h, n, *_: (at(n), b, h, 0, 0))
 
 
-def _run(kernel, name: str, call: _Call, inputs, outputs, prefetch, interpret):
+def _run(kernel, name: str, call: _ChunksCall, inputs, outputs, prefetch, interpret):
     levels = (call.size - 1).bit_length()
     products = 4 * levels + 8 if kernel is _forward_kernel else 10 * levels + 20
     tokens = call.rows * call.chunks * call.size * call.heads

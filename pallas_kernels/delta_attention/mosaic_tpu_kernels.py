@@ -28,13 +28,13 @@ class Masks(NamedTuple):
     """Masks of which tokens see each other; they are the same for all heads.
 
     Attributes:
-      apart: `i xor j` for tokens i > j of the same document, else 0. A pair at level n has a number
-        from 2^n to 2^(n+1) - 1.
+      differing_bits: `i xor j` for tokens i > j of the same document, else 0. The value for a pair
+        at level n is from 2^n to 2^(n+1) - 1.
       sees: 1 for tokens that see the state before the chunk, else 0.
       stays: 1 for tokens whose writes remain visible after the chunk, else 0.
     """
 
-    apart: Int[Array, "C C"]
+    differing_bits: Int[Array, "C C"]
     sees: Float[Array, "C K"]
     stays: Float[Array, "C K"]
 
@@ -95,11 +95,11 @@ def masks(rows, columns, before, last, keys: int) -> Masks:
     """
     size = rows.shape[-1]
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    apart = jnp.where(i > j, i ^ j, 0)
-    apart = jnp.where(jnp.broadcast_to(columns, (size, size)) == rows, apart, 0)
+    differing_bits = jnp.where(i > j, i ^ j, 0)
+    differing_bits = jnp.where(jnp.broadcast_to(columns, (size, size)) == rows, differing_bits, 0)
     documents = jnp.broadcast_to(columns, (size, keys))
     as_float = lambda same: jnp.where(same, 1.0, 0.0)
-    return Masks(apart, as_float(documents == before), as_float(documents == last))
+    return Masks(differing_bits, as_float(documents == before), as_float(documents == last))
 
 
 def forward(
@@ -130,7 +130,7 @@ def backward(
     d_of_queries = _rows(d_read, own.written)
     d_right = _columns(own.inverse, d_written.astype(narrow))
     d_lower = -_rows(d_right.astype(narrow), own.written)
-    d_lower = jnp.where((masks.apart > 0)[None], d_lower, 0)
+    d_lower = jnp.where((masks.differing_bits > 0)[None], d_lower, 0)
     d_beta = jnp.sum(d_right * own.missing, axis=-1, keepdims=True)
     d_beta += jnp.sum(d_lower * own.of_keys, axis=-1, keepdims=True)
     d_v = beta * d_right
@@ -155,15 +155,17 @@ def backward(
     for level, (factor, keys, queries) in enumerate(
         zip(own.factors, own.keys, own.queries, strict=True)
     ):
-        here = _taken(_at(masks.apart, level), level)
-        of_rows = lambda d, here=here, level=level: jnp.where(here, _taken(d, level), 0)
+        here = _level_rows(_at(masks.differing_bits, level), level)
+        of_rows = lambda d, here=here, level=level: jnp.where(here, _level_rows(d, level), 0)
         d_scores = jnp.concatenate([of_rows(d_of_queries), of_rows(d_of_keys)], axis=1)
         d_scores = d_scores.astype(narrow)
         of_queries, of_keys = jnp.split(_plain(d_scores, keys), 2, axis=1)
-        both = jnp.concatenate([_taken(queries, level), _taken(keys, level)], axis=1)
+        both = jnp.concatenate([_level_rows(queries, level), _level_rows(keys, level)], axis=1)
         columns = _columns(d_scores, both)
-        rows = factor * _put(jnp.zeros_like(q), of_queries, level)
-        columns = factor * _put(columns, of_keys + _taken(columns, level), level)
+        rows = factor * _replace_level_rows(jnp.zeros_like(q), of_queries, level)
+        columns = factor * _replace_level_rows(
+            columns, of_keys + _level_rows(columns, level), level
+        )
         d_q, d_k = d_q + rows, d_k + columns
         d_factors.append(rows * q + columns * k)
     d_log_decay = _sums_transposed(d_factors, d_total, d_following)
@@ -178,14 +180,16 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
     queries = [(q * factor).astype(narrow) for factor in factors]
     of_keys = of_queries = jnp.zeros((*k.shape[:-1], k.shape[1]), jnp.float32)
     for level, (of_k, of_q) in enumerate(zip(keys, queries, strict=True)):
-        here = _taken(_at(masks.apart, level), level)
-        rows = jnp.where(here, _rows(_taken(of_k, level), of_k), _taken(of_keys, level))
-        of_keys = _put(of_keys, rows, level)
-        rows = jnp.where(here, _rows(_taken(of_q, level), of_k), _taken(of_queries, level))
-        of_queries = _put(of_queries, rows, level)
+        here = _level_rows(_at(masks.differing_bits, level), level)
+        rows = jnp.where(here, _rows(_level_rows(of_k, level), of_k), _level_rows(of_keys, level))
+        of_keys = _replace_level_rows(of_keys, rows, level)
+        rows = jnp.where(
+            here, _rows(_level_rows(of_q, level), of_k), _level_rows(of_queries, level)
+        )
+        of_queries = _replace_level_rows(of_queries, rows, level)
     itself = jnp.sum(q * k, axis=-1, keepdims=True)
-    of_queries = jnp.where(_diagonal(masks.apart), itself, of_queries).astype(narrow)
-    inverse = _inverse(beta * of_keys, masks.apart, narrow).astype(narrow)
+    of_queries = jnp.where(_diagonal(masks.differing_bits), itself, of_queries).astype(narrow)
+    inverse = _inverse(beta * of_keys, masks.differing_bits, narrow).astype(narrow)
 
     decay, left = jnp.exp(total) * masks.sees, jnp.exp(following) * masks.stays
     decayed_k = (decay * k).astype(narrow)
@@ -262,12 +266,12 @@ def _sibling(x, half):
 # Between tokens ------------------------------------------------------------------------------
 
 
-def _at(apart, level):
+def _at(differing_bits, level):
     """Return a mask of the token pairs that belong to a level; it broadcasts over heads."""
-    return ((apart >= 1 << level) & (apart < 2 << level))[None]
+    return ((differing_bits >= 1 << level) & (differing_bits < 2 << level))[None]
 
 
-def _taken(x, level):
+def _level_rows(x, level):
     """Return the rows that may belong to a level.
 
     These are the second halves of the level's blocks if a half has whole tiles, and otherwise all
@@ -280,8 +284,8 @@ def _taken(x, level):
     return x[:, :, 1].reshape(heads, size // 2, width)
 
 
-def _put(x, rows, level):
-    """Return x with the rows that `_taken` selects replaced by `rows`."""
+def _replace_level_rows(x, rows, level):
+    """Return x with the rows that `_level_rows` selects replaced by `rows`."""
     half, (heads, size, width) = 1 << level, x.shape
     if half < _TILE:
         return rows
@@ -290,28 +294,28 @@ def _put(x, rows, level):
     return jnp.concatenate([x[:, :, :1], rows], axis=2).reshape(heads, size, width)
 
 
-def _diagonal(apart):
-    i, j = (jax.lax.broadcasted_iota(jnp.int32, apart.shape, axis) for axis in (0, 1))
+def _diagonal(differing_bits):
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, differing_bits.shape, axis) for axis in (0, 1))
     return (i == j)[None]
 
 
-def _inverse(lower: Float[Array, "G C C"], apart, narrow) -> Float[Array, "G C C"]:
+def _inverse(lower: Float[Array, "G C C"], differing_bits, narrow) -> Float[Array, "G C C"]:
     """Compute `(I + lower)^-1` block by block.
 
     For diagonal blocks A and B with L below A, the inverse has -B^-1 L A^-1 below A^-1. In
     bfloat16, this has an error of up to 5e-3 if keys are similar. One step of Newton's method, with
     `lower` as a sum of two bfloat16 numbers, reduces the error to 1e-5.
     """
-    unit = jnp.where(_diagonal(apart), 1.0, 0.0)
-    inverse = (unit - jnp.where(_at(apart, 0), lower, 0)).astype(narrow)
+    unit = jnp.where(_diagonal(differing_bits), 1.0, 0.0)
+    inverse = (unit - jnp.where(_at(differing_bits, 0), lower, 0)).astype(narrow)
     high = lower.astype(narrow)
-    for level in range(1, len(_halves(apart.shape[0]))):
-        rows = _taken(high, level)
-        rows = jnp.where(_taken(_at(apart, level), level), rows, jnp.zeros_like(rows))
+    for level in range(1, len(_halves(differing_bits.shape[0]))):
+        rows = _level_rows(high, level)
+        rows = jnp.where(_level_rows(_at(differing_bits, level), level), rows, jnp.zeros_like(rows))
         rows = _plain(rows, inverse).astype(narrow)
-        below = _put(jnp.zeros_like(high), rows, level)
-        rows = _taken(inverse, level)
-        inverse = _put(inverse, rows - _plain(rows, below).astype(narrow), level)
+        below = _replace_level_rows(jnp.zeros_like(high), rows, level)
+        rows = _level_rows(inverse, level)
+        inverse = _replace_level_rows(inverse, rows - _plain(rows, below).astype(narrow), level)
     if narrow == jnp.float32:
         return inverse
     low = (lower - high.astype(jnp.float32)).astype(narrow)

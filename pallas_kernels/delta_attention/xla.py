@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
+from pallas_kernels.delta_attention.interface import DeltaGradients, DeltaOperands, chunk_size
 
 # If products were rounded to bfloat16, the inverse would be wrong by several percent for similar
 # keys.
@@ -36,7 +36,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 def forward(
-    operands: Operands, state: Float[Array, "B H K V"], *, scale: float
+    operands: DeltaOperands, state: Float[Array, "B H K V"], *, scale: float
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
     """Compute `forward` as specified in `interface`."""
 
@@ -49,30 +49,30 @@ def forward(
 
 
 def backward(
-    operands: Operands,
+    operands: DeltaOperands,
     states: Float[Array, "N B H V K"],
     d_read: Float[Array, "B T H V"],
     d_state: Float[Array, "B H K V"],
     *,
     scale: float,
-) -> Gradients:
+) -> DeltaGradients:
     """Compute `backward` as specified in `interface`."""
 
-    def of_chunk(d_state, given):
-        *chunk, documents, before, state, d_read = given
+    def of_chunk(d_state, xs):
+        *chunk, documents, before, state, d_read = xs
 
-        def again(chunk, state):
+        def recompute(chunk, state):
             return _chunk(_Chunks(*chunk, documents, before), state, scale)
 
-        _, pull_back = jax.vjp(again, tuple(chunk), state.swapaxes(-1, -2))
+        _, pull_back = jax.vjp(recompute, tuple(chunk), state.swapaxes(-1, -2))
         d_chunk, d_state = pull_back((d_read, d_state))
         return d_state, d_chunk
 
     chunks = _chunked(operands)
-    given = (*chunks, states, _in_chunks(d_read, chunks.q.shape[-2]))
-    d_state, (*d_chunks, d_beta) = jax.lax.scan(of_chunk, d_state, given, reverse=True)
+    xs = (*chunks, states, _in_chunks(d_read, chunks.q.shape[-2]))
+    d_state, (*d_chunks, d_beta) = jax.lax.scan(of_chunk, d_state, xs, reverse=True)
     d_tokens = [_tokens(x, d_read.shape[1]) for x in (*d_chunks, d_beta[..., None])]
-    return Gradients(*d_tokens[:-1], d_tokens[-1][..., 0], d_state)
+    return DeltaGradients(*d_tokens[:-1], d_tokens[-1][..., 0], d_state)
 
 
 class _Chunks(NamedTuple):
@@ -91,7 +91,7 @@ class _Chunks(NamedTuple):
     before: Int[Array, "*N B"]
 
 
-def _chunked(operands: Operands) -> _Chunks:
+def _chunked(operands: DeltaOperands) -> _Chunks:
     """Divide the operands into chunks. A short sequence is one chunk, padded to a power of two."""
     *floats, beta, documents = operands
     _, seq, _, keys = operands.q.shape

@@ -62,7 +62,7 @@ from pallas_kernels.depth_attention.interface import (
     Scored,
     wide,
 )
-from pallas_kernels.depth_attention.matrices import OfVectors
+from pallas_kernels.depth_attention.matrices import MatricesAsVectors
 from pallas_kernels.depth_attention.merge_read import depth_attention_merge_read
 from pallas_kernels.platform import (
     Implementation,
@@ -174,9 +174,9 @@ def depth_attention_partial(
       TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
-    given, *_ = _checked(queries, sources, gains, count, prior, epsilon)
-    call = _Call(epsilon, implementation, key_axis=_dividing(key_axis))
-    mixed, log_sums = _partial(call, given)
+    operands, *_ = _checked(queries, sources, gains, count, prior, epsilon)
+    call = _DepthCall(epsilon, implementation, key_axis=_dividing(key_axis))
+    mixed, log_sums = _partial(call, operands)
     shape = (queries.shape[0], *sources.shape[1:])
     return mixed.reshape(shape), log_sums.reshape(shape[: 1 - queries.ndim])
 
@@ -210,10 +210,10 @@ def depth_attention_partial_backward(
       queries, sources, gains, count, prior, epsilon, key_axis, implementation: as in
         `depth_attention_partial`.
     """
-    given, rows, per_token = _checked(queries, sources, gains, count, prior, epsilon)
+    operands, rows, per_token = _checked(queries, sources, gains, count, prior, epsilon)
     d_queries, d_sources, d_prior = _partial_backward(
-        _Call(epsilon, implementation, key_axis=_dividing(key_axis)),
-        given,
+        _DepthCall(epsilon, implementation, key_axis=_dividing(key_axis)),
+        operands,
         rows(mixed),
         per_token(log_sums),
         rows(d_mixed),
@@ -267,10 +267,10 @@ def depth_attention_merge(
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
     check_mixed(mixed, log_sums, current, "...", axes)
-    call = _Call(epsilon, implementation, norm, norm_epsilon)
+    call = _DepthCall(epsilon, implementation, norm, norm_epsilon)
     dtype = jnp.result_type(jnp.float32, current)
     tokens = _tokens(current.shape[:-axes], axes)
-    given = Merge(
+    operands = Merge(
         _folded(query, gain, current),
         mixed.reshape(mixed.shape[0], *tokens, *query.shape),
         log_sums.reshape(tokens),
@@ -279,7 +279,7 @@ def depth_attention_merge(
         jnp.asarray(active),
         None if norm_gain is None else norm_gain.astype(dtype),
     )
-    rows, passed, z = _merge(call, given)
+    rows, passed, z = _merge(call, operands)
     return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
 
 
@@ -319,7 +319,7 @@ def depth_attention_merge_at(
     check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)
     check_mixed(mixed, log_sums, current, "S ...", 1)
     S, T = len(mixed), math.prod(tokens)
-    given = MergeAt(
+    operands = MergeAt(
         parameters.astype(jnp.result_type(jnp.float32, current)),
         jnp.asarray(layer, jnp.int32),
         mixed.reshape(S, T, D),
@@ -329,11 +329,11 @@ def depth_attention_merge_at(
         jnp.asarray(active),
     )
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    z = _MERGE_AT.run(implementation, "merge_at", given, **options)
+    z = _MERGE_AT.run(implementation, "merge_at", operands, **options)
     return z.reshape(current.shape)
 
 
-class _Call(NamedTuple):
+class _DepthCall(NamedTuple):
     """The static parameters of a call, constant during tracing."""
 
     epsilon: int | float
@@ -356,13 +356,13 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _partial(call, given):
-    return _run(call, "partial", given, **call.scores)
+def _partial(call, operands):
+    return _run(call, "partial", operands, **call.scores)
 
 
-def _partial_forward(call, given):
-    mixed, log_sums = _partial(call, given)
-    return (mixed, log_sums), (given, None if given.prior is None else mixed, log_sums)
+def _partial_forward(call, operands):
+    mixed, log_sums = _partial(call, operands)
+    return (mixed, log_sums), (operands, None if operands.prior is None else mixed, log_sums)
 
 
 def _partial_vjp(call, saved, cotangents):
@@ -370,17 +370,17 @@ def _partial_vjp(call, saved, cotangents):
     return (Partial(d_queries, d_sources, None, d_prior),)
 
 
-def _partial_backward(call, given, mixed, log_sums, d_mixed, d_log_sums, accumulate):
+def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accumulate):
     delta = None if d_log_sums is None else -d_log_sums
-    prior, d_prior = given.prior, None
+    prior, d_prior = operands.prior, None
     if prior is not None:
         # The prior acts as one more source, whose logit is the prior's log-sum-exp.
         weight = xla.prior_weights(prior[1], log_sums)
-        entries = tuple(range(1 - given.queries.ndim, 0))
+        entries = tuple(range(1 - operands.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
     # JAX may return a saved constant as a NumPy array.
-    of_sources = given._replace(count=jnp.asarray(given.count), prior=None)
+    of_sources = operands._replace(count=jnp.asarray(operands.count), prior=None)
     scored = Scored(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, scored, **call.scores)
     if prior is not None:
@@ -396,19 +396,21 @@ _partial.defvjp(_partial_forward, _partial_vjp)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merge(call, given):
-    return given.mixed, given.current, _run(call, "merge", given, **call.norms)
+def _merge(call, operands):
+    return operands.mixed, operands.current, _run(call, "merge", operands, **call.norms)
 
 
-def _merge_forward(call, given):
-    return _merge(call, given), given
+def _merge_forward(call, operands):
+    return _merge(call, operands), operands
 
 
-def _merge_backward(call, given, cotangents):
+def _merge_backward(call, operands, cotangents):
     d_mixed, d_current, d_z = cotangents
-    given = jax.tree.map(jnp.asarray, given)  # JAX may return a saved constant as a NumPy array.
+    operands = jax.tree.map(
+        jnp.asarray, operands
+    )  # JAX may return a saved constant as a NumPy array.
     cotangents = MergeCotangents(d_z, d_mixed, d_current)
-    g = _run(call, "merge_backward", given, cotangents, **call.norms)
+    g = _run(call, "merge_backward", operands, cotangents, **call.norms)
     return (Merge(g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain),)
 
 
@@ -421,14 +423,14 @@ _MERGE_AT = Implementations(
     xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",), name="depth_attention_at"
 )
 _OF_MATRICES = Implementations(
-    OfVectors(xla),
-    {"mosaic_tpu": mosaic_tpu_matrices, "triton": OfVectors(triton_gpu)},
+    MatricesAsVectors(xla),
+    {"mosaic_tpu": mosaic_tpu_matrices, "triton": MatricesAsVectors(triton_gpu)},
     ("tpu",),
     name="depth_attention_matrices",
 )
 
 
-def _run(call: _Call, op: str, *operands, **options):
+def _run(call: _DepthCall, op: str, *operands, **options):
     implementation = call.implementation
     if call.key_axis is not None:
         if implementation in ("mosaic_tpu", "triton"):
@@ -437,8 +439,8 @@ def _run(call: _Call, op: str, *operands, **options):
                 f"the mesh axis {call.key_axis!r}; use 'xla' or None"
             )
         implementation = "xla" if implementation == "pallas" else implementation or "xla"
-    given = operands[0]
-    matrices = given[0].ndim == (3 if isinstance(given, Partial) else 2)
+    query = operands[0][0]
+    matrices = query.ndim == (3 if isinstance(operands[0], Partial) else 2)
     implementations = _OF_MATRICES if matrices else _IMPLEMENTATIONS
     return implementations.run(implementation, op, *operands, **options)
 
@@ -490,5 +492,5 @@ def _checked(queries, sources, gains, count, prior, epsilon):
     per_token = lambda x: x.reshape(x.shape[0], *tokens)
     prior = None if prior is None else (rows(prior[0]), per_token(prior[1]))
     queries = _folded(queries, gains, sources)
-    given = Partial(queries, rows(sources), _count(count, sources), prior)
-    return given, rows, per_token
+    operands = Partial(queries, rows(sources), _count(count, sources), prior)
+    return operands, rows, per_token

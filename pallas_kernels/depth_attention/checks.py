@@ -57,15 +57,15 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
     check_epsilon("epsilon", epsilon)
     check_epsilon("norm_epsilon", norm_epsilon)
     if (norm is None) != (norm_gain is None):
-        given = None if norm_gain is None else norm_gain.shape
+        shape = None if norm_gain is None else norm_gain.shape
         raise ValueError(
-            f"norm={norm!r} and norm_gain of shape {given} must both be given or both be None"
+            f"norm={norm!r} and norm_gain of shape {shape} must both be given or both be None"
         )
     size = _size(query, 0)
     check_array("current", current, f"... {size}")
-    given = {"query": query, "gain": gain, "norm_gain": norm_gain}
-    given = {name: x for name, x in given.items() if x is not None or name == "query"}
-    for name, x in given.items():
+    arrays = {"query": query, "gain": gain, "norm_gain": norm_gain}
+    arrays = {name: x for name, x in arrays.items() if x is not None or name == "query"}
+    for name, x in arrays.items():
         check_array(name, x, size)
         if x.shape != current.shape[-x.ndim :]:
             names = size.replace(" ", ", ")
@@ -88,14 +88,14 @@ def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
     """
     check_array("mixed", mixed, "S ... D")
     check_array("log_sums", log_sums, axes)
-    whole = mixed if axes.startswith("S") else current
-    if mixed.shape[1:] != current.shape or log_sums.shape != whole.shape[:-of_source]:
+    per_site = mixed if axes.startswith("S") else current
+    if mixed.shape[1:] != current.shape or log_sums.shape != per_site.shape[:-of_source]:
         raise ValueError(
             f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
             f"{mixed.shape}, log_sums [{', '.join(axes.split())}] is {log_sums.shape}"
         )
 
 
-def _size(queries, before: int) -> str:
+def _size(queries, leading_axes: int) -> str:
     """Return the names of a source's axes: "D" for a vector, "K V" for a residual matrix."""
-    return "K V" if getattr(queries, "ndim", 0) == before + 2 else "D"
+    return "K V" if getattr(queries, "ndim", 0) == leading_axes + 2 else "D"

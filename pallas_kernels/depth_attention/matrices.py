@@ -20,7 +20,7 @@ from pallas_kernels.depth_attention.interface import (
 )
 
 
-class OfVectors:
+class MatricesAsVectors:
     """An implementation of the depth-attention ops for matrices that uses one for vectors.
 
     The methods are the functions of `interface`.
@@ -29,25 +29,27 @@ class OfVectors:
     def __init__(self, module: ModuleType):
         self._module = module
 
-    def partial(self, given: Partial, **options):
+    def partial(self, operands: Partial, **options):
         """Compute `partial` over matrices that are flattened to vectors of K V entries."""
-        out = self._module.partial(_flat(given), **options)
-        mixed = (given.queries.shape[0], *given.sources.shape[1:])
+        out = self._module.partial(_flat(operands), **options)
+        mixed = (operands.queries.shape[0], *operands.sources.shape[1:])
         return out[0].reshape(mixed), out[1].reshape(mixed[:-2])
 
-    def partial_backward(self, given: Partial, scored: Scored, **options):
+    def partial_backward(self, operands: Partial, scored: Scored, **options):
         """Compute `partial_backward` over flattened matrices."""
-        out = self._module.partial_backward(_flat(given), _flat(scored), **options)
-        return out[0].reshape(given.queries.shape), out[1].reshape(given.sources.shape)
+        out = self._module.partial_backward(_flat(operands), _flat(scored), **options)
+        return out[0].reshape(operands.queries.shape), out[1].reshape(operands.sources.shape)
 
-    def merge(self, given: Merge, **options):
+    def merge(self, operands: Merge, **options):
         """Compute `merge` over flattened matrices."""
-        return self._module.merge(_flat(given), **options).reshape(given.current.shape)
+        return self._module.merge(_flat(operands), **options).reshape(operands.current.shape)
 
-    def merge_backward(self, given: Merge, cotangents: MergeCotangents, **options):
+    def merge_backward(self, operands: Merge, cotangents: MergeCotangents, **options):
         """Compute `merge_backward` over flattened matrices."""
-        g = self._module.merge_backward(_flat(given), _flat(cotangents), **options)
-        like = MergeGradients(given.query, given.mixed, given.log_sums, given.current, None)
+        g = self._module.merge_backward(_flat(operands), _flat(cotangents), **options)
+        like = MergeGradients(
+            operands.query, operands.mixed, operands.log_sums, operands.current, None
+        )
         return jax.tree.map(lambda x, y: x.reshape(y.shape), g, like)
 
     def unsupported(self, op: str, *operands: Any) -> str | None:

@@ -77,14 +77,14 @@ def depth_attention_merge_read(
             f"{read_keys.shape}"
         )
     dtype = jnp.dtype(dtype or current.dtype)
-    call = _Call(norm, epsilon, norm_epsilon, dtype, implementation)
+    call = _MergeReadCall(norm, epsilon, norm_epsilon, dtype, implementation)
     site, active = jnp.asarray(site, jnp.int32), jnp.asarray(active)
     query = query.astype(jnp.result_type(jnp.float32, current))
     of_merge = Merge(query, mixed, log_sums, site, current, active)
     return _merge_read(call, MergeRead(of_merge, norm_gain, read_keys))
 
 
-class _Call(NamedTuple):
+class _MergeReadCall(NamedTuple):
     """The static parameters of a call, constant during tracing."""
 
     norm: Norm
@@ -95,26 +95,31 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merge_read(call, given):
-    return _forward(call, given)[0]
+def _merge_read(call, operands):
+    return _forward(call, operands)[0]
 
 
-def _forward(call, given):
+def _forward(call, operands):
     options = {"norm": call.norm, "epsilon": call.epsilon, "dtype": call.dtype}
     options["norm_epsilon"] = call.norm_epsilon
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read")
-    z, statistics = run(given, **options)
-    return (given.merge.mixed, given.merge.current, z), (given, statistics)
+    z, statistics = run(operands, **options)
+    return (operands.merge.mixed, operands.merge.current, z), (operands, statistics)
 
 
 def _backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
-    given, statistics = jax.tree.map(jnp.asarray, saved)  # JAX may save constants as NumPy arrays.
+    operands, statistics = jax.tree.map(
+        jnp.asarray, saved
+    )  # JAX may save constants as NumPy arrays.
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
-    args = (given, statistics, MergeCotangents(d_z, d_mixed, d_current))
+    args = (operands, statistics, MergeCotangents(d_z, d_mixed, d_current))
     g, d_read_keys = run(*args, norm=call.norm, epsilon=call.epsilon)
     of_merge = Merge(g.query, g.mixed, g.log_sums, None, g.current, None)
-    of_read = g.norm_gain.astype(given.norm_gain.dtype), d_read_keys.astype(given.read_keys.dtype)
+    of_read = (
+        g.norm_gain.astype(operands.norm_gain.dtype),
+        d_read_keys.astype(operands.read_keys.dtype),
+    )
     return (MergeRead(of_merge, *of_read),)
 
 

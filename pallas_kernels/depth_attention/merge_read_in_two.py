@@ -7,14 +7,14 @@ from jaxtyping import Array, DTypeLike, Float
 from pallas_kernels.arguments import Norm
 from pallas_kernels.depth_attention import xla
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
-from pallas_kernels.depth_attention.matrices import OfVectors
+from pallas_kernels.depth_attention.matrices import MatricesAsVectors
 from pallas_kernels.key_vector import xla as key_vector
-from pallas_kernels.key_vector.interface import Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
 
 _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 
 
-class InTwo:
+class SeparateMergeRead:
     """An implementation of `merge_read` that combines two implementations.
 
     One implements `merge` for matrices, the other the key-vector ops. The methods are the functions
@@ -26,7 +26,7 @@ class InTwo:
 
     def merge_read(
         self,
-        given: MergeRead,
+        operands: MergeRead,
         *,
         norm: Norm,
         epsilon: int | float,
@@ -35,14 +35,14 @@ class InTwo:
         **options: Any,
     ) -> tuple[Float[Array, "B T P V"], Statistics]:
         """Compute `merge_read`: merge without a norm, then read the result with the keys."""
-        h = self._merges.merge(given.merge, epsilon=epsilon, **_NO_NORM, **options)
+        h = self._merges.merge(operands.merge, epsilon=epsilon, **_NO_NORM, **options)
         options |= {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype}
-        out = self._key_vector.forward(Site(h, None, None, *given[1:]), **options)
+        out = self._key_vector.forward(SiteOperands(h, None, None, *operands[1:]), **options)
         return out.retrieved, out.statistics
 
     def merge_read_backward(
         self,
-        given: MergeRead,
+        operands: MergeRead,
         statistics: Statistics,
         cotangents: MergeCotangents,
         *,
@@ -52,11 +52,13 @@ class InTwo:
     ) -> tuple[MergeGradients, Float[Array, "P K"]]:
         """Compute the gradients, after recomputing the mix h."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
-        h = self._merges.merge(given.merge, **of_merge)
-        of_read = Backward(Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
+        h = self._merges.merge(operands.merge, **of_merge)
+        of_read = SiteBackward(
+            SiteOperands(h, None, None, *operands[1:]), statistics, None, cotangents.z
+        )
         d_read = self._key_vector.backward(of_read, norm=norm, **options)
         cotangents = cotangents._replace(z=d_read.residual)
-        g = self._merges.merge_backward(given.merge, cotangents, **of_merge)
+        g = self._merges.merge_backward(operands.merge, cotangents, **of_merge)
         return g._replace(norm_gain=d_read.gain), d_read.read_keys
 
     def unsupported(self, op: str, *operands: Any) -> str | None:
@@ -68,4 +70,4 @@ class InTwo:
         return False
 
 
-XLA = InTwo(OfVectors(xla), key_vector)
+XLA = SeparateMergeRead(MatricesAsVectors(xla), key_vector)

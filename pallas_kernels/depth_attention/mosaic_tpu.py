@@ -49,7 +49,7 @@ from pallas_kernels.depth_attention.interface import (
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     GROUP,
     BlockSizes,
-    Call,
+    VectorsCall,
     pieces,
 )
 from pallas_kernels.platform import UnsupportedImplementation
@@ -59,14 +59,14 @@ from pallas_kernels.target import target
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
 # With at most this many sources, latency takes more time than the computation of a token group.
-_FEW = 4
+_FEW_SOURCES = 4
 # Chips with enough registers to unroll eight token groups when mixing for more than two sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
 _NAME = "depth_attention_"
 
 
 def partial(
-    given: Partial,
+    operands: Partial,
     *,
     epsilon: int | float,
     block_sizes: BlockSizes | None = None,
@@ -76,10 +76,10 @@ def partial(
 
     It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
-    if block_sizes is None and mosaic_tpu_decode.serves(given):
-        return mosaic_tpu_decode.partial(given, epsilon=epsilon, interpret=interpret)
-    queries, sources, count, prior = given
-    call = _call_of("partial", given, epsilon, block_sizes, interpret)
+    if block_sizes is None and mosaic_tpu_decode.serves(operands):
+        return mosaic_tpu_decode.partial(operands, epsilon=epsilon, interpret=interpret)
+    queries, sources, count, prior = operands
+    call = _call_of("partial", operands, epsilon, block_sizes, interpret)
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)
     inputs = {
@@ -115,7 +115,7 @@ def partial(
 
 
 def partial_backward(
-    given: Partial,
+    operands: Partial,
     scored: Scored,
     *,
     epsilon: int | float,
@@ -126,16 +126,16 @@ def partial_backward(
 
     It takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
     """
-    queries, sources, count, _ = given
+    queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = scored
-    call = _call_of("partial_backward", given, epsilon, block_sizes, interpret)
+    call = _call_of("partial_backward", operands, epsilon, block_sizes, interpret)
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)
-    again, shrink_rows = _right_rows(call, queries)
+    right_queries, shrink_rows = _right_rows(call, queries)
     inputs = {
         "count": operand.in_smem(count),
         "queries": operand.constant(_queries(call, queries)),
-        "queries_again": operand.constant(again),
+        "queries_again": operand.constant(right_queries),
         "shrink_rows": operand.constant(shrink_rows),
         "sources": operand.anywhere(_aligned(sources)),
         "log_sums": _tiled(call, log_sums),
@@ -186,7 +186,7 @@ def partial_backward(
 
 
 def merge(
-    given: Merge,
+    operands: Merge,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -199,8 +199,8 @@ def merge(
     It moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
     """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    call = _merge_call("merge", given, block_sizes, interpret, **options)
-    token, inputs = _by_token(call), _merge_inputs(call, given)
+    call = _merge_call("merge", operands, block_sizes, interpret, **options)
+    token, inputs = _by_token(call), _merge_inputs(call, operands)
     out = _run(
         call,
         functools.partial(merge_kernels.merge, call=call),
@@ -208,15 +208,15 @@ def merge(
         inputs,
         {"z": (inputs["current"][0], token)},
         _rows_scratch(call, "h"),
-        flops=15 * given.current.size,
+        flops=15 * operands.current.size,
         interpret=interpret,
-        prefetch={"site": given.site.reshape(1)},
+        prefetch={"site": operands.site.reshape(1)},
     )
     return out["z"][: call.tokens, : call.size]
 
 
 def merge_backward(
-    given: Merge,
+    operands: Merge,
     cotangents: MergeCotangents,
     *,
     norm: Norm,
@@ -230,12 +230,12 @@ def merge_backward(
     It moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
     """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    call = _merge_call("merge_backward", given, block_sizes, interpret, **options)
-    token, of_site, current = _by_token(call), _by_site(call), given.current
-    inputs = _merge_inputs(call, given) | {
-        "d_z": (_whole(call, cotangents.z), token),
-        "d_mixed_in": operand.anywhere(_whole(call, cotangents.mixed)),
-        "d_current_in": (_whole(call, cotangents.current.astype(current.dtype)), token),
+    call = _merge_call("merge_backward", operands, block_sizes, interpret, **options)
+    token, of_site, current = _by_token(call), _by_site(call), operands.current
+    inputs = _merge_inputs(call, operands) | {
+        "d_z": (_padded_width(call, cotangents.z), token),
+        "d_mixed_in": operand.anywhere(_padded_width(call, cotangents.mixed)),
+        "d_current_in": (_padded_width(call, cotangents.current.astype(current.dtype)), token),
     }
     of_parameter = (
         jax.ShapeDtypeStruct((call.cores, 8, call.width), jnp.float32),
@@ -258,7 +258,7 @@ def merge_backward(
         flops=40 * current.size,
         interpret=interpret,
         aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
-        prefetch={"site": given.site.reshape(1)},
+        prefetch={"site": operands.site.reshape(1)},
     )
     T, D = current.shape
     return MergeGradients(
@@ -270,19 +270,21 @@ def merge_backward(
     )
 
 
-def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
+def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
-    floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
+    floats = [
+        a for a in jax.tree.leaves((operands, others)) if jnp.issubdtype(a.dtype, jnp.floating)
+    ]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
-    if isinstance(given, Merge):
-        T, D = given.current.shape
-        if given.norm_gain is None:
+    if isinstance(operands, Merge):
+        T, D = operands.current.shape
+        if operands.norm_gain is None:
             return "a merge without a norm"
         if default_block_sizes(op, 0, 1, T, D, "float32") is None:
             return f"D={D}: {GROUP} tokens do not fit in VMEM"
         return None
-    queries, sources = given[:2]
+    queries, sources = operands[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
     if default_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
         return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit in VMEM"
@@ -292,16 +294,16 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
 # Tiling -----------------------------------------------------------------------------------------
 
 
-def _call_of(op, given: Partial, epsilon, blocks, interpret) -> Call:
-    queries, sources = given[:2]
+def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
+    queries, sources = operands[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
     blocks = blocks or choose_block_sizes(op, N, S, T, D, sources.dtype.name)
     if blocks is None:
-        raise UnsupportedImplementation(f"{unsupported(op, given)}; use 'xla'")
+        raise UnsupportedImplementation(f"{unsupported(op, operands)}; use 'xla'")
     tokens = round_up(T, GROUP)
     blocks = _fitted(blocks, T, interpret)
     width = round_up(D, LANES)
-    return Call(N, S, tokens, D, width, sources.dtype.name, epsilon, blocks, interpret)
+    return VectorsCall(N, S, tokens, D, width, sources.dtype.name, epsilon, blocks, interpret)
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
@@ -313,35 +315,37 @@ def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
 
 
-def _merge_call(op, given: Merge, blocks, interpret, *, norm, epsilon, norm_epsilon) -> Call:
-    T, D = given.current.shape
+def _merge_call(
+    op, operands: Merge, blocks, interpret, *, norm, epsilon, norm_epsilon
+) -> VectorsCall:
+    T, D = operands.current.shape
     blocks = blocks or choose_block_sizes(op, 0, 1, T, D, "float32")
     if blocks is None:
-        raise UnsupportedImplementation(f"{unsupported(op, given)}; use 'xla'")
+        raise UnsupportedImplementation(f"{unsupported(op, operands)}; use 'xla'")
     blocks = _fitted(blocks, T, interpret)
     width = round_up(D, LANES)
-    dtype = given.current.dtype.name
-    call = Call(0, 1, T, D, width, dtype, epsilon, blocks, interpret)
+    dtype = operands.current.dtype.name
+    call = VectorsCall(0, 1, T, D, width, dtype, epsilon, blocks, interpret)
     return dataclasses.replace(call, norm=norm, norm_epsilon=norm_epsilon)
 
 
-def _merge_inputs(call: Call, given: Merge):
+def _merge_inputs(call: VectorsCall, operands: Merge):
     return {
-        "active": operand.in_smem(given.active.reshape(1).astype(jnp.int32)),
-        "query": operand.constant(_parameter(call, given.query)),
-        "norm_gain": operand.constant(_parameter(call, given.norm_gain)),
-        "log_sums": _tiled(call, given.log_sums[None]),
-        "mixed": (_whole(call, given.mixed), _by_site(call)),
-        "current": (_whole(call, given.current), _by_token(call)),
+        "active": operand.in_smem(operands.active.reshape(1).astype(jnp.int32)),
+        "query": operand.constant(_parameter(call, operands.query)),
+        "norm_gain": operand.constant(_parameter(call, operands.norm_gain)),
+        "log_sums": _tiled(call, operands.log_sums[None]),
+        "mixed": (_padded_width(call, operands.mixed), _by_site(call)),
+        "current": (_padded_width(call, operands.current), _by_token(call)),
     }
 
 
-def _rows_scratch(call: Call, *names: str):
+def _rows_scratch(call: VectorsCall, *names: str):
     shape = (call.blocks.tokens, call.width)
     return {name: pltpu.VMEM(shape, jnp.float32) for name in names}
 
 
-def _score_scratch(call: Call):
+def _score_scratch(call: VectorsCall):
     """Return the scratch shapes for a kernel that computes the weights of all sources."""
     products = [call.mixed_by_product(n) for _, n in call.chunks]
     rows = call.S * GROUP * call.weight_pieces
@@ -387,7 +391,7 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
     # are unrolled into one loop body.
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 16
-    elif S <= 2 and N <= _FEW:
+    elif S <= 2 and N <= _FEW_SOURCES:
         sizes, unroll = (256, 128, 96, 64, 48, 32, 16), 16
     else:
         sizes = (128, 96, 64, 48, 32, 16)
@@ -417,8 +421,8 @@ def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
     groups = tokens // GROUP
     rows = round_up(3 * S, GROUP)
     if op in ("merge", "merge_backward"):
-        arrays, kept = (3, 1) if op == "merge" else (6, 3)
-        return (2 * arrays * item + kept * 4) * row + 64 * width * 4
+        arrays, intermediates = (3, 1) if op == "merge" else (6, 3)
+        return (2 * arrays * item + intermediates * 4) * row + 64 * width * 4
     if op == "partial":
         several = N > kernels.CHUNK
         scratch = groups * lanes * (4 * round_up(S, 8) + 32 * S * item)
@@ -459,7 +463,7 @@ KERNELS = tuned.register(
 # Operands ---------------------------------------------------------------------------------------
 
 
-def _queries(call: Call, queries):
+def _queries(call: VectorsCall, queries):
     """Return the queries as the left operand of a matrix product.
 
     If the operands are bfloat16, each query is split into three pieces, and all first pieces are
@@ -469,7 +473,7 @@ def _queries(call: Call, queries):
     return _rows_padded(call, rows, call.query_rows)
 
 
-def _right_rows(call: Call, queries):
+def _right_rows(call: VectorsCall, queries):
     """Return the operands that `partial_backward` multiplies by `left` (see `_weigh_backward`).
 
     Returns:
@@ -482,14 +486,15 @@ def _right_rows(call: Call, queries):
     else:
         rows, shrinks = [queries], 1
     weights = call.S * GROUP * call.weight_pieces
-    again = _rows_padded(call, rows, call.left_rows - weights)
+    right_queries = _rows_padded(call, rows, call.left_rows - weights)
     first = weights + len(rows) * call.S
     row = jnp.arange(call.left_rows)[:, None]
     is_shrink = (row >= first) & (row < first + shrinks)
-    return again, jnp.broadcast_to(is_shrink, (call.left_rows, LANES)).astype(again.dtype)
+    shrink_rows = jnp.broadcast_to(is_shrink, (call.left_rows, LANES))
+    return right_queries, shrink_rows.astype(right_queries.dtype)
 
 
-def _rows_padded(call: Call, rows, total: int):
+def _rows_padded(call: VectorsCall, rows, total: int):
     rows = jnp.concatenate(rows, axis=0)
     missing = ((0, total - rows.shape[0]), (0, call.width - call.size))
     return jnp.pad(rows.astype(call.dtype), missing)
@@ -502,12 +507,12 @@ def _aligned(x):
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
-def _bank(call: Call):
+def _bank(call: VectorsCall):
     """Return the scratch shape for two tiles of all sources."""
     return pltpu.VMEM((2, call.N, call.blocks.tokens, call.width), call.dtype)
 
 
-def _by_tile(call: Call):
+def _by_tile(call: VectorsCall):
     def spec(rows):
         index = lambda c, j, *_: (0, c * call.tiles_each + j, 0)
         return pl.BlockSpec((rows, call.blocks.tokens, call.width), index)
@@ -515,7 +520,7 @@ def _by_tile(call: Call):
     return spec
 
 
-def _whole(call: Call, x):
+def _padded_width(call: VectorsCall, x):
     """Pad [.., T, D] so that D is a multiple of 128.
 
     In the interpreter, T is padded to whole tiles too, because it can alias only whole tiles.
@@ -526,17 +531,17 @@ def _whole(call: Call, x):
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
-def _by_site(call: Call):
+def _by_site(call: VectorsCall):
     """Return the block spec for a tile of `mixed`, in the row that the prefetched site selects."""
     return operand.of_stack(_by_token(call))
 
 
-def _by_token(call: Call):
+def _by_token(call: VectorsCall):
     index = lambda c, j, *_: (c * call.tiles_each + j, 0)
     return pl.BlockSpec((call.blocks.tokens, call.width), index)
 
 
-def _parameter(call: Call, x):
+def _parameter(call: VectorsCall, x):
     """Broadcast a parameter [D] to [GROUP, D].
 
     Loading the repeated rows in a kernel is cheaper than broadcasting one row there.
@@ -545,7 +550,7 @@ def _parameter(call: Call, x):
     return jnp.broadcast_to(row, (GROUP, call.width))
 
 
-def _tiled(call: Call, x):
+def _tiled(call: VectorsCall, x):
     """Convert [S, T] to float32 tiles [tiles, S, tokens], and pair these with their block spec.
 
     If x is None, the shape of such tiles is returned in their place, for an output.

@@ -33,7 +33,7 @@ _TILE, _BUDGET = 16, 58
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _DepthDecodeCall:
     """The static parameters of a kernel, constant during tracing."""
 
     epsilon: int | float
@@ -41,16 +41,16 @@ class _Call:
     norm_epsilon: int | float = 0.0
 
 
-def serves(given: Partial) -> bool:
+def serves(operands: Partial) -> bool:
     """Return whether `mosaic_tpu.partial` should use this module's `partial` for these operands."""
-    S, (N, T, _) = given.queries.shape[0], given.sources.shape
-    return given.prior is None and T < LANES and N * S <= _MOST and _tokens(given) is not None
+    S, (N, T, _) = operands.queries.shape[0], operands.sources.shape
+    return operands.prior is None and T < LANES and N * S <= _MOST and _tokens(operands) is not None
 
 
-def _tokens(given: Partial) -> int | None:
+def _tokens(operands: Partial) -> int | None:
     """Return the number of tokens per grid step; None if they do not fit in VMEM."""
-    S, (N, T, D) = given.queries.shape[0], given.sources.shape
-    each = 2 * (N + S) * D * jnp.dtype(given.sources.dtype).itemsize
+    S, (N, T, D) = operands.queries.shape[0], operands.sources.shape
+    each = 2 * (N + S) * D * jnp.dtype(operands.sources.dtype).itemsize
     fitting = (
         n for n in (_TOKENS, _TILE) if each * round_up(min(n, T), 8) <= target().vmem_part(_BUDGET)
     )
@@ -58,15 +58,15 @@ def _tokens(given: Partial) -> int | None:
 
 
 def partial(
-    given: Partial, *, epsilon: int | float, interpret: bool = False
+    operands: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Compute `partial` as defined in `interface`. The operands must have no prior."""
-    queries, sources, count, _ = given
+    queries, sources, count, _ = operands
     S, (N, T, D) = queries.shape[0], sources.shape
-    tokens = _tokens(given)
+    tokens = _tokens(operands)
     by_token = lambda rows, size: pl.BlockSpec((rows, tokens, size), lambda i: (0, i, 0))
     out = tpu_call(
-        functools.partial(_partial, call=_Call(epsilon)),
+        functools.partial(_partial, call=_DepthDecodeCall(epsilon)),
         "depth_attention_partial_decode",
         {
             "count": operand.in_smem(count),
@@ -86,7 +86,7 @@ def partial(
     return out["mixed"], out["log_sums"].reshape(S, T)
 
 
-def _partial(inputs, outputs, scratch, *, call: _Call):
+def _partial(inputs, outputs, scratch, *, call: _DepthDecodeCall):
     queries = inputs["queries"]
     (S, size), N, count = queries.shape, inputs["sources"].shape[0], inputs["count"][0]
 
@@ -110,16 +110,16 @@ def _partial(inputs, outputs, scratch, *, call: _Call):
         outputs["mixed"][s] = mixed.astype(outputs["mixed"].dtype)
 
 
-def unsupported(op: str, given: MergeAt) -> str | None:
+def unsupported(op: str, operands: MergeAt) -> str | None:
     """Return the reason, in one line, why the kernel does not support these operands, or None."""
-    floats = [x for x in given if jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in floats):
         return "arrays that are neither bfloat16 nor float32"
     return None
 
 
 def merge_at(
-    given: MergeAt,
+    operands: MergeAt,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -130,7 +130,7 @@ def merge_at(
 
     It moves `E 3 T D` bytes (see the module's docstring).
     """
-    parameters, layer, mixed, log_sums, site, current, active = given
+    parameters, layer, mixed, log_sums, site, current, active = operands
     T, D = current.shape
     tokens = min(T, _TOKENS)
     tables = {"active": active, "layer": layer, "site": site}
@@ -140,7 +140,7 @@ def merge_at(
     by_token = lambda width: pl.BlockSpec((tokens, width), lambda i, *_: (i, 0))
     of_layer = pl.BlockSpec((None, 2, D), lambda i, a, layer, site: (layer[0], 0, 0))
     out = tpu_call(
-        functools.partial(_merge, call=_Call(epsilon, norm, norm_epsilon)),
+        functools.partial(_merge, call=_DepthDecodeCall(epsilon, norm, norm_epsilon)),
         "depth_attention_merge_decode",
         {
             "parameters": (parameters, of_layer),
@@ -160,7 +160,7 @@ def merge_at(
     return out["z"]
 
 
-def _merge(inputs, outputs, scratch, *, call: _Call):
+def _merge(inputs, outputs, scratch, *, call: _DepthDecodeCall):
     query, gain = inputs["parameters"][0:1], inputs["parameters"][1:2]
     current, mixed = (inputs[k][...].astype(jnp.float32) for k in ("current", "mixed"))
     mean = lambda x: jnp.mean(x, axis=-1, keepdims=True)

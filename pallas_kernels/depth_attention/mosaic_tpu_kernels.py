@@ -51,7 +51,7 @@ class BlockSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class VectorsCall:
     """The static parameters of a kernel, constant during tracing.
 
     Attributes:
@@ -163,7 +163,7 @@ def pieces(x, count: int = 3):
 # Forward --------------------------------------------------------------------------------------
 
 
-def partial(inputs, outputs, scratch, *, call: Call):
+def partial(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the mixes and log-sum-exps of one tile of tokens."""
     count = inputs["count"][0]
     tile = Tile(call)
@@ -318,7 +318,7 @@ def _mix(call, count, bank, scratch, write):
 # Backward -------------------------------------------------------------------------------------
 
 
-def partial_backward(inputs, outputs, scratch, *, call: Call):
+def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the sources' gradients for one tile of tokens, and accumulate `d_queries`.
 
     For bfloat16, `d_queries` has one row per query and piece, in the order of `queries`; the caller
@@ -380,8 +380,9 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
     read_added(tile.at(0), tile.slot, "wait")
     for c in range(len(call.chunks)):
-        given = (call, inputs, outputs, scratch, values, d_values, c)
-        differentiate = functools.partial(_differentiate, *given)
+        differentiate = functools.partial(
+            _differentiate, call, inputs, outputs, scratch, values, d_values, c
+        )
         _when_any(call, c, count, functools.partial(each_group, call, differentiate))
     write(tile.at(0), tile.slot, "start")
 
@@ -482,7 +483,7 @@ class Tile:
       first, last: whether it is the first or last tile of its core.
     """
 
-    def __init__(self, call: Call):
+    def __init__(self, call: VectorsCall):
         self._start = pl.program_id(0) * call.tiles_each
         self._step = pl.program_id(1)
         self.slot = self._step & 1

@@ -47,7 +47,7 @@ from pallas_kernels.depth_attention.interface import (
     Scored,
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
-from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
+from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
 from pallas_kernels.target import target
 
 # Maximum VMEM for double-buffered blocks, in sixtieths of the VMEM limit. The remainder is left to
@@ -62,15 +62,17 @@ _MOST_SOURCES = 16
 _MOST_SITES = 8
 
 
-def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
+def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
-    floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
+    floats = [
+        a for a in jax.tree.leaves((operands, others)) if jnp.issubdtype(a.dtype, jnp.floating)
+    ]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
-    merges = isinstance(given, Merge)
-    residuals = given.current if merges else given.sources
+    merges = isinstance(operands, Merge)
+    residuals = operands.current if merges else operands.sources
     T, K, V = residuals.shape[-3:]
-    if merges and given.norm_gain is not None:
+    if merges and operands.norm_gain is not None:
         return "norm_gain for matrices (legal: None, because the store's read applies the norm)"
     if T < LANES:
         return f"a sequence of {T} tokens (legal: at least {LANES})"
@@ -82,13 +84,13 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
 
 
 def partial(
-    given: Partial, *, epsilon: int | float, interpret: bool = False
+    operands: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
     """Compute `partial` as defined in `interface`.
 
     It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
-    queries, sources, count, prior = given
+    queries, sources, count, prior = operands
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
     most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
@@ -97,7 +99,7 @@ def partial(
     for s in range(0, queries.shape[0], sites):
         of_sites = slice(s, s + sites)
         q, part = rows[of_sites], None
-        call = Call(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
+        call = MatricesCall(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
         if prior is not None:
             part = (tokens_last(prior[0][of_sites]), by_batch(prior[1][of_sites]))
         for first in range(0, N, most):
@@ -108,7 +110,7 @@ def partial(
     return tokens_first(_joined(mixed), K, V), _joined(log_sums)
 
 
-def _partial(call: Call, queries, bank, first, count, prior):
+def _partial(call: MatricesCall, queries, bank, first, count, prior):
     """Compute `partial` over `call.N` rows of the bank, starting at row `first`.
 
     The arrays have the kernels' layout, with tokens last.
@@ -134,7 +136,7 @@ def _partial(call: Call, queries, bank, first, count, prior):
     return out["mixed"], out["log_sums"]
 
 
-def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count):
+def _over_tiles(call: MatricesCall, kernel, name, inputs, outputs, scratch, moved, count):
     """Run a kernel whose grid steps each process one tile of tokens of all sources.
 
     Args:
@@ -161,14 +163,14 @@ def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count
 
 
 def partial_backward(
-    given: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
+    operands: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
     """Compute `partial_backward` as defined in `interface`.
 
     It takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
     accumulate.
     """
-    queries, sources, count, _ = given
+    queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = scored
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
@@ -179,7 +181,7 @@ def partial_backward(
     for s in range(0, queries.shape[0], sites):
         of_sites = slice(s, s + sites)
         q, d = rows[of_sites], d_rows[of_sites]
-        call = Call(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
+        call = MatricesCall(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
         measured = []
         for first in range(0, N, most):
             part = dataclasses.replace(call, N=min(most, N - first))
@@ -193,7 +195,7 @@ def partial_backward(
     return jnp.swapaxes(d_queries, 1, 2), tokens_first(added, K, V)
 
 
-def _measure(call: Call, queries, bank, first, count, d_mixed):
+def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
     """Compute what the gradients need from each source v, starting at row `first` of the bank.
 
     Returns:
@@ -215,7 +217,7 @@ def _measure(call: Call, queries, bank, first, count, d_mixed):
     return out["logits"], out["g"], out["rstd"]
 
 
-def _weigh(call: Call, count, logits, g, rstd, log_sums, delta):
+def _weigh(call: MatricesCall, count, logits, g, rstd, log_sums, delta):
     """Compute the coefficients of each source's gradient, which are a few numbers per token.
 
     The gradient is a sum of `weights` times d_mixed, `d_products` times the queries, and `shrink`
@@ -232,7 +234,7 @@ def _weigh(call: Call, count, logits, g, rstd, log_sums, delta):
     return {"weights": weights, "d_products": d_logits * rstd, "shrink": shrink}
 
 
-def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, added):
+def _partial_backward(call: MatricesCall, queries, bank, count, of_sources, d_mixed, added):
     N, S, D = call.N, call.S, call.size
 
     def row(c, j, n, count):
@@ -285,7 +287,7 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
 
 
 def merge(
-    given: Merge,
+    operands: Merge,
     *,
     norm: None,
     epsilon: int | float,
@@ -296,9 +298,9 @@ def merge(
 
     It moves `E 3 T D` bytes (see the module's docstring).
     """
-    K, V = given.query.shape
-    call = merge_call(given.current, epsilon, interpret)
-    inputs = merge_inputs(call, _tile_of(call), given)
+    K, V = operands.query.shape
+    call = merge_call(operands.current, epsilon, interpret)
+    inputs = merge_inputs(call, _tile_of(call), operands)
     tile = inputs["current"][1]
     out = tpu_call(
         functools.partial(kernels.merge, call=call),
@@ -308,16 +310,16 @@ def merge(
         {},
         grid=(call.cores, call.tiles_each),
         semantics=("parallel", "parallel"),
-        flops=8 * given.current.size,
-        moved=3 * nbytes(given.current),
-        prefetch={"site": given.site.reshape(1)},
+        flops=8 * operands.current.size,
+        moved=3 * nbytes(operands.current),
+        prefetch={"site": operands.site.reshape(1)},
         interpret=interpret,
     )
     return tokens_first(out["h"], K, V)
 
 
 def merge_backward(
-    given: Merge,
+    operands: Merge,
     cotangents: MergeCotangents,
     *,
     norm: None,
@@ -329,9 +331,9 @@ def merge_backward(
 
     It moves `E 6 T D` bytes (see the module's docstring).
     """
-    current = given.current
+    current = operands.current
     call = merge_call(current, epsilon, interpret)
-    inputs, outputs = merge_backward_operands(call, _tile_of(call), given, cotangents)
+    inputs, outputs = merge_backward_operands(call, _tile_of(call), operands, cotangents)
     out = tpu_call(
         functools.partial(kernels.merge_backward, call=call),
         "depth_attention_matrices_merge_backward",
@@ -343,19 +345,21 @@ def merge_backward(
         flops=20 * current.size,
         moved=6 * nbytes(current),
         aliased=MERGE_ALIASED,
-        prefetch={"site": given.site.reshape(1)},
+        prefetch={"site": operands.site.reshape(1)},
         interpret=interpret,
     )
-    return merge_gradients(call, given, out)
+    return merge_gradients(call, operands, out)
 
 
-def merge_call(current: Float[Array, "B T K V"], epsilon: int | float, interpret: bool) -> Call:
+def merge_call(
+    current: Float[Array, "B T K V"], epsilon: int | float, interpret: bool
+) -> MatricesCall:
     """Return the static parameters of a merge with the running sum `current`."""
     B, T, K, V = current.shape
-    return Call(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
+    return MatricesCall(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
 
 
-def _tile_of(call: Call):
+def _tile_of(call: MatricesCall):
     def index(c, j, *_):
         b, t = call.tile(c, j)
         return b, 0, t
@@ -363,7 +367,7 @@ def _tile_of(call: Call):
     return index
 
 
-def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[str, Any]:
+def merge_inputs(call: MatricesCall, index: Callable[..., Any], operands: Merge) -> dict[str, Any]:
     """Return the input operands of a merge kernel, apart from the site, which is prefetched.
 
     `index` is the index map of the block specs: it maps a grid step to a block of [B, rows, T].
@@ -372,25 +376,25 @@ def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[st
 
     tile = pl.BlockSpec((1, D, lanes), index)
     return {
-        "active": operand.in_smem(given.active.reshape(1).astype(jnp.int32)),
-        "queries": operand.constant(query_rows(call, columns(given.query[None]))),
-        "log_sums": (given.log_sums[:, None], pl.BlockSpec((1, 1, lanes), index)),
-        "mixed": (tokens_last(given.mixed), operand.of_stack(tile)),
-        "current": (tokens_last(given.current), tile),
+        "active": operand.in_smem(operands.active.reshape(1).astype(jnp.int32)),
+        "queries": operand.constant(query_rows(call, columns(operands.query[None]))),
+        "log_sums": (operands.log_sums[:, None], pl.BlockSpec((1, 1, lanes), index)),
+        "mixed": (tokens_last(operands.mixed), operand.of_stack(tile)),
+        "current": (tokens_last(operands.current), tile),
     }
 
 
 def merge_backward_operands(
-    call: Call, index: Callable[..., Any], given: Merge, cotangents: MergeCotangents
+    call: MatricesCall, index: Callable[..., Any], operands: Merge, cotangents: MergeCotangents
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the input and output operands of a merge's backward kernel.
 
     The inputs lack the cotangent of h. `index` is as in `merge_inputs`.
     """
-    inputs = merge_inputs(call, index, given)
+    inputs = merge_inputs(call, index, operands)
     current = inputs["current"]
     inputs |= {
-        "query_columns": operand.constant(query_columns(call, columns(given.query[None]))),
+        "query_columns": operand.constant(query_columns(call, columns(operands.query[None]))),
         "d_mixed_in": _whole_tiles(call, tokens_last(cotangents.mixed)),
         "d_current_in": (tokens_last(cotangents.current.astype(call.dtype)), current[1]),
     }
@@ -406,9 +410,9 @@ def merge_backward_operands(
 MERGE_ALIASED = {"d_current_in": "d_current", "d_mixed_in": "d_mixed"}
 
 
-def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGradients:
+def merge_gradients(call: MatricesCall, operands: Merge, out: dict[str, Array]) -> MergeGradients:
     """Convert the outputs of a merge's backward kernel to gradients in the model's layout."""
-    K, V = given.query.shape
+    K, V = operands.query.shape
     return MergeGradients(
         query=query_gradient(call, out["d_query"]).reshape(V, K).T,
         mixed=tokens_first(out["d_mixed"][..., : call.tokens], K, V),
@@ -445,7 +449,7 @@ def _joined(parts, axis=0):
 # Blocks -----------------------------------------------------------------------------------------
 
 
-def _each_source(call: Call, bank, first):
+def _each_source(call: MatricesCall, bank, first):
     """Return `call.N` rows of the bank, starting at row `first`, as one operand each."""
 
     def row(i, b, t, count):
@@ -460,12 +464,12 @@ def _each_source(call: Call, bank, first):
     return {f"source_{i:02}": (bank, spec(i)) for i in range(call.N)}
 
 
-def _of_sites(call: Call):
+def _of_sites(call: MatricesCall):
     """Return the block spec for a tile of an array [S, B, D, T]."""
     return pl.BlockSpec((call.S, 1, call.size, LANES), lambda b, t, *_: (0, b, 0, t))
 
 
-def _per_token(call: Call, rows: int):
+def _per_token(call: MatricesCall, rows: int):
     """Return the block spec for a tile of an array [B, rows, T]."""
     return pl.BlockSpec((1, rows, LANES), lambda b, t, *_: (b, 0, t))
 
@@ -490,7 +494,7 @@ def tokens_first(x, K: int, V: int):
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
 
 
-def _whole_tiles(call: Call, x):
+def _whole_tiles(call: MatricesCall, x):
     """Return an operand [.., T] that an output overwrites.
 
     In the interpreter, T is padded to whole tiles, because it can alias only whole tiles.
@@ -505,7 +509,7 @@ def columns(queries):
     return jnp.swapaxes(queries, 1, 2).reshape(queries.shape[0], -1).astype(jnp.float32)
 
 
-def query_rows(call: Call, queries):
+def query_rows(call: MatricesCall, queries):
     """Return queries [S, V K] as left operands of products with chunks of a source.
 
     The result is [chunks, query_rows, rows]. For bfloat16, the queries' three pieces follow each
@@ -516,7 +520,7 @@ def query_rows(call: Call, queries):
     return jnp.swapaxes(rows, 0, 1)
 
 
-def query_columns(call: Call, queries):
+def query_columns(call: MatricesCall, queries):
     """Return queries [S, V K] as left operands for the queries' term in a source's gradient.
 
     The result is [chunks, rows, query_rows]; see `_query_gradients`.
@@ -529,19 +533,19 @@ def query_columns(call: Call, queries):
     return columns.reshape(call.chunks, call.rows, call.query_rows)
 
 
-def _padded(call: Call, rows):
+def _padded(call: MatricesCall, rows):
     rows = jnp.concatenate(rows)
     return jnp.pad(rows.astype(call.dtype), ((0, call.query_rows - rows.shape[0]), (0, 0)))
 
 
-def query_sums(call: Call):
+def query_sums(call: MatricesCall):
     """Return the output operand for the queries' gradients, with one sum over tokens per core."""
     shape = (call.cores, call.chunks, call.query_rows, call.rows)
     spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
 
-def query_gradient(call: Call, sums):
+def query_gradient(call: MatricesCall, sums):
     """Sum the queries' gradients over cores and bfloat16 pieces, and return [S, V K]."""
     S = call.S
     sums = jnp.swapaxes(jnp.sum(sums, axis=0), 0, 1).reshape(call.query_rows, call.size)

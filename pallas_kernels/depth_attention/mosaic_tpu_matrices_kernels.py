@@ -26,7 +26,7 @@ UNROLL = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class MatricesCall:
     """The static parameters of a kernel, constant during tracing.
 
     Attributes:
@@ -96,7 +96,7 @@ class Call:
 # Forward --------------------------------------------------------------------------------------
 
 
-def partial(inputs, outputs, scratch, *, call: Call):
+def partial(inputs, outputs, scratch, *, call: MatricesCall):
     """Compute the mixes and log-sum-exps of one tile of tokens."""
     count, N, S = inputs["count"][0], call.N, call.S
     sources = [inputs[f"source_{i:02}"].at[0, 0] for i in range(N)]
@@ -139,7 +139,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
     each_step(call, mix)
 
 
-def merge(inputs, outputs, scratch, *, call: Call):
+def merge(inputs, outputs, scratch, *, call: MatricesCall):
     """Compute the mix h of one tile, from the site's row of `mixed` and the running sum."""
 
     def write(i, h):
@@ -148,7 +148,7 @@ def merge(inputs, outputs, scratch, *, call: Call):
     mix(call, inputs, write)
 
 
-def mix(call: Call, inputs, write, step: int = STEP):
+def mix(call: MatricesCall, inputs, write, step: int = STEP):
     """Compute the mix `h = mixed + p (current - mixed)` of one tile in steps of `step` rows.
 
     `write(i, h)` receives the rows of step i.
@@ -171,7 +171,7 @@ def mix(call: Call, inputs, write, step: int = STEP):
 # Backward -------------------------------------------------------------------------------------
 
 
-def measure(inputs, outputs, scratch, *, call: Call):
+def measure(inputs, outputs, scratch, *, call: MatricesCall):
     """Compute the logits, rstd and <d_mixed, v> of each source v for one tile of tokens.
 
     The sources' gradients are computed from these. For an empty row nothing is written.
@@ -193,7 +193,7 @@ def measure(inputs, outputs, scratch, *, call: Call):
                 outputs["g"][0, i, s : s + 1] = jnp.sum(x, axis=0, keepdims=True)
 
 
-def partial_backward(inputs, outputs, scratch, *, call: Call):
+def partial_backward(inputs, outputs, scratch, *, call: MatricesCall):
     """Compute one source's gradient for one tile of tokens.
 
     The gradients of the queries are accumulated over tiles and sources.
@@ -210,8 +210,8 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
     @pl.when(n < count)
     def _():
         weights, shrink = inputs["weights"].at[0, 0], inputs["shrink"][0, 0]
-        given = (outputs["d_queries"], values, inputs["d_products"][0, 0])
-        write = _query_gradients(call, inputs, exists, *given)
+        d_queries, d_products = outputs["d_queries"], inputs["d_products"][0, 0]
+        write = _query_gradients(call, inputs, exists, d_queries, values, d_products)
 
         def differentiate(chunk):
             of_score = write(chunk)
@@ -235,7 +235,7 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
         d_values[...] = inputs["accumulate"][0, 0] if adds else zeros
 
 
-def merge_backward(inputs, outputs, scratch, *, call: Call):
+def merge_backward(inputs, outputs, scratch, *, call: MatricesCall):
     """Compute the cotangents of a merge for one tile, and accumulate the query's cotangent."""
 
     @pl.when(pl.program_id(1) == 0)
@@ -247,7 +247,7 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
     )
 
 
-def differentiate_merge(call: Call, inputs, outputs, d_h, shared, exists):
+def differentiate_merge(call: MatricesCall, inputs, outputs, d_h, shared, exists):
     """Compute the backward pass of `h = mixed + p (current - mixed)` for one tile.
 
     The gradient of `mixed` is (1 - p) d_h. With d_logit = p (1 - p) <d_h, current - mixed>, the

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     GROUP,
     LANES,
-    Call,
     Tile,
+    VectorsCall,
     centre,
     column_of,
     each_group,
@@ -25,7 +25,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 )
 
 
-def merge(inputs, outputs, scratch, *, call: Call):
+def merge(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the normalised mix z of one tile of tokens."""
 
     def rows_of(group):
@@ -40,7 +40,7 @@ def merge(inputs, outputs, scratch, *, call: Call):
     each_group(call, rows_of)
 
 
-def merge_backward(inputs, outputs, scratch, *, call: Call):
+def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the cotangents for one tile of tokens, and accumulate the parameters' cotangents.
 
     A parameter's cotangent has 8 rows, which the caller sums. With n the normalised h and

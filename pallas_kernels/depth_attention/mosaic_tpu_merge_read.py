@@ -30,14 +30,13 @@ from pallas_kernels.call import nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
-from pallas_kernels.depth_attention.merge_read_in_two import InTwo
-from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
+from pallas_kernels.depth_attention.merge_read_in_two import SeparateMergeRead
+from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, of_slab, sublanes
-from pallas_kernels.key_vector.interface import Site, Statistics
-from pallas_kernels.key_vector.mosaic_tpu_call import Call as Read
-from pallas_kernels.key_vector.mosaic_tpu_call import Walk
+from pallas_kernels.key_vector.interface import SiteOperands, Statistics
+from pallas_kernels.key_vector.mosaic_tpu_call import KeyVectorKernelCall, Walk
 from pallas_kernels.key_vector.mosaic_tpu_keys import (
     gradient_outputs,
     read_gradients,
@@ -49,19 +48,19 @@ from pallas_kernels.target import target
 # compiler.
 _BUDGET = 46
 # Separate kernels for the merge and the read, for matrices that exceed this budget.
-_IN_TWO = InTwo(matrices, key_vector)
+_SEPARATE = SeparateMergeRead(matrices, key_vector)
 
 
-def unsupported(op: str, given: MergeRead, *others: Any) -> str | None:
+def unsupported(op: str, operands: MergeRead, *others: Any) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
-    site = Site(given.merge.current, None, None, *given[1:])
-    return matrices.unsupported("merge", given.merge) or key_vector.unsupported(
+    site = SiteOperands(operands.merge.current, None, None, *operands[1:])
+    return matrices.unsupported("merge", operands.merge) or key_vector.unsupported(
         "forward", site, *others
     )
 
 
 def merge_read(
-    given: MergeRead,
+    operands: MergeRead,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -73,13 +72,13 @@ def merge_read(
 
     It takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's docstring).
     """
-    of_merge, norm_gain, read_keys = given
+    of_merge, norm_gain, read_keys = operands
     current = of_merge.current
     call = matrices.merge_call(current, epsilon, interpret)
     read = _read("forward", call, current, read_keys, dtype, norm, norm_epsilon)
     if read is None:
         options = {"norm_epsilon": norm_epsilon, "dtype": dtype, "interpret": interpret}
-        return _IN_TWO.merge_read(given, norm=norm, epsilon=epsilon, **options)
+        return _SEPARATE.merge_read(operands, norm=norm, epsilon=epsilon, **options)
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     index = lambda b, t, *_: (b, 0, t)
@@ -114,7 +113,7 @@ def merge_read(
 
 
 def merge_read_backward(
-    given: MergeRead,
+    operands: MergeRead,
     statistics: Statistics,
     cotangents: MergeCotangents,
     *,
@@ -126,14 +125,14 @@ def merge_read_backward(
 
     It takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's docstring).
     """
-    of_merge, norm_gain, read_keys = given
+    of_merge, norm_gain, read_keys = operands
     current, d_retrieved = of_merge.current, cotangents.z
     call = matrices.merge_call(current, epsilon, interpret)
     dtype = d_retrieved.dtype
     read = _read("backward", call, current, read_keys, dtype, norm, 0.0)
     if read is None:
         options = {"norm": norm, "epsilon": epsilon, "interpret": interpret}
-        return _IN_TWO.merge_read_backward(given, statistics, cotangents, **options)
+        return _SEPARATE.merge_read_backward(operands, statistics, cotangents, **options)
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     walk = Walk.over(B, call.tiles)
@@ -180,14 +179,16 @@ def merge_read_backward(
 # Kernel bodies --------------------------------------------------------------------------------
 
 
-def _forward_kernel(inputs, outputs, scratch, *, call: Call, read: Read):
+def _forward_kernel(inputs, outputs, scratch, *, call: MatricesCall, read: KeyVectorKernelCall):
     h = scratch["h"]
     _mix(call, read, inputs, h)
     of_read = {"residual": h, "gain": inputs["gain"], "read_keys": inputs["read_keys"]}
     read_kernels.forward(of_read, outputs, scratch, call=read)
 
 
-def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: Read, walk: Walk):
+def _backward_kernel(
+    inputs, outputs, scratch, *, call: MatricesCall, read: KeyVectorKernelCall, walk: Walk
+):
     c, _, i, j = (pl.program_id(axis) for axis in range(4))
     h, d_h = scratch["h"], scratch["d_h"]
 
@@ -206,7 +207,7 @@ def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: Read, walk: 
     kernels.differentiate_merge(call, inputs, outputs, d_h, shared, exists)
 
 
-def _mix(call: Call, read: Read, inputs, h):
+def _mix(call: MatricesCall, read: KeyVectorKernelCall, inputs, h):
     """Compute the mix of one tile, and write it to `h` [1, V, K, lanes], a residual's layout."""
     step = math.gcd(read.sizes.K, kernels.STEP)
     of_v = np.int32(read.sizes.K // step)
@@ -221,7 +222,9 @@ def _mix(call: Call, read: Read, inputs, h):
 # Tiling -----------------------------------------------------------------------------------------
 
 
-def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | None:
+def _read(
+    op, call: MatricesCall, current, read_keys, dtype, norm, epsilon
+) -> KeyVectorKernelCall | None:
     """Return the key-vector kernels' static parameters, with the largest tile that fits in VMEM.
 
     Returns None if no tile fits.
@@ -240,7 +243,7 @@ def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | No
             if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
                 if call.interpret:  # In the interpreter, unrolled loops compile slowly.
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
-                return Read(s, blocks, norm, epsilon, call.interpret)
+                return KeyVectorKernelCall(s, blocks, norm, epsilon, call.interpret)
     return None
 
 

@@ -18,12 +18,14 @@ def _logits(queries, sources, epsilon):
     return jnp.einsum("sd,ntd->snt", queries, sources, precision="highest") * rstd
 
 
-def partial(given: Partial, *, epsilon: float) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+def partial(
+    operands: Partial, *, epsilon: float
+) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Compute the mixes and log-sum-exps of S sites.
 
     They are over the first `count` sources, and over the sources that `prior` represents.
     """
-    queries, sources, count, prior = given
+    queries, sources, count, prior = operands
     dtype = sources.dtype
     active = jnp.arange(sources.shape[0]) < count
     values = jnp.where(active[:, None, None], wide(sources), 0)
@@ -41,14 +43,14 @@ def partial(given: Partial, *, epsilon: float) -> tuple[Float[Array, "S T D"], F
 
 
 def merge(
-    given: Merge,
+    operands: Merge,
     *,
     norm: Norm | None,
     epsilon: float,
     norm_epsilon: float,
 ) -> Float[Array, "T D"]:
     """Add the running sum to the mix of the sealed sources, and normalise the result."""
-    query, mixed, log_sums, site, current, active, norm_gain = given
+    query, mixed, log_sums, site, current, active, norm_gain = operands
     dtype = current.dtype
     mixed, current = wide(mixed[site]), wide(current)
     logits = _logits(wide(query)[None], current[None], epsilon)[0, 0]

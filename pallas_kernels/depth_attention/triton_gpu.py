@@ -43,7 +43,7 @@ from pallas_kernels.depth_attention.interface import (
     Scored,
 )
 from pallas_kernels.depth_attention.triton_gpu_kernels import (
-    Call,
+    GpuCall,
     backward_kernel,
     gradients_kernel,
     merge_backward_kernel,
@@ -82,17 +82,17 @@ class Blocks(NamedTuple):
     ahead: int = 1
 
 
-def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
+def unsupported(op: str, operands: Partial | Merge, *others) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
     if why := no_triton():
         return why
-    if isinstance(given, Merge) and given.norm_gain is None:
+    if isinstance(operands, Merge) and operands.norm_gain is None:
         return "a merge without a norm"
-    if isinstance(given, Merge):
-        held = [given.mixed, given.current, *jax.tree.leaves(others)]
+    if isinstance(operands, Merge):
+        arrays = [operands.mixed, operands.current, *jax.tree.leaves(others)]
     else:
-        held = [given.sources, *(x for s in others for x in (s.d_mixed, s.accumulate))]
-    for array in (x for x in held if x is not None):
+        arrays = [operands.sources, *(x for s in others for x in (s.d_mixed, s.accumulate))]
+    for array in (x for x in arrays if x is not None):
         if array.dtype not in _DTYPES:
             return f"an array is {array.dtype}, not bfloat16 or float32"
         if 0 in array.shape:
@@ -102,15 +102,15 @@ def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
     return None
 
 
-def wins(op: str, given: Partial | Merge, *others) -> bool:
+def wins(op: str, operands: Partial | Merge, *others) -> bool:
     """Return whether a table lists the op's kernel as the fastest for these operands."""
-    if unsupported(op, given, *others) is not None:
+    if unsupported(op, operands, *others) is not None:
         return False
-    if isinstance(given, Merge):
-        (N, S), (T, D), dtype = (1, 1), given.current.shape, given.current.dtype
+    if isinstance(operands, Merge):
+        (N, S), (T, D), dtype = (1, 1), operands.current.shape, operands.current.dtype
     else:
-        (N, T, D), dtype = given.sources.shape, given.sources.dtype
-        S = min(given.queries.shape[0], MOST_SITES)
+        (N, T, D), dtype = operands.sources.shape, operands.sources.dtype
+        S = min(operands.queries.shape[0], MOST_SITES)
     name = {
         "partial_backward": "backward" if fits(S, D) else "gradients",
     }.get(op, op)
@@ -152,7 +152,7 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
 
 
 def partial(
-    given: Partial,
+    operands: Partial,
     *,
     epsilon: int | float,
     block_sizes: Blocks | None = None,
@@ -163,7 +163,7 @@ def partial(
     It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if there is
     a prior.
     """
-    queries, sources, count, prior = given
+    queries, sources, count, prior = operands
     call = _call_of(queries, sources, epsilon)
     name = "depth_attention_partial"
     blocks = block_sizes or _blocks_of(call, name, sources)
@@ -195,7 +195,7 @@ def partial(
 
 
 def partial_backward(
-    given: Partial,
+    operands: Partial,
     scored: Scored,
     *,
     epsilon: int | float,
@@ -207,7 +207,7 @@ def partial_backward(
     It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
     accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
     """
-    queries, sources, count, _ = given
+    queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = scored
     if queries.shape[0] > MOST_SITES:
         parts = []
@@ -235,9 +235,9 @@ def partial_backward(
     float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     scores = {"rstd": float32(T, N), "logits": float32(S, T, N), "products": float32(S, T, N)}
     run = functools.partial(gpu_call, interpret=interpret)
-    whole = block_sizes.columns >= D if block_sizes else fits(S, D)
+    in_registers = block_sizes.columns >= D if block_sizes else fits(S, D)
     of_delta = {} if delta is None else {"delta": delta.astype(jnp.float32)}
-    if whole:
+    if in_registers:
         name, kernel, flops = "depth_attention_backward", backward_kernel, 9 * S + 4
         inputs |= of_delta
     else:
@@ -281,7 +281,7 @@ def partial_backward(
 
 
 def merge(
-    given: Merge,
+    operands: Merge,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -293,14 +293,14 @@ def merge(
 
     It takes about `20 T D` FLOPs and moves `3 T D` elements.
     """
-    current = given.current
-    call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
+    current = operands.current
+    call = GpuCall(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
     blocks = block_sizes or _blocks_of(call, name, current)
     out = gpu_call(
         functools.partial(merge_kernel, call, blocks),
         name,
-        _merge_inputs(given),
+        _merge_inputs(operands),
         {"z": jax.ShapeDtypeStruct(current.shape, current.dtype)},
         grid=(pl.cdiv(call.T, blocks.tokens),),
         warps=blocks.warps,
@@ -313,7 +313,7 @@ def merge(
 
 
 def merge_backward(
-    given: Merge,
+    operands: Merge,
     cotangents: MergeCotangents,
     *,
     norm: Norm,
@@ -327,12 +327,12 @@ def merge_backward(
     It takes about `40 T D` FLOPs and moves `6 T D` elements.
     """
     d_z, d_mixed, d_current = cotangents
-    current = given.current
-    call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
+    current = operands.current
+    call = GpuCall(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge_backward"
     blocks = block_sizes or _blocks_of(call, name, current)
     groups = pl.cdiv(call.T, blocks.tokens)
-    inputs = _merge_inputs(given) | {"d_z": d_z, "d_mixed": d_mixed, "d_current": d_current}
+    inputs = _merge_inputs(operands) | {"d_z": d_z, "d_mixed": d_mixed, "d_current": d_current}
     outputs = {
         "d_query": jax.ShapeDtypeStruct((groups, call.D), jnp.float32),
         "d_norm_gain": jax.ShapeDtypeStruct((groups, call.D), jnp.float32),
@@ -370,12 +370,12 @@ def fits(S: int, D: int) -> bool:
     return S * max(8, padded(D) // 512) <= 16
 
 
-def _call_of(queries, sources, epsilon) -> Call:
+def _call_of(queries, sources, epsilon) -> GpuCall:
     N, T, D = sources.shape
-    return Call(N, queries.shape[0], T, D, float(epsilon))
+    return GpuCall(N, queries.shape[0], T, D, float(epsilon))
 
 
-def _blocks_of(call: Call, kernel: str, sources: Array) -> Blocks:
+def _blocks_of(call: GpuCall, kernel: str, sources: Array) -> Blocks:
     key = {"N": call.N, "S": call.S, "D": call.D, "dtype": sources.dtype.name}
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
@@ -427,11 +427,11 @@ def _scalar(value: Array) -> Array:
     return value.astype(jnp.int32).reshape(1)
 
 
-def _merge_inputs(given: Merge):
-    return given._asdict() | {
-        "query": given.query.astype(jnp.float32),
-        "log_sums": given.log_sums.astype(jnp.float32),
-        "site": _scalar(given.site),
-        "active": _scalar(given.active),
-        "norm_gain": given.norm_gain.astype(jnp.float32),
+def _merge_inputs(operands: Merge):
+    return operands._asdict() | {
+        "query": operands.query.astype(jnp.float32),
+        "log_sums": operands.log_sums.astype(jnp.float32),
+        "site": _scalar(operands.site),
+        "active": _scalar(operands.active),
+        "norm_gain": operands.norm_gain.astype(jnp.float32),
     }

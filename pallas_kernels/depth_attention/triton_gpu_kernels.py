@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.triton import plgpu
 
 
-class Call(NamedTuple):
+class GpuCall(NamedTuple):
     """The static parameters of a call, constant during tracing."""
 
     N: int
@@ -123,7 +123,7 @@ def _rstd(call, values):
 # Online softmax over sources -------------------------------------------------------------------
 
 
-class Mix(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """The state of an online softmax over the sources that have been added so far.
 
     Attributes:
@@ -143,11 +143,11 @@ class Mix(NamedTuple):
         """
         largest = jnp.maximum(self.largest, jnp.max(logits))
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)
-        weights, kept = jnp.exp(logits - shift), jnp.exp(self.largest - shift)
-        total = kept * self.total + jnp.sum(weights)
+        weights, rescale = jnp.exp(logits - shift), jnp.exp(self.largest - shift)
+        total = rescale * self.total + jnp.sum(weights)
         each = weights if values.ndim == 1 else weights[:, None]
-        values = kept * self.values + jnp.sum(each * values, axis=0)
-        return Mix(largest, total, values)
+        values = rescale * self.values + jnp.sum(each * values, axis=0)
+        return OnlineSoftmax(largest, total, values)
 
     @property
     def mean(self):
@@ -160,8 +160,8 @@ class Mix(NamedTuple):
         return self.largest + jnp.log(self.total)
 
 
-def _nothing(shape):
-    return Mix(jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros(shape, jnp.float32))
+def _empty_softmax(shape):
+    return OnlineSoftmax(jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros(shape, jnp.float32))
 
 
 def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
@@ -204,9 +204,11 @@ def partial_kernel(call, blocks, ref):
             largest = ref.prior_log_sums[s, t]
             empty = largest == -jnp.inf
             values = jnp.where(empty, 0.0, _load(ref.prior_mixed, (s, t), columns))
-            mixes.append(Mix(largest, jnp.where(empty, jnp.float32(0), jnp.float32(1)), values))
+            mixes.append(
+                OnlineSoftmax(largest, jnp.where(empty, jnp.float32(0), jnp.float32(1)), values)
+            )
         else:
-            mixes.append(_nothing((columns.width,)))
+            mixes.append(_empty_softmax((columns.width,)))
     queries = _queries(ref, sites, columns)
     mixes = _mixed(call, blocks, _count(call, ref), ref.sources, t, columns, queries, mixes)
     for s, mix in zip(sites, mixes, strict=True):
@@ -223,8 +225,8 @@ def _queries(ref, sites, columns):
     load = lambda: (_load(ref.queries, (s,), columns) for s in sites)
     if len(sites) > 1:
         return load
-    held = tuple(load())
-    return lambda: held
+    queries = tuple(load())
+    return lambda: queries
 
 
 # Backward of the mix ---------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
             added.append(mix.add(jnp.where(active, logits, -jnp.inf), products))
         return added
 
-    mixes = [_nothing(())] * len(sites)
+    mixes = [_empty_softmax(())] * len(sites)
     mixes = _each_tile(blocks, count, load, tile, mixes)
     totals = [mix.mean for mix in mixes]
     if not hasattr(ref, "delta"):
@@ -289,8 +291,8 @@ def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d
         mask = jnp.broadcast_to(mask, values.shape)
         dv, shrink = jnp.zeros_like(values), jnp.zeros_like(rstd)
         if accumulates:
-            before = plgpu.load(target, mask=mask, other=jnp.zeros((), ref.d_sources.dtype))
-            dv = before.astype(jnp.float32)
+            accumulated = plgpu.load(target, mask=mask, other=jnp.zeros((), ref.d_sources.dtype))
+            dv = accumulated.astype(jnp.float32)
         added = []
         for s, (query, d, total, d_query) in enumerate(
             zip(queries, d_mixed, totals, d_queries, strict=True)

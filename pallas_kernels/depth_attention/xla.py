@@ -53,7 +53,7 @@ def _scores(products, squares, D, count, epsilon):
     return jnp.where(active, products * rstd, -jnp.inf), jnp.where(active, rstd, 0)
 
 
-def _whole(D: int, key_axis: str | None) -> int:
+def _total_size(D: int, key_axis: str | None) -> int:
     return D if key_axis is None else D * jax.lax.axis_size(key_axis)
 
 
@@ -68,7 +68,7 @@ def _active_values(sources, count):
 
 
 def partial(
-    given: Partial,
+    operands: Partial,
     *,
     epsilon: int | float,
     key_axis: str | None = None,
@@ -77,9 +77,9 @@ def partial(
 
     The logits take `2 S N T D` FLOPs, and so do the mixes.
     """
-    queries, sources, count, prior = given
+    queries, sources, count, prior = operands
     products, squares = _over_devices(key_axis, *_products(queries, sources))
-    D = _whole(sources.shape[-1], key_axis)
+    D = _total_size(sources.shape[-1], key_axis)
     logits, _ = _scores(products, squares, D, count, epsilon)
     log_sums = jax.nn.logsumexp(logits, axis=1)
     if prior is not None:
@@ -99,7 +99,7 @@ def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
 
 
 def partial_backward(
-    given: Partial,
+    operands: Partial,
     scored: Scored,
     *,
     epsilon: int | float,
@@ -109,13 +109,13 @@ def partial_backward(
 
     With a `key_axis`, `delta` is this device's term of a sum over devices.
     """
-    queries, sources, count, _ = given
+    queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = scored
     values, d_mixed = _active_values(sources, count), wide(d_mixed)
     parts = (*_products(queries, sources), jnp.sum(d_mixed[:, None] * values, axis=-1))
     parts += () if delta is None else (delta,)
     products, squares, g, *delta = _over_devices(key_axis, *parts)
-    D = _whole(sources.shape[-1], key_axis)
+    D = _total_size(sources.shape[-1], key_axis)
     logits, rstd = _scores(products, squares, D, count, epsilon)
     weights = _weights(logits, log_sums)
     subtracted = jnp.sum(weights * g, axis=1)
@@ -146,7 +146,7 @@ def _merged(query, mixed, log_sums, current, active, epsilon):
 
 
 def merge(
-    given: Merge,
+    operands: Merge,
     *,
     norm: Norm | None,
     epsilon: int | float,
@@ -156,27 +156,27 @@ def merge(
 
     For T tokens it moves `3 T D` elements: it reads a row of `mixed` and `current`, and writes z.
     """
-    query, mixed, log_sums, site, current, active, norm_gain = given
+    query, mixed, log_sums, site, current, active, norm_gain = operands
     h = _merged(query, mixed[site], log_sums, current, active, epsilon)
     return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(current.dtype)
 
 
 def merge_at(
-    given: MergeAt,
+    operands: MergeAt,
     *,
     norm: Norm,
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
     """Compute `merge_at` as defined in `interface`."""
-    parameters, layer, mixed, log_sums, site, current, active = given
+    parameters, layer, mixed, log_sums, site, current, active = operands
     query, gain = jax.lax.dynamic_index_in_dim(parameters, layer, keepdims=False)
     one = Merge(query, mixed, log_sums[site], site, current, active, gain)
     return merge(one, norm=norm, epsilon=epsilon, norm_epsilon=norm_epsilon)
 
 
 def merge_backward(
-    given: Merge,
+    operands: Merge,
     cotangents: MergeCotangents,
     *,
     norm: Norm | None,
@@ -184,7 +184,7 @@ def merge_backward(
     norm_epsilon: int | float,
 ) -> MergeGradients:
     """Compute `merge_backward` as defined in `interface`."""
-    query, mixed, log_sums, site, current, active, norm_gain = given
+    query, mixed, log_sums, site, current, active, norm_gain = operands
 
     def forward(query, mixed, log_sums, current, norm_gain):
         h = _merged(query, mixed, log_sums, current, active, epsilon)

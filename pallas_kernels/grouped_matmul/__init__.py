@@ -83,6 +83,10 @@ def _grouped_matmul(implementation, rows, matrices, sizes):
     return _IMPLEMENTATIONS.run(implementation, "product", rows, matrices, sizes)
 
 
+def _forward(implementation, rows, matrices, sizes):
+    return _grouped_matmul(implementation, rows, matrices, sizes), (rows, matrices, sizes)
+
+
 def _backward(implementation, saved, d_products):
     rows, matrices, sizes = saved
     run = functools.partial(_IMPLEMENTATIONS.run, implementation)
@@ -90,6 +94,4 @@ def _backward(implementation, saved, d_products):
     return d_rows, run("of_matrices", rows, d_products, sizes), None
 
 
-_grouped_matmul.defvjp(
-    lambda implementation, *given: (_grouped_matmul(implementation, *given), given), _backward
-)
+_grouped_matmul.defvjp(_forward, _backward)

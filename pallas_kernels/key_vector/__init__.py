@@ -36,13 +36,13 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from pallas_kernels.arguments import Norm, check_array
 from pallas_kernels.key_vector import calls, mosaic_tpu_decode, sharded, xla
-from pallas_kernels.key_vector.calls import Call
+from pallas_kernels.key_vector.calls import KeyVectorCall
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
-    Again,
-    Backward,
     Gradients,
-    Site,
+    Reread,
+    SiteBackward,
+    SiteOperands,
     Statistics,
 )
 from pallas_kernels.key_vector.rebuilding import (
@@ -62,7 +62,7 @@ from pallas_kernels.platform import (
 
 __all__ = [
     "FRACTION_BITS",
-    "Again",
+    "Reread",
     "Gradients",
     "Statistics",
     "UnsupportedImplementation",
@@ -85,7 +85,7 @@ _AT_LAYER = Implementations(xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",), na
 def store_norm_retrieve(
     residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "*own_tokens R V"],
+    data: Float[Array, "*local_tokens R V"],
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     *,
@@ -94,7 +94,7 @@ def store_norm_retrieve(
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*own_tokens P V"]]:
+) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*local_tokens P V"]]:
     """Compute a site of an RMT: write vectors to the residual, normalise it and read vectors.
 
     With X the residual, w the store keys, y the data and r the read keys, a token's result is
@@ -134,8 +134,10 @@ def store_norm_retrieve(
       TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
-    site = Site(residual, store_keys, data, gain, read_keys)
-    call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
+    site = SiteOperands(residual, store_keys, data, gain, read_keys)
+    call = calls.checked(
+        KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
+    )
     site = site._replace(residual=_flat(residual), data=_flat(data))
     stored, retrieved = _store_norm_retrieve(call, site)
     lead = data.shape[:-2]
@@ -184,13 +186,13 @@ def store_norm_retrieve_at(
         check_array(name, x, axes)
         if x.shape[0] != gain.shape[0]:
             raise ValueError(f"shapes do not fit: {name} [{axes}] is {x.shape}, gain {gain.shape}")
-    one = Site(residual, store_keys[0], data, gain[0], read_keys[0])
-    calls.checked(Call(norm, epsilon, implementation), one)
+    one = SiteOperands(residual, store_keys[0], data, gain[0], read_keys[0])
+    calls.checked(KeyVectorCall(norm, epsilon, implementation), one)
     flat = lambda x: x.reshape(-1, *x.shape[-2:])
-    site = Site(flat(residual), store_keys, flat(data), gain, read_keys)
+    site = SiteOperands(flat(residual), store_keys, flat(data), gain, read_keys)
     options = {"norm": norm, "epsilon": epsilon, "size_major": size_major}
-    given = (implementation, "at_layer", site, jnp.asarray(layer, jnp.int32))
-    stored, retrieved = _AT_LAYER.run(*given, **options)
+    run = functools.partial(_AT_LAYER.run, implementation, "at_layer")
+    stored, retrieved = run(site, jnp.asarray(layer, jnp.int32), **options)
     return stored.reshape(residual.shape), retrieved.reshape(*data.shape[:-2], *retrieved.shape[1:])
 
 
@@ -198,7 +200,7 @@ def store_norm_retrieve_at(
 def store(
     residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "*own_tokens R V"],
+    data: Float[Array, "*local_tokens R V"],
     *,
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
@@ -208,9 +210,11 @@ def store(
 
     X is the residual, w the store keys and y the data, as in `store_norm_retrieve`.
     """
-    call = Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
-    call = calls.checked(call, Site(residual, store_keys, data), reads=False)
-    return _store(call, Site(_flat(residual), store_keys, _flat(data))).reshape(residual.shape)
+    call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
+    call = calls.checked(call, SiteOperands(residual, store_keys, data), reads=False)
+    return _store(call, SiteOperands(_flat(residual), store_keys, _flat(data))).reshape(
+        residual.shape
+    )
 
 
 @reverse_mode
@@ -225,14 +229,16 @@ def norm_retrieve(
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "*own_tokens P V"]:
+) -> Float[Array, "*local_tokens P V"]:
     """Compute the read alone: `r_p . (gain * norm(X))` (equations 22, 25, 27).
 
     X is the residual and r the read keys, as in `store_norm_retrieve`. The result has the dtype
     `dtype`, or that of the residual if `dtype` is None.
     """
-    site = Site(residual, gain=gain, read_keys=read_keys)
-    call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
+    site = SiteOperands(residual, gain=gain, read_keys=read_keys)
+    call = calls.checked(
+        KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
+    )
     call = call._replace(dtype=jnp.dtype(dtype or residual.dtype))
     retrieved = _norm_retrieve(call, site._replace(residual=_flat(residual)))[0]
     if call.key_axis is not None:
@@ -260,14 +266,14 @@ def _store_norm_retrieve_forward(call, site):
 
 def _store_norm_retrieve_backward(call, saved, cotangents):
     site, statistics, read = saved
-    g = calls.backward(call, Backward(site, statistics, *cotangents), read)
+    g = calls.backward(call, SiteBackward(site, statistics, *cotangents), read)
     return (_of_parameters(site, g.residual, g.data, g),)
 
 
 def _of_parameters(site, d_residual, d_data, g):
     """Return the cotangents of `site`; the parameters' cotangents are cast to their dtypes."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
-    return Site(
+    return SiteOperands(
         d_residual,
         own(g.store_keys, site.store_keys),
         d_data,
@@ -298,7 +304,7 @@ def _store_forward(call, site):
 
 
 def _store_backward(call, site, d_stored):
-    g = calls.run(call, "backward", Backward(site, None, d_stored, None))
+    g = calls.run(call, "backward", SiteBackward(site, None, d_stored, None))
     return (_of_parameters(site, d_stored, sharded.scatter_sum(g.data, call.key_axis), g),)
 
 
@@ -319,8 +325,8 @@ def _norm_retrieve_forward(call, site):
 def _norm_retrieve_backward(call, saved, cotangents):
     site, statistics, read = saved
     d_retrieved, means = calls.to_all_slices(call, site.residual, read, cotangents[0])
-    given = Backward(site, statistics, None, d_retrieved, means)
-    g = calls.run(call, "backward", given, norm=call.norm)
+    operands = SiteBackward(site, statistics, None, d_retrieved, means)
+    g = calls.run(call, "backward", operands, norm=call.norm)
     return (_of_parameters(site, g.residual.astype(site.residual.dtype), None, g),)
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.arguments import (
     read_slices,
 )
 from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, SiteBackward, SiteOperands
 from pallas_kernels.platform import Implementations
 
 # A platform's kernels become the default once they are measured to be faster than plain JAX; see
@@ -28,7 +28,7 @@ _IMPLEMENTATIONS = Implementations(
 )
 
 
-class Call(NamedTuple):
+class KeyVectorCall(NamedTuple):
     """The static parameters of a call, constant during tracing.
 
     Attributes:
@@ -45,12 +45,12 @@ class Call(NamedTuple):
     fraction_bits: int = FRACTION_BITS
 
 
-def run(call: Call, op: str, *operands, **options):
+def run(call: KeyVectorCall, op: str, *operands, **options):
     """Run `op` with the requested implementation, or with the fastest one if none is requested."""
     return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
-def checked(call: Call, site: Site, *, reads: bool = True) -> Call:
+def checked(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:
     """Check a call's parameters and operands, and return the call.
 
     In the returned call, `key_axis` is None if the axis has only one device.
@@ -101,7 +101,7 @@ def _check_store(residual, store_keys, data, key_axis) -> None:
         )
 
 
-def of_all_rows(site: Site, key_axis: str | None) -> Site:
+def of_all_rows(site: SiteOperands, key_axis: str | None) -> SiteOperands:
     """Return `site` with the data gathered from all devices along `key_axis`.
 
     Without an axis, `site` is returned unchanged.
@@ -112,7 +112,7 @@ def of_all_rows(site: Site, key_axis: str | None) -> Site:
     return site._replace(data=sharded.gather(site.data, key_axis))
 
 
-def read_options(call: Call) -> dict:
+def read_options(call: KeyVectorCall) -> dict:
     """Return the options to pass to `forward` of an implementation for a call that reads."""
     return {
         "norm": call.norm,
@@ -122,7 +122,7 @@ def read_options(call: Call) -> dict:
     }
 
 
-def forward(call: Call, in_place: bool, site: Site):
+def forward(call: KeyVectorCall, in_place: bool, site: SiteOperands):
     """Compute a whole site.
 
     Returns:
@@ -132,7 +132,7 @@ def forward(call: Call, in_place: bool, site: Site):
     return out.residual, *_of_all_slices(call, site, out)
 
 
-def read(call: Call, site: Site):
+def read(call: KeyVectorCall, site: SiteOperands):
     """Compute a read without a store.
 
     Returns:
@@ -153,19 +153,19 @@ def _of_all_slices(call, site, out):
     return read.retrieved, statistics, read
 
 
-def backward(call: Call, given: Backward, read, *, rebuild=False) -> Gradients:
+def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False) -> Gradients:
     """Compute the backward pass of a whole site.
 
     With a key axis, the means that the gradient needs are first computed over all slices of K.
     """
-    of_all = to_all_slices(call, given.site.residual, read, given.d_retrieved)
-    given = given._replace(d_retrieved=of_all[0], means=of_all[1])
+    of_all = to_all_slices(call, operands.site.residual, read, operands.d_retrieved)
+    operands = operands._replace(d_retrieved=of_all[0], means=of_all[1])
     options = {"rebuild": rebuild, "fraction_bits": call.fraction_bits}
-    g = run(call, "backward", given, norm=call.norm, **options)
+    g = run(call, "backward", operands, norm=call.norm, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 
 
-def to_all_slices(call: Call, residual, read, d_retrieved):
+def to_all_slices(call: KeyVectorCall, residual, read, d_retrieved):
     """Return the retrieved vectors' cotangents for all devices' rows, and the `Means` over all K.
 
     Without a key axis, the cotangents are returned unchanged and the means are None.

@@ -4,9 +4,9 @@ An implementation is a module with the functions below. Their arrays have exactl
 batch B and a sequence N. The public ops reshape their arguments to these axes, select an
 implementation and define the derivatives.
 
-    forward(Site, Statistics | None = None, empty=False, *, norm, epsilon, dtype, scale=True,
-            fraction_bits, in_place) -> Outcome
-    backward(Backward, *, norm, rebuild, fraction_bits) -> Gradients
+    forward(SiteOperands, Statistics | None = None, empty=False, *, norm, epsilon, dtype,
+            scale=True, fraction_bits, in_place) -> SiteResults
+    backward(SiteBackward, *, norm, rebuild, fraction_bits) -> Gradients
     unsupported(op, *operands) -> the reason, in one line, why the implementation does not support
             these operands, or None; it is called before the other functions
 
@@ -22,7 +22,7 @@ read keys are None, the site is only a read or only a store, and the operands an
 missing half are None. The backward pass of a store alone needs no residual.
 
 Statistics: a read alone can be passed statistics from an earlier read of the same residual, which
-are then not computed again. The read of the residual that a backward pass rebuilds (`Again`) has
+are then not computed again. The read of the residual that a backward pass rebuilds (`Reread`) has
 such statistics too. If a backward pass is passed the `retrieved` vectors of its site, it can
 compute its means from them.
 
@@ -52,7 +52,7 @@ FRACTION_BITS = 9
 LEAST_STEPS = 2.0
 
 
-class Site(NamedTuple):
+class SiteOperands(NamedTuple):
     """The operands of a site: the residual, the store's operands and the read's operands.
 
     At most one of the two halves may be missing; its operands are then None.
@@ -103,7 +103,7 @@ class Statistics(NamedTuple):
         return self.both[:, 1]
 
 
-class Outcome(NamedTuple):
+class SiteResults(NamedTuple):
     """The results of a forward pass.
 
     Attributes:
@@ -132,7 +132,7 @@ class Means(NamedTuple):
     an: Float[Array, "B N"]
 
 
-class Again(NamedTuple):
+class Reread(NamedTuple):
     """The operands of an additional read, from the residual that a backward pass rebuilds.
 
     `statistics` belong to the rebuilt residual.
@@ -143,7 +143,7 @@ class Again(NamedTuple):
     statistics: Statistics
 
 
-class Backward(NamedTuple):
+class SiteBackward(NamedTuple):
     """The operands of a backward pass; the module's docstring says which may be None.
 
     Attributes:
@@ -157,12 +157,12 @@ class Backward(NamedTuple):
         the means.
     """
 
-    site: Site
+    site: SiteOperands
     statistics: Statistics | None
     d_residual: Float[Array, "B N K V"] | None
     d_retrieved: Float[Array, "B N P V"] | None
     means: Means | None = None
-    again: Again | None = None
+    again: Reread | None = None
     retrieved: Float[Array, "B N P V"] | None = None
 
 

@@ -46,15 +46,15 @@ from pallas_kernels.key_vector.block_sizes import (
 )
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
-    Again,
-    Backward,
     Gradients,
     Means,
-    Outcome,
-    Site,
+    Reread,
+    SiteBackward,
+    SiteOperands,
+    SiteResults,
     Statistics,
 )
-from pallas_kernels.key_vector.mosaic_tpu_call import Call, Walk
+from pallas_kernels.key_vector.mosaic_tpu_call import KeyVectorKernelCall, Walk
 from pallas_kernels.key_vector.mosaic_tpu_keys import (
     gradient_outputs,
     read_gradients,
@@ -64,11 +64,11 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 from pallas_kernels.platform import UnsupportedImplementation
 
 
-def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
+def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
-    site, *others = given if isinstance(given, Backward) else (given, *others)
+    site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     # The backward pass of a store alone has no residual; its cotangent has the same shape.
-    residual = given.d_residual if site.residual is None else site.residual
+    residual = operands.d_residual if site.residual is None else site.residual
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, StackSlice))
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
@@ -81,8 +81,8 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
         return f"keys of {K} entries (legal: at most 4096)"
     dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     if op == "backward" and site.reads:
-        dtype = given.d_retrieved.dtype
-    sizes = _sizes_of(site, residual, dtype, given.again if op == "backward" else None)
+        dtype = operands.d_retrieved.dtype
+    sizes = _sizes_of(site, residual, dtype, operands.again if op == "backward" else None)
     needed = ("forward",)
     if op == "backward":  # A backward pass in slabs also runs a forward read.
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
@@ -94,7 +94,7 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
 
 
 def forward(
-    site: Site,
+    site: SiteOperands,
     statistics: Statistics | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
@@ -106,7 +106,7 @@ def forward(
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
-) -> Outcome:
+) -> SiteResults:
     """Compute `forward` as defined in `interface`.
 
     For T tokens with E bytes per entry, it takes `2 T (R + P) K V` FLOPs and moves
@@ -116,13 +116,13 @@ def forward(
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sizes = _sizes_of(site, site.residual, compute)
     blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
-    call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
+    call = KeyVectorKernelCall(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
     out = _forward(call, site, statistics, empty, in_place=in_place)
     return out if site.stores else out._replace(retrieved=out.retrieved.astype(dtype))
 
 
 def backward(
-    given: Backward,
+    operands: SiteBackward,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -143,23 +143,23 @@ def backward(
     If `means` are passed, the intermediate `a` of `interface` is used only once, so it is not kept
     in VMEM.
     """
-    site = given.site
+    site = operands.site
     if site.residual is None:
-        site = site._replace(residual=given.d_residual)
-    dtype = site.data.dtype if site.stores else given.d_retrieved.dtype
-    sizes = _sizes_of(site, site.residual, dtype, given.again)
+        site = site._replace(residual=operands.d_residual)
+    dtype = site.data.dtype if site.stores else operands.d_retrieved.dtype
+    sizes = _sizes_of(site, site.residual, dtype, operands.again)
     op = "rebuild" if rebuild else "backward"
     blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
-    call = Call(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
-    given = given._replace(site=site)
-    if given.means is not None:
+    call = KeyVectorKernelCall(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
+    operands = operands._replace(site=site)
+    if operands.means is not None:
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
-        given = given._replace(means=_means(call, given))
-    return _backward(call, rebuild, given)
+        operands = operands._replace(means=_means(call, operands))
+    return _backward(call, rebuild, operands)
 
 
-def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
+def _sizes_of(site: SiteOperands, residual, dtype, again: Reread | None = None) -> Sizes:
     """Return the `Sizes` of a site.
 
     `dtype` is the dtype of the retrieved vectors. It is used only if the site stores nothing;
@@ -173,8 +173,8 @@ def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
     return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name, A)
 
 
-def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
-    blocks = given or choose_block_sizes(op, sizes, residual.shape[1])
+def _blocks(requested: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
+    blocks = requested or choose_block_sizes(op, sizes, residual.shape[1])
     if blocks is None:
         raise UnsupportedImplementation(f"no block sizes fit in VMEM for {sizes}; use 'xla'")
     if interpret:  # In the interpreter, unrolled loops compile slowly and run no faster.
@@ -183,13 +183,13 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
 
 
 def _forward(
-    call: Call,
-    site: Site,
+    call: KeyVectorKernelCall,
+    site: SiteOperands,
     statistics: Statistics | None = None,
     empty: Array | bool = False,
     *,
     in_place: bool = True,
-) -> Outcome:
+) -> SiteResults:
     """Run the forward kernel for the half or halves (store, read) that the site has."""
     s, blocks = call.sizes, call.blocks
     residual, store_keys, data, gain, read_keys = site
@@ -240,12 +240,12 @@ def _forward(
     )
     stored = _tokens_first(out["residual"]) if stores else None
     if not reads:
-        return Outcome(stored)
+        return SiteResults(stored)
     found = Statistics(out["statistics"]) if statistics is None else None
-    return Outcome(stored, _tokens_first(out["retrieved"]), found)
+    return SiteResults(stored, _tokens_first(out["retrieved"]), found)
 
 
-def _store_operands(call: Call, by_slab, store_keys, data):
+def _store_operands(call: KeyVectorKernelCall, by_slab, store_keys, data):
     """Return the kernel's input operands and scratch shapes for a store."""
     s, blocks = call.sizes, call.blocks
     inputs = {
@@ -254,12 +254,12 @@ def _store_operands(call: Call, by_slab, store_keys, data):
     }
     if s.R_padded == s.R:
         return inputs, {}
-    room = pltpu.VMEM((1, blocks.slab, s.R_padded, blocks.tokens), data.dtype)
-    return inputs, {"data": room}
+    padded_data = pltpu.VMEM((1, blocks.slab, s.R_padded, blocks.tokens), data.dtype)
+    return inputs, {"data": padded_data}
 
 
-def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
-    site, statistics, d_residual, d_retrieved, means, again, _ = given
+def _backward(call: KeyVectorKernelCall, rebuild: bool, operands: SiteBackward) -> Gradients:
+    site, statistics, d_residual, d_retrieved, means, again, _ = operands
     residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -297,9 +297,9 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
         if blocks.keep:
             scratch["a"] = pltpu.VMEM((slab, s.K, tokens), jnp.float32)
     if means is not None:
-        given = [means.a, means.an] if call.centred else [means.an]
-        one = pl.BlockSpec((1, len(given), tokens), token_index)
-        inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
+        rows = [means.a, means.an] if call.centred else [means.an]
+        spec = pl.BlockSpec((1, len(rows), tokens), token_index)
+        inputs["means"] = (jnp.stack(rows, axis=1).astype(jnp.float32), spec)
     if stores:
         of_store, of_data = _store_operands(call, by_slab, store_keys, data)
         inputs, scratch = inputs | of_store, scratch | of_data
@@ -313,7 +313,7 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
     if rebuild:
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
     if again is not None:
-        of_read, of_keys = _again_operands(call, again, token)
+        of_read, of_keys = _reread_operands(call, again, token)
         inputs, scratch = inputs | of_read, scratch | of_keys
         shape = jax.ShapeDtypeStruct((B, s.V, s.A, N), s.data_dtype)
         outputs["retrieved"] = (shape, by_slab(s.A))
@@ -337,7 +337,9 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
     return gradients if reads else gradients._replace(residual=d_residual)
 
 
-def _again_operands(call: Call, again: Again, token: pl.BlockSpec) -> tuple[dict, dict]:
+def _reread_operands(
+    call: KeyVectorKernelCall, again: Reread, token: pl.BlockSpec
+) -> tuple[dict, dict]:
     """Return the inputs and the scratch memory for the preceding site's read."""
     of_read, of_keys = read_operands(call, again.gain, again.read_keys)
     of_read["statistics"] = (again.statistics.both, token)
@@ -345,7 +347,7 @@ def _again_operands(call: Call, again: Again, token: pl.BlockSpec) -> tuple[dict
     return named(of_read), named(of_keys)
 
 
-def _gradients_of(call: Call, out: dict[str, Array]) -> Gradients:
+def _gradients_of(call: KeyVectorKernelCall, out: dict[str, Array]) -> Gradients:
     """Return the kernel's outputs as the gradients of arrays with tokens first."""
     d_store_keys = d_gain = d_read_keys = None
     if "d_store_keys" in out:
@@ -364,19 +366,19 @@ def _gradients_of(call: Call, out: dict[str, Array]) -> Gradients:
     )
 
 
-def _means(call: Call, given: Backward) -> Means:
+def _means(call: KeyVectorKernelCall, operands: SiteBackward) -> Means:
     """Compute the `Means` of a backward pass in slabs, before its kernel runs.
 
     `mean(a n)` equals `<dz, z> / (K V)`, where z are the retrieved vectors and dz their cotangent.
     If the retrieved vectors were not passed in, they are read from the residual here.
     """
-    site, statistics, retrieved = given.site, given.statistics, given.retrieved
+    site, statistics, retrieved = operands.site, operands.statistics, operands.retrieved
     sizes = dataclasses.replace(call.sizes, R=0, A=0)
     if retrieved is None:
         blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
         read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
         retrieved = _forward(read, site._replace(store_keys=None, data=None), statistics).retrieved
-    dz = given.d_retrieved.astype(jnp.float32)
+    dz = operands.d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
     if not call.centred:

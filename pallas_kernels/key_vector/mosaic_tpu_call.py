@@ -10,7 +10,7 @@ from pallas_kernels.target import target
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KeyVectorKernelCall:
     """The static parameters of a kernel, constant during tracing.
 
     Attributes:

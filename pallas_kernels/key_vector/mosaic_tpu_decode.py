@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
-from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.key_vector.interface import SiteOperands
 from pallas_kernels.products import dot, dot_rows
 from pallas_kernels.target import target
 
@@ -31,7 +31,7 @@ _TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _SiteDecodeCall:
     """The static parameters of the kernel, constant during tracing.
 
     `rows` is the number of tokens per grid step.
@@ -43,7 +43,7 @@ class _Call:
     rows: int
 
 
-def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
+def unsupported(op: str, site: SiteOperands, layer: Int[Array, ""]) -> str | None:
     """Return the reason, in one line, why the kernel does not support these operands, or None."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
@@ -53,7 +53,7 @@ def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
 
 
 def at_layer(
-    site: Site,
+    site: SiteOperands,
     layer: Int[Array, ""],
     *,
     norm: Norm,
@@ -79,11 +79,11 @@ def at_layer(
     of_read = (V, P) if size_major[1] else (P, V)
     of_layer = lambda x: (x, pl.BlockSpec((None, *x.shape[1:]), lambda i, layer: (layer[0], 0, 0)))
     out = tpu_call(
-        functools.partial(_kernel, call=_Call(norm, epsilon, size_major, rows)),
+        functools.partial(_kernel, call=_SiteDecodeCall(norm, epsilon, size_major, rows)),
         "key_vector_decode",
         {
             "residual": (residual, by_row(K, V)),
-            "data": (_turned(data, size_major[0]), by_row(*of_data)),
+            "data": (_transposed(data, size_major[0]), by_row(*of_data)),
             "store_keys": of_layer(store_keys),
             "gain": of_layer(gain),
             "read_keys": of_layer(read_keys),
@@ -101,10 +101,10 @@ def at_layer(
         prefetch={"layer": layer.reshape(1)},
         interpret=interpret,
     )
-    return out["residual"], _turned(out["retrieved"], size_major[1])
+    return out["residual"], _transposed(out["retrieved"], size_major[1])
 
 
-def _kernel(inputs, outputs, scratch, *, call: _Call):
+def _kernel(inputs, outputs, scratch, *, call: _SiteDecodeCall):
     dtype = outputs["retrieved"].dtype
     store_keys = inputs["store_keys"][...].astype(dtype)
     gain = inputs["gain"][...].astype(jnp.float32)
@@ -114,7 +114,7 @@ def _kernel(inputs, outputs, scratch, *, call: _Call):
         return jnp.mean(x, axis=(-2, -1), keepdims=True)
 
     def run(row):
-        data = _turned(inputs["data"][row], call.size_major[0])
+        data = _transposed(inputs["data"][row], call.size_major[0])
         x = inputs["residual"][row].astype(jnp.float32) + dot_rows(store_keys, data)
         x = x.astype(outputs["residual"].dtype)
         outputs["residual"][row] = x
@@ -123,7 +123,7 @@ def _kernel(inputs, outputs, scratch, *, call: _Call):
             x = x - mean(x)
         x = x * jax.lax.rsqrt(mean(jnp.square(x)) + call.epsilon)
         retrieved = dot(read_keys, (x * gain).astype(dtype))
-        outputs["retrieved"][row] = _turned(retrieved.astype(dtype), call.size_major[1])
+        outputs["retrieved"][row] = _transposed(retrieved.astype(dtype), call.size_major[1])
 
     together = largest_divisor(call.rows, _TOGETHER)
 
@@ -137,7 +137,7 @@ def _kernel(inputs, outputs, scratch, *, call: _Call):
         jax.lax.fori_loop(0, call.rows // together, group, None)
 
 
-def _turned(x, size_major: bool):
+def _transposed(x, size_major: bool):
     return jnp.swapaxes(x, -1, -2) if size_major else x
 
 

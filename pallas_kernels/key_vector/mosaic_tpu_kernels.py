@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.call import LANES, largest_divisor
 from pallas_kernels.key_vector.interface import LEAST_STEPS
-from pallas_kernels.key_vector.mosaic_tpu_call import Call, Tail
-from pallas_kernels.key_vector.mosaic_tpu_keys import Keys, store_columns, store_rows
+from pallas_kernels.key_vector.mosaic_tpu_call import KeyVectorKernelCall, Tail
+from pallas_kernels.key_vector.mosaic_tpu_keys import ReadKeys, store_columns, store_rows
 from pallas_kernels.products import dot, dot_columns, dot_rows
 
 _LARGEST = 2**15 - 1
@@ -23,7 +23,7 @@ _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 
 
-def forward(inputs, outputs, scratch, *, call: Call):
+def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
     """Compute the forward pass of a tile.
 
     It stores if the inputs include `store_keys`, and then normalises and reads if they include
@@ -35,9 +35,9 @@ def forward(inputs, outputs, scratch, *, call: Call):
     stored = outputs["residual"] if stores else residual
     slab = pl.program_id(2)
     first = slab * blocks.slab
-    read = Keys(call, inputs, scratch, first) if reads else None
+    read = ReadKeys(call, inputs, scratch, first) if reads else None
     if "statistics" in inputs:
-        _read_again(inputs["statistics"], read, residual, outputs["retrieved"], first)
+        _reread(inputs["statistics"], read, residual, outputs["retrieved"], first)
         return
     steps, write = stores and call.integer, None
     if stores:
@@ -97,15 +97,15 @@ def forward(inputs, outputs, scratch, *, call: Call):
         _loop(s.V, lambda v, _: finish(v, product(v), read.sums(v)), None, blocks.read_unroll)
         return
 
-    def keep(v, _):
+    def store_product(v, _):
         scratch["products"][first + v] = product(v)
 
-    _loop(blocks.slab, keep, None, blocks.read_unroll)
+    _loop(blocks.slab, store_product, None, blocks.read_unroll)
 
     @pl.when(slab == call.slabs - 1)
     def _():
         write_statistics()
-        of_all = Keys(call, inputs, scratch, 0)
+        of_all = ReadKeys(call, inputs, scratch, 0)
         finished = lambda v, _: finish(v, scratch["products"][v], of_all.sums(v))
         _loop(s.V, finished, None, blocks.read_unroll)
 
@@ -145,7 +145,7 @@ def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
     return _add_to_sums(sums, x - shift if call.centred else x) if reads else sums
 
 
-def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
+def backward(inputs, outputs, scratch, *, call: KeyVectorKernelCall, tail: Tail | None):
     """Compute the cotangents of a tile, for the half or halves whose keys are among the inputs.
 
     With dz the retrieved vectors' cotangents times rstd, a = G^T dz and n = norm(X'):
@@ -191,23 +191,23 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
         return
     columns = store_columns(call, inputs["store_keys"])
 
-    def take_back(v, _):
+    def undo_write(v, _):
         x = _values(inputs["residual"], v, jnp.int32 if call.integer else jnp.float32)
         # The cast to int16 removes `_ROUND_BITS`, whose low 16 bits are 0.
         _put(outputs["rebuilt"], v, x - _written(call, columns, data, v))
 
-    _loop(blocks.slab, take_back, None, blocks.store_unroll)
+    _loop(blocks.slab, undo_write, None, blocks.store_unroll)
     if "read_keys_again" in inputs:
-        again, of_again = (_of_again(refs) for refs in (inputs, scratch))
-        read = Keys(call, again, of_again, first)
-        _read_again(again["statistics"], read, outputs["rebuilt"], outputs["retrieved"], 0)
+        again, of_again = (_of_reread(refs) for refs in (inputs, scratch))
+        read = ReadKeys(call, again, of_again, first)
+        _reread(again["statistics"], read, outputs["rebuilt"], outputs["retrieved"], 0)
 
 
-def _of_again(refs):
+def _of_reread(refs):
     return {k.removesuffix("_again"): ref for k, ref in refs.items() if k.endswith("_again")}
 
 
-def _read_again(statistics, keys: Keys, residual, retrieved, first):
+def _reread(statistics, keys: ReadKeys, residual, retrieved, first):
     """Read from a residual whose statistics are known.
 
     The vectors' entries are written to `retrieved` starting at index `first` along V.
@@ -224,14 +224,14 @@ def _read_again(statistics, keys: Keys, residual, retrieved, first):
     _loop(call.blocks.slab, read, None, call.blocks.read_unroll)
 
 
-def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
+def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, exists):
     """Accumulate the gradients of read keys and gain, and prepare the residual's gradient.
 
     Returns:
       A function from an index v along V to the rows of `dX - dX'` at v, which is the gradient that
       reaches the residual through the read.
     """
-    keys = Keys(call, inputs, scratch, first)
+    keys = ReadKeys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
     # The mean is converted to the units of the residual's array, which are steps for int16.
@@ -358,10 +358,10 @@ def _statistics(call, sums, shift):
     if call.integer:
         # A NaN fails both comparisons. It is tested here because `jnp.maximum` above may have
         # removed it from the variance: on some chips, the maximum of NaN and a number is not NaN.
-        held = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
+        valid = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
         if len(sums) > 2:
-            held &= sums[2] == 0
-        rstd = jnp.where(held, rstd, jnp.nan)
+            valid &= sums[2] == 0
+        rstd = jnp.where(valid, rstd, jnp.nan)
     mean = shift + above
     return mean * call.unit, above if call.shifted else mean, rstd
 

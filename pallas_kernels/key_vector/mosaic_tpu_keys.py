@@ -17,41 +17,41 @@ from jaxtyping import Array
 from pallas_kernels import operand
 from pallas_kernels.arguments import StackSlice, read_slices
 from pallas_kernels.call import Blocked
-from pallas_kernels.key_vector.mosaic_tpu_call import Call
+from pallas_kernels.key_vector.mosaic_tpu_call import KeyVectorKernelCall
 
 
 def store_operand(
-    call: Call, store_keys: Array | StackSlice
+    call: KeyVectorKernelCall, store_keys: Array | StackSlice
 ) -> tuple[Array | StackSlice, pl.BlockSpec]:
     """Return the store keys as a kernel input [R, K], with R padded to register tiles."""
-    return operand.constant(_whole(store_keys, call.sizes.R_padded))
+    return operand.constant(_padded_rows(store_keys, call.sizes.R_padded))
 
 
-def store_rows(call: Call, store_keys):
+def store_rows(call: KeyVectorKernelCall, store_keys):
     """Return the store keys w [R, K] in the data's dtype, the dtype of products' operands."""
     return store_keys[...].astype(call.sizes.data_dtype)
 
 
-def store_columns(call: Call, store_keys):
+def store_columns(call: KeyVectorKernelCall, store_keys):
     """Return the transposed store keys [K, R], divided by the step of an int16 residual."""
     columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 
 
-def read_operands(call: Call, gain, read_keys):
+def read_operands(call: KeyVectorKernelCall, gain, read_keys):
     """Return the kernel's input operands and scratch shapes for a read."""
     s = call.sizes
     inputs = {
-        "gain": operand.constant(_whole(gain, s.K)),
-        "read_keys": operand.constant(_whole(read_keys, s.padded(read_keys.shape[0]))),
+        "gain": operand.constant(_padded_rows(gain, s.K)),
+        "read_keys": operand.constant(_padded_rows(read_keys, s.padded(read_keys.shape[0]))),
     }
     return inputs, {"gain_rows": pltpu.VMEM((s.V, s.K), jnp.float32)}
 
 
-class Keys:
+class ReadKeys:
     """The read keys and the gain in a kernel. `first` is the slab's first index along V."""
 
-    def __init__(self, call: Call, inputs, scratch, first):
+    def __init__(self, call: KeyVectorKernelCall, inputs, scratch, first):
         self.call, self.read_keys, self.gain = call, inputs["read_keys"], scratch["gain_rows"]
         self.first = first
         self.gain[...] = inputs["gain"][...].T
@@ -80,7 +80,7 @@ class Keys:
         outputs["d_gain"][0, pl.ds(self.first + v, 1)] += d_gain
 
 
-def gradient_outputs(call: Call, cores: int) -> Blocked:
+def gradient_outputs(call: KeyVectorKernelCall, cores: int) -> Blocked:
     """Return the output operands for the gradients of gain and read keys, one slice per core.
 
     The gain's gradient is transposed: [cores, V, K].
@@ -96,12 +96,12 @@ def gradient_outputs(call: Call, cores: int) -> Blocked:
     }
 
 
-def read_gradients(call: Call, out: Mapping[str, jax.Array]):
+def read_gradients(call: KeyVectorKernelCall, out: Mapping[str, jax.Array]):
     """Return the gradients of the gain and of the read keys, each summed over the cores."""
     return jnp.sum(out["d_gain"], axis=0).T, jnp.sum(out["d_read_keys"], axis=0)[: call.sizes.P]
 
 
-def _whole(x: Array | StackSlice, rows: int) -> Array | StackSlice:
+def _padded_rows(x: Array | StackSlice, rows: int) -> Array | StackSlice:
     """Return x in float32, padded with zeros to `rows` rows.
 
     If x already has that dtype and size, it is returned unchanged and may be a slot.

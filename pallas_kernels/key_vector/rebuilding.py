@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 from pallas_kernels.arguments import Norm, StackSlice, read_slices
 from pallas_kernels.key_vector import calls, sharded
-from pallas_kernels.key_vector.calls import Call
+from pallas_kernels.key_vector.calls import KeyVectorCall
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
-    Again,
-    Backward,
     Gradients,
-    Site,
+    Reread,
+    SiteBackward,
+    SiteOperands,
     Statistics,
 )
 from pallas_kernels.platform import Implementation
@@ -41,11 +41,11 @@ def store_forward(
       in_place: whether a kernel may overwrite the residual. This costs a copy if the caller still
         uses the residual afterwards.
     """
-    call = Call("layernorm", 0.0, implementation, None, key_axis)
-    call = calls.checked(call, Site(residual, store_keys, data), reads=False)
-    site = calls.of_all_rows(Site(residual, store_keys, data), call.key_axis)
-    given = () if empty is False else (None, jnp.asarray(empty))
-    return calls.run(call, "forward", site, *given, in_place=in_place).residual
+    call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis)
+    call = calls.checked(call, SiteOperands(residual, store_keys, data), reads=False)
+    site = calls.of_all_rows(SiteOperands(residual, store_keys, data), call.key_axis)
+    more = () if empty is False else (None, jnp.asarray(empty))  # the operand `empty` of `forward`
+    return calls.run(call, "forward", site, *more, in_place=in_place).residual
 
 
 def store_backward(
@@ -62,10 +62,10 @@ def store_backward(
     `dw = sum y dX^T` (summed over tokens) and `dy = w dX`. The cotangent of the residual before the
     store is dX itself.
     """
-    call = Call("layernorm", 0.0, implementation, None, key_axis)
-    call = calls.checked(call, Site(d_stored, store_keys, data), reads=False)
-    site = calls.of_all_rows(Site(None, store_keys, data), call.key_axis)
-    g = calls.run(call, "backward", Backward(site, None, d_stored, None))
+    call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis)
+    call = calls.checked(call, SiteOperands(d_stored, store_keys, data), reads=False)
+    site = calls.of_all_rows(SiteOperands(None, store_keys, data), call.key_axis)
+    g = calls.run(call, "backward", SiteBackward(site, None, d_stored, None))
     return g.store_keys.astype(store_keys.dtype), sharded.scatter_sum(g.data, call.key_axis)
 
 
@@ -86,8 +86,10 @@ def store_norm_retrieve_with_statistics(
 
     The statistics describe the stored residual, for all B batch rows.
     """
-    site = Site(residual, store_keys, data, gain, read_keys)
-    call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
+    site = SiteOperands(residual, store_keys, data, gain, read_keys)
+    call = calls.checked(
+        KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
+    )
     return calls.forward(call, True, calls.of_all_rows(site, call.key_axis))[:3]
 
 
@@ -117,8 +119,10 @@ def norm_retrieve_again(
     Returns:
       The retrieved vectors.
     """
-    site, dtype = Site(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
-    call = calls.checked(Call(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site)
+    site, dtype = SiteOperands(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
+    call = calls.checked(
+        KeyVectorCall(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site
+    )
     if call.key_axis is not None:
         return calls.read(call, read_slices(site))[0]
     out = calls.run(call, "forward", site, statistics, dtype=call.dtype, **calls.read_options(call))
@@ -139,7 +143,7 @@ def undo(
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     retrieved: Float[Array, "b N P V"] | None = None,
-    again: Again | None = None,
+    again: Reread | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
     """Compute the backward pass of `store_norm_retrieve`, and rebuild the residual before it.
@@ -168,22 +172,24 @@ def undo(
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
-    site = Site(residual, store_keys, data, gain, read_keys)
-    call = calls.checked(Call(norm, 0.0, implementation, None, key_axis, fraction_bits), site)
+    site = SiteOperands(residual, store_keys, data, gain, read_keys)
+    call = calls.checked(
+        KeyVectorCall(norm, 0.0, implementation, None, key_axis, fraction_bits), site
+    )
     if retrieved is None and call.key_axis is not None:
         raise ValueError("with a key_axis, undo needs the argument `retrieved`")
     if again is not None:
-        calls.checked(call, Site(residual, gain=again.gain, read_keys=again.read_keys))
+        calls.checked(call, SiteOperands(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
     if key_axis is not None:
         own = sharded.key_sums(*read_slices(site[3:]))
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)
-    given = Backward(site, statistics, d_residual, d_retrieved, None, again)
+    operands = SiteBackward(site, statistics, d_residual, d_retrieved, None, again)
     if key_axis is None:  # With an axis, `calls.backward` computes the means over all slices.
-        given = given._replace(retrieved=retrieved)
-    g = calls.backward(call, given, read, rebuild=True)
+        operands = operands._replace(retrieved=retrieved)
+    g = calls.backward(call, operands, read, rebuild=True)
     if again is None:
         return g
     return g._replace(retrieved=sharded.scatter_sum(g.retrieved, key_axis))

@@ -35,11 +35,11 @@ from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
-    Again,
-    Backward,
     Gradients,
-    Outcome,
-    Site,
+    Reread,
+    SiteBackward,
+    SiteOperands,
+    SiteResults,
     Statistics,
 )
 from pallas_kernels.key_vector.sharded import key_sums
@@ -78,16 +78,16 @@ class Blocks(NamedTuple):
     programs: int
 
 
-def unsupported(op: str, given: Site | Backward, *others) -> str | None:
+def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
-    site, *others = given if isinstance(given, Backward) else (given, *others)
+    site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     if why := no_triton():
         return why
     if _is_plain(op, site):
         return None
     residual = site.residual
-    for again in (x for x in others if isinstance(x, Again)):
-        read = Site(residual, gain=again.gain, read_keys=again.read_keys)
+    for again in (x for x in others if isinstance(x, Reread)):
+        read = SiteOperands(residual, gain=again.gain, read_keys=again.read_keys)
         if why := unsupported("forward", read):
             return why
     data = [site.data] * site.stores
@@ -115,10 +115,10 @@ def unsupported(op: str, given: Site | Backward, *others) -> str | None:
     return None
 
 
-def wins(op: str, given: Site | Backward, *others) -> bool:
+def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
     """Return whether a table lists the op's kernel as the fastest for these operands."""
-    site = given.site if isinstance(given, Backward) else given
-    if _is_plain(op, site) or unsupported(op, given, *others) is not None:
+    site = operands.site if isinstance(operands, SiteBackward) else operands
+    if _is_plain(op, site) or unsupported(op, operands, *others) is not None:
         return False
     B, N, K, V = site.residual.shape
     key = {
@@ -132,12 +132,12 @@ def wins(op: str, given: Site | Backward, *others) -> bool:
     return tuned.winner(KERNELS[name], key, B * N) == "triton"
 
 
-def _is_plain(op: str, site: Site) -> bool:
+def _is_plain(op: str, site: SiteOperands) -> bool:
     """Return whether plain JAX is used: for the backward pass of a store alone or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 
-def _name(site: Site) -> str:
+def _name(site: SiteOperands) -> str:
     """Return the name of the forward kernel for the half or halves that the site has."""
     halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
     return f"key_vector_{halves[site.stores, site.reads]}"
@@ -172,7 +172,7 @@ def default_blocks(
 
 
 def forward(
-    site: Site,
+    site: SiteOperands,
     statistics: Statistics | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
@@ -184,7 +184,7 @@ def forward(
     fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
-) -> Outcome:
+) -> SiteResults:
     """Compute `forward` as defined in `interface`.
 
     Statistics that are passed in are not used: computing them again takes this kernel almost no
@@ -218,14 +218,14 @@ def forward(
     tokens = residual.shape[:2]
     stored = out["stored"].reshape(residual.shape) if site.stores else None
     if not site.reads:
-        return Outcome(stored)
+        return SiteResults(stored)
     both = (out[name].reshape(tokens) for name in ("mean", "rstd"))
     found = Statistics.of(*both) if statistics is None else None
-    return Outcome(stored, out["retrieved"].reshape(*tokens, sizes.P, V), found)
+    return SiteResults(stored, out["retrieved"].reshape(*tokens, sizes.P, V), found)
 
 
 def backward(
-    given: Backward,
+    operands: SiteBackward,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -238,14 +238,16 @@ def backward(
     The backward pass of a store alone or a read alone is plain JAX. The read `again` from the
     rebuilt residual runs as a separate kernel.
     """
-    if _is_plain("backward", given.site):
-        return xla.backward(given, norm=norm, fraction_bits=fraction_bits)
-    site, statistics, d_residual, d_retrieved, means, again, *_ = read_slices(given)
+    if _is_plain("backward", operands.site):
+        return xla.backward(operands, norm=norm, fraction_bits=fraction_bits)
+    site, statistics, d_residual, d_retrieved, means, again, *_ = read_slices(operands)
     residual, store_keys, data, gain, read_keys = site
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
     blocks = blocks or _blocks_of(sizes, name)
-    whole = blocks.keys >= sizes.K and len(sizes.groups(sizes.R) + sizes.groups(sizes.P)) == 2
+    in_registers = (
+        blocks.keys >= sizes.K and len(sizes.groups(sizes.R) + sizes.groups(sizes.P)) == 2
+    )
     T, K, V = sizes.T, sizes.K, sizes.V
     inputs = {
         "stored": residual.reshape(T, K, V),
@@ -278,7 +280,7 @@ def backward(
         both = {"mean_an": means.an} | ({"mean_a": means.a} if norm == "layernorm" else {})
         inputs_and_cotangent |= {k: mean.reshape(T) for k, mean in both.items()}
     flops = 2 * T * (sizes.R + sizes.P) * K * V
-    if whole:
+    if in_registers:
         kernel = functools.partial(backward_kernel, sizes, blocks)
         outputs = token_outputs | sums(blocks.programs)
         out = run(name, kernel, inputs_and_cotangent, outputs, blocks, 2 * flops)
@@ -302,17 +304,17 @@ def backward(
         gain=jnp.sum(out["d_gain"], axis=0),
         read_keys=jnp.sum(out["d_read_keys"], axis=0).T,
         rebuilt=rebuilt,
-        retrieved=None if again is None else _again(rebuilt, again, interpret, **options),
+        retrieved=None if again is None else _reread(rebuilt, again, interpret, **options),
     )
 
 
-def _again(rebuilt, again: Again, interpret, *, norm, dtype, fraction_bits):
+def _reread(rebuilt, again: Reread, interpret, *, norm, dtype, fraction_bits):
     """Read from the rebuilt residual with the statistics in `again`.
 
     The kernel computes a mean itself and subtracts it, so its result is corrected here by the
     difference between that mean and the mean in `again`.
     """
-    site = Site(rebuilt, gain=again.gain, read_keys=again.read_keys)
+    site = SiteOperands(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}
     read = forward(site, scale=False, interpret=interpret, **options)
     retrieved = read.retrieved.astype(jnp.float32)

@@ -192,14 +192,14 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         return _values(site, x), largest
 
     def token(t, _):
-        kept = None
+        single = None
 
         def chunk(c, carry):
-            nonlocal kept
+            nonlocal single
             moments, largest = carry
             values, chunk_largest = stored_chunk(t, c)
             if chunks == 1:
-                kept = values
+                single = values
             if site.P:
                 moments = _add_moments(site, moments, values, c, rows(c))
             return moments, jnp.maximum(largest, chunk_largest)
@@ -210,23 +210,23 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
             return
         mean, variance = _mean_and_variance(site, moments)
         rstd = jax.lax.rsqrt(variance + epsilon)
-        held = largest <= _LARGEST
+        valid = largest <= _LARGEST
         if ref.residual.dtype == jnp.int16 and scale:
-            held &= variance >= (LEAST_STEPS / site.steps) ** 2
-        rstd = jnp.where(held, rstd, jnp.nan)
+            valid &= variance >= (LEAST_STEPS / site.steps) ** 2
+        rstd = jnp.where(valid, rstd, jnp.nan)
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
             ref.barrier()  # Threads go on to read elements that other threads have stored.
 
         def scaled(c):
-            values = kept if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
+            values = single if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
             normalised = (values - mean) * rstd if scale else values - mean
             return (normalised * load_gain(c)).astype(site.dtype)
 
         if chunks == 1:
-            whole = scaled(0)
-            scaled = _always(whole)
+            single_scaled = scaled(0)
+            scaled = _always(single_scaled)
         for g, group in enumerate(reads):
             add = lambda c, z, g=g: z + dot(load_read_keys(c)[g], scaled(c))
             z = _each_chunk(chunks, add, jnp.zeros((group[1], columns[1]), jnp.float32))
@@ -280,7 +280,7 @@ def _normalised(site, ref, t, rows, columns, mean, rstd):
     return (n if inside is None else jnp.where(inside, n, 0)), x
 
 
-def _given_means(site, ref, t):
+def _passed_means(site, ref, t):
     """Return the means of `a` (None for rmsnorm) and of `a n` that were passed for token t."""
     return (ref.mean_a[t] if site.norm == "layernorm" else None), ref.mean_an[t]
 
@@ -294,7 +294,7 @@ def _d_stored(site, d_stored, a, n, rstd, means):
     return d_stored.astype(jnp.float32) + rstd * through_norm
 
 
-def _taken_back(site, stored, written):
+def _undone(site, stored, written):
     if stored.dtype == jnp.int16:
         return (stored.astype(jnp.int32) - _steps(site, written)).astype(jnp.int16)
     return (stored.astype(jnp.float32) - written).astype(stored.dtype)
@@ -317,14 +317,14 @@ def backward_kernel(site, blocks, ref):
         dz = _load(ref.d_retrieved, (t,), reads, columns)
         if hasattr(ref, "rebuilt"):
             written = _written([store_keys.T], [y])
-            _save(ref.rebuilt, (t,), rows, columns, _taken_back(site, x, written))
+            _save(ref.rebuilt, (t,), rows, columns, _undone(site, x, written))
         d_scaled = dot(read_keys, dz, transpose_a=True)
         d_gain += d_scaled * n
         d_read_keys += dot((n * load_gain()).astype(site.dtype), dz, transpose_b=True)
         a = d_scaled * load_gain()
         d_stored = _load(ref.d_stored, (t,), rows, columns)
         if hasattr(ref, "mean_an"):
-            means = _given_means(site, ref, t)
+            means = _passed_means(site, ref, t)
         else:
             means = jnp.sum(a) / (site.K * site.V), jnp.sum(a * n) / (site.K * site.V)
         dx = _d_stored(site, d_stored, a, n, rstd, means)
@@ -377,7 +377,7 @@ def backward_tokens_kernel(site, blocks, ref):
             return totals[0] + jnp.sum(a), totals[1] + jnp.sum(a * n)
 
         if hasattr(ref, "mean_an"):
-            means = _given_means(site, ref, t)
+            means = _passed_means(site, ref, t)
         else:
             totals = _each_chunk(chunks, add, (jnp.float32(0), jnp.float32(0)))
             means = [total / (site.K * site.V) for total in totals]
@@ -390,9 +390,7 @@ def backward_tokens_kernel(site, blocks, ref):
             if hasattr(ref, "rebuilt"):
                 keys = [_load(ref.store_keys, (), rows(c), g, transposed=True) for g in stores]
                 data = [_load(ref.data, (t,), group, columns) for group in stores]
-                _save(
-                    ref.rebuilt, (t,), rows(c), columns, _taken_back(site, x, _written(keys, data))
-                )
+                _save(ref.rebuilt, (t,), rows(c), columns, _undone(site, x, _written(keys, data)))
 
         _each_chunk(chunks, write, None)
         ref.barrier()  # Threads go on to read elements that other threads have stored.

@@ -21,11 +21,11 @@ from pallas_kernels.arguments import Norm, read_slices
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
-    Backward,
     Gradients,
     Means,
-    Outcome,
-    Site,
+    SiteBackward,
+    SiteOperands,
+    SiteResults,
     Statistics,
 )
 
@@ -48,7 +48,7 @@ class _Stored(NamedTuple):
 
 
 def forward(
-    site: Site,
+    site: SiteOperands,
     statistics: Statistics | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
@@ -58,7 +58,7 @@ def forward(
     scale: bool = True,
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
-) -> Outcome:
+) -> SiteResults:
     """Compute `forward` as defined in `interface`."""
     site, statistics = read_slices((site, statistics))
     residual, store_keys, data, gain, read_keys = site
@@ -67,22 +67,22 @@ def forward(
         values = _values(residual, _accumulator(residual, dtype), fraction_bits)
         if statistics is not None:
             factors = statistics.mean, statistics.rstd
-            return Outcome(None, _retrieved(values, *factors, gain, read_keys, dtype))
+            return SiteResults(None, _retrieved(values, *factors, gain, read_keys, dtype))
         shift = jnp.mean(values[..., 0], axis=-1)
-        return Outcome(None, *_read(_Stored(residual, values, None), shift, *options))
+        return SiteResults(None, *_read(_Stored(residual, values, None), shift, *options))
     if empty is not False:
         residual = jnp.where(empty, 0, residual)
     stored = _store(residual, store_keys, data, fraction_bits)
     if not site.reads:
-        return Outcome(stored.residual)
+        return SiteResults(stored.residual)
     # The shift is computed from a slice of the inputs, because computing it from the stored
     # residual would need another pass over the residual.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
-    return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
+    return SiteResults(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 
 
 def at_layer(
-    site: Site,
+    site: SiteOperands,
     layer: Int[Array, ""],
     *,
     norm: Norm,
@@ -96,20 +96,22 @@ def at_layer(
     """
     of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
     residual, store_keys, data, *of_read = site
-    one = Site(residual[:, None], of_layer(store_keys), data[:, None], *map(of_layer, of_read))
+    one = SiteOperands(
+        residual[:, None], of_layer(store_keys), data[:, None], *map(of_layer, of_read)
+    )
     out = forward(one, norm=norm, epsilon=epsilon)
     return out.residual[:, 0], out.retrieved[:, 0]
 
 
 def backward(
-    given: Backward,
+    operands: SiteBackward,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """Compute `backward` as defined in `interface`."""
-    site, statistics, d_residual, d_retrieved, means, again, _ = read_slices(given)
+    site, statistics, d_residual, d_retrieved, means, again, _ = read_slices(operands)
     residual, store_keys, data, *_ = site
     if not site.reads:
         wide = jnp.promote_types(jnp.float32, data.dtype)
@@ -125,19 +127,19 @@ def backward(
     d_stored = d_residual.astype(through_norm.dtype) + through_norm
     rounded = d_stored.astype(data.dtype)
     d_data = _einsum("rk,bnkv->bnrv", store_keys.astype(data.dtype), rounded).astype(data.dtype)
-    rebuilt = _take_back(residual, store_keys, data, fraction_bits) if rebuild else None
-    read_again = None
+    rebuilt = _undo_write(residual, store_keys, data, fraction_bits) if rebuild else None
+    reread = None
     if again is not None:
         values = _values(rebuilt, _accumulator(rebuilt, data.dtype), fraction_bits)
         factors = again.statistics.mean, again.statistics.rstd
-        read_again = _retrieved(values, *factors, again.gain, again.read_keys, data.dtype)
+        reread = _retrieved(values, *factors, again.gain, again.read_keys, data.dtype)
     return Gradients(
         d_stored.astype(d_residual.dtype),
         d_data,
         _einsum("bnrv,bnkv->rk", data, rounded),
         *of_read,
         rebuilt,
-        read_again,
+        reread,
     )
 
 
@@ -153,7 +155,7 @@ def to_fixed_point(
 
 
 def _norm_backward(
-    site: Site,
+    site: SiteOperands,
     statistics: Statistics,
     d_retrieved: Float[Array, "B N P V"],
     means: Means | None,
@@ -175,10 +177,10 @@ def _norm_backward(
     a = d_scaled * gain
     mean_a, mean_an = means or (None, None)
 
-    def mean_of(values, given):
-        if given is None:
+    def mean_of(values, mean):
+        if mean is None:
             return jnp.mean(values, axis=(-2, -1), keepdims=True)
-        return given[:, :, None, None].astype(accumulator)
+        return mean[:, :, None, None].astype(accumulator)
 
     through_norm = a - n * mean_of(a * n, mean_an)
     if norm == "layernorm":
@@ -200,7 +202,7 @@ def _store(residual, store_keys, data, fraction_bits) -> _Stored:
     return _Stored(stored, values, in_range)
 
 
-def _take_back(residual, store_keys, data, fraction_bits):
+def _undo_write(residual, store_keys, data, fraction_bits):
     written = _written(residual, store_keys, data, fraction_bits)
     wide = jnp.int32 if residual.dtype == jnp.int16 else written.dtype
     return (residual.astype(wide) - written).astype(residual.dtype)

@@ -6,6 +6,7 @@ for bfloat16, because XLA would read all logits a second time to sum them. The o
 differentiated: a loss computes its own gradient (`rmt_tpu/training/loss.py`).
 """
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -57,5 +58,5 @@ def logits_with_sums(
         raise ValueError(
             f"targets is {targets.dtype}{list(targets.shape)}, but must be {len(x)} integers"
         )
-    given = x, kernel, targets
-    return _IMPLEMENTATIONS.run(implementation, "logits", *given, multiplier=multiplier)
+    run = functools.partial(_IMPLEMENTATIONS.run, implementation, "logits")
+    return run(x, kernel, targets, multiplier=multiplier)

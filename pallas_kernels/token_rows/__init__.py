@@ -87,11 +87,21 @@ def _sums(implementation, each, rows, order, places):
     return _IMPLEMENTATIONS.run(implementation, "sums", rows, order, places, each=each)
 
 
-_rows.defvjp(
-    lambda *given: (_rows(*given), given[3:]),
-    lambda *given: (_sums(*given[:2], given[3], *given[2]), None, None),
-)
-_sums.defvjp(
-    lambda *given: (_sums(*given), given[3:]),
-    lambda *given: (_rows(*given[:2], given[3], *given[2]), None, None),
-)
+def _rows_forward(implementation, each, x, order, places):
+    return _rows(implementation, each, x, order, places), (order, places)
+
+
+def _rows_backward(implementation, each, saved, d_rows):
+    return _sums(implementation, each, d_rows, *saved), None, None
+
+
+def _sums_forward(implementation, each, rows, order, places):
+    return _sums(implementation, each, rows, order, places), (order, places)
+
+
+def _sums_backward(implementation, each, saved, d_sums):
+    return _rows(implementation, each, d_sums, *saved), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+_sums.defvjp(_sums_forward, _sums_backward)

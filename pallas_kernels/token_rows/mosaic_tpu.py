@@ -37,9 +37,9 @@ def unsupported(op: str, rows, order, places) -> str | None:
 
 def wins(op: str, rows, order, places) -> bool:
     """Return whether the kernel is estimated to be faster; XLA reads a row for every choice."""
-    few = 2 * len(rows) <= len(places) and len(places) >= _CHOICES
+    fewer_rows = 2 * len(rows) <= len(places) and len(places) >= _CHOICES
     wide = rows.shape[1] >= LANES
-    return few and wide and unsupported(op, rows, order, places) is None
+    return fewer_rows and wide and unsupported(op, rows, order, places) is None
 
 
 def sums(
@@ -58,11 +58,12 @@ def sums(
     # Rows that hold no choice sort after all others.
     token = jnp.where(jnp.arange(count) < jnp.sum(sizes), order // each, tokens)
     by_token = jnp.argsort(token)
-    own = jax.nn.one_hot(token[by_token] % LANES, LANES, dtype=rows.dtype)
-    whole = lambda x: jnp.pad(x, ((0, -count % _TILE), (0, 0)))
+    one_hot = jax.nn.one_hot(token[by_token] % LANES, LANES, dtype=rows.dtype)
+    padded = lambda x: jnp.pad(x, ((0, -count % _TILE), (0, 0)))
     tiling = _TILE, LANES, _columns(width, rows.dtype)
-    given = whole(own).T, whole(rows[by_token]), sizes, rows.dtype, tiling
-    return tgmm(*given, interpret=interpret).reshape(-1, width)[:tokens]
+    lhs, rhs = padded(one_hot).T, padded(rows[by_token])
+    products = tgmm(lhs, rhs, sizes, rows.dtype, tiling, interpret=interpret)
+    return products.reshape(-1, width)[:tokens]
 
 
 def _columns(width: int, dtype) -> int:

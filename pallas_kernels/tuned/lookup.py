@@ -172,7 +172,7 @@ def collecting() -> Iterator[list[Look]]:
     try:
         yield looks
     finally:
-        _collectors.lists = tuple(kept for kept in _collectors.lists if kept is not looks)
+        _collectors.lists = tuple(x for x in _collectors.lists if x is not looks)
 
 
 def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Blocks) -> Blocks:
@@ -275,8 +275,8 @@ def user_path() -> str | None:
 
     The path is $RMT_TPU_TUNED if that is set, and otherwise a file in the user's cache folder.
     """
-    if given := os.environ.get(VARIABLE):
-        return None if given == "off" else given
+    if path := os.environ.get(VARIABLE):
+        return None if path == "off" else path
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
     return os.path.join(cache, "rmt_tpu", "tuned.json")
 

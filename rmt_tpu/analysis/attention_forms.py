@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu
-from pallas_kernels.causal_attention.interface import Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands
 from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.estimator import Target
@@ -61,7 +61,7 @@ def attention_forms(
     return tuple(found)
 
 
-def _refusal(kernel: ModuleType, target: Target, arguments: Attention) -> str | None:
+def _refusal(kernel: ModuleType, target: Target, arguments: AttentionOperands) -> str | None:
     """Return the reason why the kernel does not support these arguments, or None if it does."""
     reasons = []
 
@@ -76,7 +76,7 @@ def _refusal(kernel: ModuleType, target: Target, arguments: Attention) -> str | 
 
 def _attention_arguments(
     model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool
-) -> Attention | None:
+) -> AttentionOperands | None:
     """Return attention's arguments for one row, or None for a core without softmax attention."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
@@ -85,4 +85,4 @@ def _attention_arguments(
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
     slopes = jax.ShapeDtypeStruct((softmax.heads,), jnp.float32) if softmax.alibi else None
     kv = (array(softmax.kv_heads, size) for size in (softmax.size, softmax.value_size))
-    return Attention(array(softmax.heads, softmax.size), 1.0, slopes, ids, tuple(kv))
+    return AttentionOperands(array(softmax.heads, softmax.size), 1.0, slopes, ids, tuple(kv))

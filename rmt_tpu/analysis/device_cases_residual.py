@@ -158,7 +158,7 @@ def undo_and_reread(
             **arrays,
             d_residual=d_stored,
             d_retrieved=d_retrieved,
-            again=pallas_kernels.Again(*read, statistics),
+            again=pallas_kernels.Reread(*read, statistics),
             **options,
         )
         return {"first": first, "again": retrieved, "undone": g.retrieved, "rebuilt": g.rebuilt}

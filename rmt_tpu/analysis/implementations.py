@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.causal_attention.interface import Attention, Part
-from pallas_kernels.delta_attention.interface import Operands
+from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
+from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.depth_attention.interface import Merge, MergeAt, MergeRead, Partial
-from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.key_vector.interface import SiteOperands
 from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import ALL_SITES, RMT_305M, TOKENS, KeyVector, array
 from pallas_kernels.target import lowering_for
@@ -116,7 +116,7 @@ def _key_vector() -> Iterator[ImplementationRow]:
     yield ImplementationRow(("store_norm_retrieve_at",), "key_vector_at", calls)
 
 
-def _layers(site: Site, dtype: str) -> Site:
+def _layers(site: SiteOperands, dtype: str) -> SiteOperands:
     """Return the operands at one layer, with the keys and gains of 24 layers in `dtype`."""
     stacked = lambda x: array(dtype, 24, *x.shape)
     keys = {name: stacked(getattr(site, name)) for name in ("store_keys", "gain", "read_keys")}
@@ -192,13 +192,13 @@ def _attention() -> Iterator[ImplementationRow]:
     def whole(words: str, size: int, *, dtype="bfloat16", alibi=False, ids=True):
         qkv = array(dtype, 4, 2048, 48, size)
         slopes = array("float32", 16) if alibi else None
-        arguments = Attention(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
+        arguments = AttentionOperands(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
         return OpCall(words, "attention_forward", (arguments,))
 
     def part(words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512):
         q, kv = array(dtype, 4, queries, 16, size), array(dtype, 4, 2048, 16, size)
         ids = array("int32", 4, queries), array("int32", 4, 2048)
-        return OpCall(words, "part_forward", (Part(q, (kv, kv), 0.1, 0, None, ids),))
+        return OpCall(words, "part_forward", (PartOperands(q, (kv, kv), 0.1, 0, None, ids),))
 
     calls = (
         whole("", 64),
@@ -219,7 +219,7 @@ def _attention() -> Iterator[ImplementationRow]:
     def delta(words: str, size: int = 128, dtype: str = "bfloat16"):
         vectors = [array(dtype, 4, 2048, 16, size)] * 3
         decay, beta = array("float32", 4, 2048, 16, size), array("float32", 4, 2048, 16)
-        operands = Operands(*vectors, decay, beta, array("int32", 4, 2048))
+        operands = DeltaOperands(*vectors, decay, beta, array("int32", 4, 2048))
         return OpCall(words, "forward", (operands, array("float32", 4, 16, size, size)))
 
     calls = delta(""), delta("float32", dtype="float32"), delta("heads of 64", 64)

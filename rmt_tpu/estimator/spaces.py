@@ -19,7 +19,7 @@ from pallas_kernels.causal_attention import block_sizes as attention_blocks
 from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
 from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
 from pallas_kernels.causal_attention import reference as attention_portable
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
 from pallas_kernels.depth_attention import triton_gpu as depth_gpu
 from pallas_kernels.depth_attention import xla as depth_portable
@@ -28,7 +28,7 @@ from pallas_kernels.key_vector import block_sizes as key_vector_blocks
 from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
 from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
 from pallas_kernels.key_vector import xla as key_vector_portable
-from pallas_kernels.key_vector.interface import Backward, Site
+from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands
 from pallas_kernels.shapes import Depth, KeyVector
 from pallas_kernels.target import Platform, lowering_for
 from rmt_tpu.estimator.programs import lower
@@ -253,17 +253,17 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> TuningCall:
     options = {"norm": "layernorm"} if reads else {}
     if op in ("backward", "rebuild"):
         operands, A = size.backward(rows(tokens), *dtypes), key.get("A")
-        operands = operands._replace(again=size._replace(P=A).again(rows(tokens)) if A else None)
+        operands = operands._replace(again=size._replace(P=A).reread(rows(tokens)) if A else None)
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
-        run = lambda m, *arrays: m.backward(Backward(*arrays), **options)
+        run = lambda m, *arrays: m.backward(SiteBackward(*arrays), **options)
         return TuningCall(
             lambda m: functools.partial(run, m), *modules, operands, (2,) if both else ()
         )
     options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
     options |= {} if stores else {"dtype": jnp.dtype(data)}
     operands = size.site(rows(tokens), *dtypes)
-    run = lambda m, *arrays: m.forward(Site(*arrays), **options)
+    run = lambda m, *arrays: m.forward(SiteOperands(*arrays), **options)
     return TuningCall(
         lambda m: functools.partial(run, m), *modules, operands, (0,) if stores else ()
     )
@@ -404,7 +404,7 @@ def _attention_call(op, key: Values, tokens: int) -> TuningCall:
     G, Dv, rows = key.get("kv_heads", H), key.get("value_size", D), key["rows"]
     portable = op.replace("_blocks", "")
     data = functools.partial(_array, dtype=key["dtype"])
-    operands = Attention(
+    operands = AttentionOperands(
         data(B, N, H + 2 * G if Dv == D else H, D),
         None,
         _array(H) if key["alibi"] else None,
@@ -419,7 +419,7 @@ def _attention_call(op, key: Values, tokens: int) -> TuningCall:
     arguments = (operands,)
     if op.endswith("backward"):
         attended = data(B, N, H, Dv), _array(B, N, H), data(B, N, H, Dv)
-        arguments += (Attended(*attended),)
+        arguments += (ResultsAndCotangent(*attended),)
     return TuningCall(function, attention_tpu, attention_portable, arguments)
 
 

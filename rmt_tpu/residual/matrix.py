@@ -321,7 +321,7 @@ class Store(nnx.Module):
         d_residual, d_z = cotangents
         again = None
         if before is not None:
-            again = pallas_kernels.Again(*_parameters(before[0])[1:], before[1])
+            again = pallas_kernels.Reread(*_parameters(before[0])[1:], before[1])
         g = pallas_kernels.undo(
             residual,
             statistics,

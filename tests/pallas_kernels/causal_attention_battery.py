@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.causal_attention import mosaic_tpu_whole, online
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from tests.closeness import assert_close, float64
 
 # Largest error relative to the largest value. bfloat16 rounds weights, output and gradients: 2^-9
@@ -66,12 +66,12 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
 
 def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
     """What `numpy_attention` gives, by the interpreted kernels, or by a module of plain JAX."""
-    given = Attention(qkv, **options)
+    given = AttentionOperands(qkv, **options)
     kernel = ({} if module is online else {"interpret": True}) | static
     if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
         kernel["kv_heads"] = kv_heads or d_out.shape[2]
     out, log_sums = module.attention_forward(given, **kernel)
-    gradient = module.attention_backward(given, Attended(out, log_sums, d_out), **kernel)
+    gradient = module.attention_backward(given, ResultsAndCotangent(out, log_sums, d_out), **kernel)
     return out, log_sums, gradient if module is mosaic_tpu_whole else gradient[0]
 
 

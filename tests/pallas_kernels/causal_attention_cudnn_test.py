@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import UnsupportedImplementation, causal_attention
 from pallas_kernels.causal_attention import cudnn
-from pallas_kernels.causal_attention.interface import Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands
 from pallas_kernels.target import lowering_for
 from tests import cuda
 from tests.pallas_kernels.causal_attention_battery import Battery, Case, arguments, by_tier
@@ -44,7 +44,7 @@ def test_no_weight_goes_to_another_segment():
     first = (ids == ids[0, 0])[0]
     hidden = jnp.where(first[None, :, None, None], qkv, qkv * 20)
     attend = functools.partial(cudnn.attention_forward, kv_heads=1, interpret=True)
-    one, two = (attend(Attention(jnp.asarray(x), **options))[0] for x in (qkv, hidden))
+    one, two = (attend(AttentionOperands(jnp.asarray(x), **options))[0] for x in (qkv, hidden))
     assert 0 < first.sum() < 64
     np.testing.assert_array_equal(one[0, first], two[0, first])
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu, reference
-from pallas_kernels.causal_attention.interface import Attended, Part
+from pallas_kernels.causal_attention.interface import PartOperands, ResultsAndCotangent
 from tests.closeness import assert_close
 from tests.tiers import later
 
@@ -87,7 +87,9 @@ def test_what_a_ring_cannot_have_is_told():
     with pytest.raises(ValueError, match="over sequence has 3 tokens per device; legal: an even"):
         jax.eval_shape(divided(2, scale=1.0), jnp.ones((1, 6, 3, 8)), jnp.zeros((1, 6), jnp.int32))
     part = jnp.ones((1, 100, 2, 8))
-    assert "100 queries" in mosaic_tpu.unsupported("x", Part(part, part, 1.0, 0, None, None))
+    assert "100 queries" in mosaic_tpu.unsupported(
+        "x", PartOperands(part, part, 1.0, 0, None, None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,11 @@ def test_kernels_of_a_part_equal_plain_attention(kernels, dtype, queries, keys, 
     @functools.partial(jax.jit, static_argnums=0)
     def run(module, q, kv, d_out, shared):
         options = {} if module is reference else {"interpret": True}
-        given = Part(q, kv, *shared)
+        given = PartOperands(q, kv, *shared)
         out, sums = module.part_forward(given, **options)
         # As if there were other keys too: weights do not add up to one, nor are there none.
         seen = sums > -500
-        attended = Attended(out, jnp.where(seen, sums + 0.5, 0), d_out)
+        attended = ResultsAndCotangent(out, jnp.where(seen, sums + 0.5, 0), d_out)
         gradients = module.part_backward(given, attended, **options)
         return jnp.where(seen[..., None], out, 0), jnp.where(seen, sums, 0), gradients
 

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, plain, reference
 from pallas_kernels.causal_attention.forms import form
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from tests import cuda
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu_attention.md"
@@ -120,14 +120,16 @@ def test_memory_on_a_gpu_that_cudnn_does_not_serve():
     """Of a layer of 16 heads of 128 with documents, on an A100: MiB beside operands and results."""
 
     def temporary(tokens, module=plain):
-        given = Attention(jax.ShapeDtypeStruct((1, tokens, 48, 128), jnp.bfloat16), 0.1)
+        given = AttentionOperands(jax.ShapeDtypeStruct((1, tokens, 48, 128), jnp.bfloat16), 0.1)
         given = given._replace(segment_ids=jax.ShapeDtypeStruct((1, tokens), jnp.int32))
         d_out = jax.ShapeDtypeStruct((1, tokens, 16, 128), jnp.bfloat16)
 
         def run(qkv, ids, d_out):
             arrays = given._replace(qkv=qkv, segment_ids=ids)
             out, sums = module.attention_forward(arrays, kv_heads=16)
-            return module.attention_backward(arrays, Attended(out, sums, d_out), kv_heads=16)[0]
+            return module.attention_backward(
+                arrays, ResultsAndCotangent(out, sums, d_out), kv_heads=16
+            )[0]
 
         program = cuda.compiled(run, given.qkv, given.segment_ids, d_out, target="sm_80")
         # As many steps as there are pairs of blocks: the host is not asked whether to go on.

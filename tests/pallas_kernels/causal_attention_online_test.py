@@ -10,7 +10,11 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import attention_after, causal_attention
 from pallas_kernels.causal_attention import online, plain, reference
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    PartOperands,
+    ResultsAndCotangent,
+)
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
     TOLERANCE,
@@ -65,12 +69,12 @@ def test_values_of_a_size_of_their_own(value_size):
     qkv[:, :, heads + kv_heads :, value_size:] = 0
     d_out[..., value_size:] = 0
     q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=2)
-    given = Attention(q[..., :size], **options, kv=(k[..., :size], v[..., :value_size]))
+    given = AttentionOperands(q[..., :size], **options, kv=(k[..., :size], v[..., :value_size]))
 
     @jax.jit
     def run(given, d_out):
         out, sums = online.attention_forward(given, kv_heads=kv_heads)
-        attended = Attended(out, sums, d_out)
+        attended = ResultsAndCotangent(out, sums, d_out)
         return out, sums, *online.attention_backward(given, attended, kv_heads=kv_heads)
 
     got = run(given, d_out[..., :value_size])
@@ -92,11 +96,11 @@ def test_parts_equal_the_reference(queries, keys, added):
     d_sums = draw(size=(2, queries, 4))
 
     def run(module, q, kv, d_out, d_sums, slopes, segments):
-        part = lambda q, kv: Part(q, kv, 0.3, 111, slopes, segments)
+        part = lambda q, kv: PartOperands(q, kv, 0.3, 111, slopes, segments)
         (out, sums), pullback = jax.vjp(lambda *x: module.part_forward(part(*x)), q, kv)
         pulled = pullback((d_out.astype(out.dtype), d_sums))
         # As if there were other keys too.
-        found = module.part_backward(part(q, kv), Attended(out, sums + 0.5, d_out))
+        found = module.part_backward(part(q, kv), ResultsAndCotangent(out, sums + 0.5, d_out))
         return out, sums, pulled, found
 
     with jax.enable_x64(True):
@@ -133,7 +137,9 @@ def test_a_query_that_sees_no_key_counts_for_nothing():
 
 
 def test_no_block_above_the_diagonal_is_computed():
-    blocks = online._Blocks(True, Part(*[jnp.zeros((1, 240, 2, 8))] * 2, 1.0, 0, None, None))
+    blocks = online._OnlineBlocks(
+        True, PartOperands(*[jnp.zeros((1, 240, 2, 8))] * 2, 1.0, 0, None, None)
+    )
     pairs = {tuple(map(int, pair)) for pair in zip(*blocks.pairs, strict=True)}
     assert pairs == {(i, j) for i in range(5) for j in range(i + 1)}
 
@@ -171,13 +177,15 @@ def test_rows_over_a_mesh_and_under_vmap(checked):
 
 def temporary(module, length: int) -> int:
     """Bytes that forward and backward need beside operands and results, of 16 heads of 64."""
-    given = Attention(jax.ShapeDtypeStruct((1, length, 48, 64), jnp.bfloat16), 0.1)
+    given = AttentionOperands(jax.ShapeDtypeStruct((1, length, 48, 64), jnp.bfloat16), 0.1)
     given = given._replace(segment_ids=jax.ShapeDtypeStruct((1, length), jnp.int32))
     d_out = jax.ShapeDtypeStruct((1, length, 16, 64), jnp.bfloat16)
 
     def run(given, d_out):
         out, sums = module.attention_forward(given, kv_heads=16)
-        return module.attention_backward(given, Attended(out, sums, d_out), kv_heads=16)[0]
+        return module.attention_backward(given, ResultsAndCotangent(out, sums, d_out), kv_heads=16)[
+            0
+        ]
 
     compiled = jax.jit(run).lower(given, d_out).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -204,7 +212,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch):
 )
 def test_it_takes_over_where_logits_are_many(rows, heads, queries, keys, form, monkeypatch):
     monkeypatch.undo()
-    assert plain.chosen(rows, heads, queries, keys) is form
+    assert plain.module_for(rows, heads, queries, keys) is form
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1448, "724,1448"), (1449, "488,488")])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.causal_attention import block_sizes, mosaic_tpu
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from pallas_kernels.target import lowering_for
 from tests.pallas_kernels.causal_attention_battery import Battery, Case
 from tests.tiers import later
@@ -35,9 +35,9 @@ def test_what_no_block_fits_is_refused_in_a_line():
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def refused(heads, size, kind="TPU v5"):
-        given = Attention(array(1, 2048, heads + 2, size), 0.1)
+        given = AttentionOperands(array(1, 2048, heads + 2, size), 0.1)
         out = array(1, 2048, heads, size)
-        attended = Attended(out, array(1, 2048, heads), out)
+        attended = ResultsAndCotangent(out, array(1, 2048, heads), out)
         with lowering_for(kind):
             return mosaic_tpu.unsupported("attention_backward", given, attended)
 

@@ -10,7 +10,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import StackSlice
 from pallas_kernels.causal_attention import mosaic_tpu
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from tests.tiers import later
 
 B, N, H, D = 2, 128, 16, 8
@@ -27,15 +27,17 @@ def arrays():
 def test_a_slot_holds_what_is_given_without_one(rows):
     qkv, stack, d_out = arrays()
     options = {"kv_heads": H, "rows": rows, "interpret": True}
-    given = Attention(qkv, 0.3)
+    given = AttentionOperands(qkv, 0.3)
     forward = jax.jit(functools.partial(mosaic_tpu.attention_forward, **options))
     backward = jax.jit(functools.partial(mosaic_tpu.attention_backward, **options))
     out, log_sums = forward(given)
     filled, log_sums_again = forward(given._replace(to=StackSlice(stack, jnp.int32(1))))
     np.testing.assert_array_equal(log_sums_again, log_sums)
     np.testing.assert_array_equal(filled, _put(stack, out))
-    d_qkv, _ = backward(given, Attended(out, log_sums, d_out))
-    again, _ = backward(given, Attended(StackSlice(filled, jnp.int32(1)), log_sums, d_out))
+    d_qkv, _ = backward(given, ResultsAndCotangent(out, log_sums, d_out))
+    again, _ = backward(
+        given, ResultsAndCotangent(StackSlice(filled, jnp.int32(1)), log_sums, d_out)
+    )
     np.testing.assert_array_equal(again, d_qkv)
 
 

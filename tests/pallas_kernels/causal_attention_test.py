@@ -18,8 +18,8 @@ from pallas_kernels.causal_attention import (
     mosaic_tpu_whole,
     reference,
 )
-from pallas_kernels.causal_attention.block_sizes import Blocks, Cut, default_blocks
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.block_sizes import Blocks, KernelWork, default_blocks
+from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from pallas_kernels.target import Target, lowering_for
 from tests import emulator
 from tests.closeness import assert_close
@@ -203,8 +203,8 @@ class TestSizeMajorRows(Battery):
         if size == 16:  # there is room for the gradients of queries alone
             monkeypatch.setattr(Target, "vmem_part", lambda *_: 4 * heads * size * whole)
         sizes = heads, case.kv_heads, size, size
-        cut = Cut("size_major", *sizes, jnp.dtype(case.dtype), blocks)
-        assert cut.has(whole)
+        work = KernelWork("size_major", *sizes, jnp.dtype(case.dtype), blocks)
+        assert work.supports_rows(whole)
         super().test_equals_numpy(case)
 
 
@@ -218,7 +218,11 @@ def by_op(given, d_out, kv_heads):
 def by_module(module, given, d_out, kv_heads, **options):
     options = {"kv_heads": kv_heads, "interpret": True} | options
     out, sums = module.attention_forward(given, **options)
-    return out, sums, *module.attention_backward(given, Attended(out, sums, d_out), **options)
+    return (
+        out,
+        sums,
+        *module.attention_backward(given, ResultsAndCotangent(out, sums, d_out), **options),
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,7 @@ def test_values_of_a_size_of_their_own(run, dtype, more, tolerance):
     qkv[:, :, first:, last] = 0
     d_out[..., last] = 0
     q, k, v = np.split(qkv, [heads, first], axis=2)
-    given = Attention(q, **options, kv=(k, v[..., :value_size]))
+    given = AttentionOperands(q, **options, kv=(k, v[..., :value_size]))
     got = jax.jit(functools.partial(run, kv_heads=kv_heads))(given, d_out[..., :value_size])
     out, sums, d_qkv = numpy_attention(qkv, d_out, **options, kv_heads=kv_heads)
     d_q, d_k, d_v = np.split(d_qkv, [heads, first], axis=2)
@@ -262,14 +266,14 @@ def test_keys_of_another_part_of_a_sequence():
     shape, blocks = (1, 256, 2, 8), Blocks(128, 128, 2)
     qkv, d_out, options = arguments(*shape, "float32", alibi=True)
     ids = jnp.repeat(jnp.array([[0, 1]]), 128, axis=1)
-    heads = mosaic_tpu_blocks.Heads
+    heads = mosaic_tpu_blocks.HeadRows
     shared = (2, 2), options["scale"], jnp.asarray(options["slopes"])
     rows = jnp.asarray(qkv).transpose(0, 2, 3, 1)
     first, last = rows[..., :128], rows[..., 128:]
 
     def part(keys, segments, **where):
         given = heads(last), heads(keys, 2), heads(keys, 4)
-        given = mosaic_tpu_blocks.Given(*given, *shared, segments=segments, **where)
+        given = mosaic_tpu_blocks.BlockOperands(*given, *shared, segments=segments, **where)
         return mosaic_tpu_blocks.attention_forward(given, blocks=blocks, interpret=True)
 
     for given, seen in ((jnp.zeros((1, 256), jnp.int32), True), (ids, False)):

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import UnsupportedImplementation, delta_attention, delta_step
 from pallas_kernels.delta_attention import mosaic_tpu, reference
-from pallas_kernels.delta_attention.interface import Operands, chunk_size
+from pallas_kernels.delta_attention.interface import DeltaOperands, chunk_size
 from rmt_tpu.estimator import lower
 from tests.closeness import assert_close, float64
 from tests.tiers import later
@@ -200,7 +200,7 @@ def documents():
 def run_kernels(arguments, ids, d_read, d_state, backward=True):
     """What is read, the state, and the gradients of all arguments."""
     *operands, state = arguments
-    operands = Operands(*operands, ids)
+    operands = DeltaOperands(*operands, ids)
     read, after, states = mosaic_tpu.forward(operands, state, scale=SCALE, interpret=True)
     if not backward:
         return read, after, ()

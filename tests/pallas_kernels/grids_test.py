@@ -11,15 +11,19 @@ import pytest
 from pallas_kernels.arguments import StackSlice
 from pallas_kernels.causal_attention import mosaic_tpu as causal_attention
 from pallas_kernels.causal_attention.block_sizes import Blocks
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    PartOperands,
+    ResultsAndCotangent,
+)
 from pallas_kernels.delta_attention import mosaic_tpu as delta_attention
-from pallas_kernels.delta_attention.interface import Operands
+from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.depth_attention import mosaic_tpu as vectors
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector.block_sizes import BlockSizes
-from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 from tests.grids import faults, kernels_of
 from tests.pallas_kernels.public_ops import CALLS, N
 from tests.tiers import later
@@ -117,7 +121,7 @@ def test_grouped_products():
 
 # What an op alone does not ask for -----------------------------------------------------------
 
-SITE = Site(whole(B, 300, K, V), f(R, K), half(B, 300, R, V), f(K, V), f(P, K))
+SITE = SiteOperands(whole(B, 300, K, V), f(R, K), half(B, 300, R, V), f(K, V), f(P, K))
 STATISTICS = Statistics(f(B, 2, 300))
 COTANGENTS = half(B, 300, K, V), half(B, 300, P, V)
 
@@ -128,9 +132,9 @@ def key_vector_case(residual, blocks, more=""):
 
     def run(site, statistics, cotangents, stacks):
         slots = site._replace(**{name: StackSlice(x, 1) for name, x in stacks.items()})
-        again = Again(slots.gain, slots.read_keys, statistics)
+        again = Reread(slots.gain, slots.read_keys, statistics)
         out = key_vector.forward(slots, **options)
-        given = Backward(slots, statistics, *cotangents, again=again)
+        given = SiteBackward(slots, statistics, *cotangents, again=again)
         return out, key_vector.backward(given, rebuild=True, **options)
 
     names = "store_keys", "data", "gain", "read_keys"
@@ -174,10 +178,10 @@ def attention_case(rows, shape, names, blocks=None):
     qkv, out = half(batch, length, heads + 2 * kv_heads, size), half(*shape)
 
     def run(qkv, stack, sums, d_out, ids):
-        given = Attention(qkv, scale=0.3, segment_ids=ids, to=StackSlice(stack, 1))
+        given = AttentionOperands(qkv, scale=0.3, segment_ids=ids, to=StackSlice(stack, 1))
         options = {"rows": rows, "kv_heads": kv_heads, "blocks": blocks}
         forward = causal_attention.attention_forward(given, **options)
-        attended = Attended(StackSlice(stack, 1), sums, d_out)
+        attended = ResultsAndCotangent(StackSlice(stack, 1), sums, d_out)
         return forward, causal_attention.attention_backward(given, attended, **options)
 
     return run, (qkv, half(2, *shape), f(*shape[:3]), out, whole(batch, length)), names
@@ -185,10 +189,10 @@ def attention_case(rows, shape, names, blocks=None):
 
 def part_case(queries, keys, heads, size):
     def run(q, kv, sums):
-        given = Part(q, kv, 0.3, jnp.int32(keys), None, None)
+        given = PartOperands(q, kv, 0.3, jnp.int32(keys), None, None)
         return (
             causal_attention.part_forward(given),
-            causal_attention.part_backward(given, Attended(q, sums, q)),
+            causal_attention.part_backward(given, ResultsAndCotangent(q, sums, q)),
         )
 
     args = half(B, queries, heads, size), half(B, keys, 2, size), f(B, queries, heads)
@@ -205,7 +209,7 @@ def decode_case(tokens):
 
 def delta_case(heads):
     def run(q, log_decay, beta, documents, states, state):
-        given = Operands(q, q, q, log_decay, beta, documents)
+        given = DeltaOperands(q, q, q, log_decay, beta, documents)
         return (
             delta_attention.forward(given, state, scale=0.3),
             delta_attention.backward(given, states, q, state, scale=0.3),

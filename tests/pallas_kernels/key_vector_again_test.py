@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import StackSlice, read_slices
 from pallas_kernels.key_vector import mosaic_tpu, xla
 from pallas_kernels.key_vector.block_sizes import BlockSizes
-from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 from tests.tiers import later
 
 # Of these, 8 rows of keys are whole tiles, which lie in their stacks as kernels take them.
@@ -23,7 +23,7 @@ def arguments(residual: str, data: str):
     X = draw(B, N, K, V) + 3.0  # a mean that counts
     X = np.round(X * 2**9) if residual == "int16" else X
     slot = lambda x, at: StackSlice(x, jnp.int32(at))
-    return Site(
+    return SiteOperands(
         X.astype(residual),
         slot(draw(3, R, K).astype("float32") / 4, 2),
         slot(draw(3, B, N, R, V).astype(data), 1),
@@ -53,7 +53,7 @@ def test_kernels_take_slots_and_read_again_what_they_have_read(residual, data, n
     out = forward(kernel, site, norm=norm)
     for got, want in zip(out, forward(kernel, read_slices(site), norm=norm), strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, want)
-    read = Site(out.residual, gain=site.gain, read_keys=site.read_keys)
+    read = SiteOperands(out.residual, gain=site.gain, read_keys=site.read_keys)
     again = forward(kernel, read, out.statistics, norm=norm, dtype=jnp.dtype(data))
     tolerance = 2e-5 if data == "float32" else 2**-7
     scale = np.abs(np.asarray(out.retrieved, "float32")).max()
@@ -71,7 +71,7 @@ def test_kernels_take_slots_and_read_again_what_they_have_read(residual, data, n
 def test_plain_jax_reads_again_what_it_has_read(norm):
     site = arguments("int16", "float32")
     out = forward(xla.forward, site, norm=norm)
-    read = Site(out.residual, gain=site.gain, read_keys=site.read_keys)
+    read = SiteOperands(out.residual, gain=site.gain, read_keys=site.read_keys)
     again = forward(xla.forward, read, out.statistics, norm=norm, dtype=jnp.dtype("float32"))
     np.testing.assert_array_equal(again.retrieved, out.retrieved)
 
@@ -85,10 +85,10 @@ def test_a_backward_pass_takes_slots():
     slot = lambda x, at: StackSlice(jnp.stack([0 * x, x], 0)[:: 2 * at - 1], at)
     statistics = Statistics(slot(statistics.both, 1))
     keys = (slot(np.float32(draw(*x)), 0) for x in ((K, V), (R, K)))
-    again = Again(*keys, Statistics(slot(2 * statistics.both.stack[1], 0)))
+    again = Reread(*keys, Statistics(slot(2 * statistics.both.stack[1], 0)))
     backward = functools.partial(
         mosaic_tpu.backward, norm="layernorm", rebuild=True, interpret=True
     )
-    given = Backward(site, statistics, *cotangents, None, again)
+    given = SiteBackward(site, statistics, *cotangents, None, again)
     got, want = jax.jit(backward)(given), jax.jit(backward)(read_slices(given))
     jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -11,11 +11,11 @@ import numpy as np
 
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
-    Again,
-    Backward,
     Gradients,
-    Outcome,
-    Site,
+    Reread,
+    SiteBackward,
+    SiteOperands,
+    SiteResults,
     Statistics,
 )
 from tests.closeness import assert_close, float64
@@ -72,13 +72,13 @@ class Case(NamedTuple):
         return "-".join([self.residual, self.data, self.norm, "x".join(map(str, self[:6])), *flags])
 
 
-def arguments(case: Case, seed=0) -> Site:
+def arguments(case: Case, seed=0) -> SiteOperands:
     """Arrays that may be written to."""
     c, rng = case, np.random.default_rng(seed)
     draw = lambda dtype, *size: rng.normal(size=size).astype(dtype)
     X = np.float32(c.size) * draw("float32", c.B, c.N, c.K, c.V)
     y = np.float32(c.size) * draw("float32", c.B, c.N, c.R, c.V)
-    return Site(
+    return SiteOperands(
         held(c, X),
         draw("float32", c.R, c.K) / np.float32(2 * math.sqrt(c.R)),
         y.astype(c.data),
@@ -99,19 +99,19 @@ def cotangents_of(case: Case, seed=1):
     return draw(case.cotangent, case.K, case.V), draw(case.data, case.P, case.V)
 
 
-def expected_of(case: Case, site: Site, cotangents):
+def expected_of(case: Case, site: SiteOperands, cotangents):
     """The residual and retrieved vectors, and gradients in the order of `site`."""
     site = site._replace(residual=numbers(site.residual, case.bits))
     return plain.site(site, cotangents, norm=case.norm, epsilon=EPSILON)
 
 
-def retrieved_of(case: Case, stored, site: Site):
+def retrieved_of(case: Case, stored, site: SiteOperands):
     """From a residual as it is stored, whose rounding is no error of the read."""
     read = {"norm": case.norm, "epsilon": EPSILON}
     return plain.norm_retrieve(numbers(stored, case.bits), site.gain, site.read_keys, **read)
 
 
-def again_of(case: Case, site: Site) -> Again:
+def again_of(case: Case, site: SiteOperands) -> Reread:
     """A read of the residual before, of 3 vectors, with a mean and a rstd that are not its own."""
     rng, X = np.random.default_rng(2), numbers(site.residual, case.bits)
     draw = lambda *size: rng.normal(size=size).astype("float32")
@@ -119,10 +119,10 @@ def again_of(case: Case, site: Site) -> Again:
     rstd = 2 / np.sqrt(np.mean((X - mean[..., None, None]) ** 2, (2, 3)))
     mean = mean + 0.5 * case.size * (case.norm == "layernorm")
     statistics = Statistics(np.float32(np.stack([mean, rstd], 1)))
-    return Again(draw(case.K, case.V), draw(3, case.K), statistics)
+    return Reread(draw(case.K, case.V), draw(3, case.K), statistics)
 
 
-def retrieved_again(case: Case, rebuilt, again: Again):
+def retrieved_again(case: Case, rebuilt, again: Reread):
     both = np.float64(again.statistics.both)[..., None, None]
     mean, rstd = both[:, 0], both[:, 1]
     n = rstd * (numbers(rebuilt, case.bits) - mean)
@@ -181,16 +181,18 @@ class Battery:
         """Of the implementation alone, by name, if it has any; `op` is "forward" or "backward"."""
         return {}
 
-    def forward(self, case: Case, site: Site, *others, **changes) -> Outcome:
+    def forward(self, case: Case, site: SiteOperands, *others, **changes) -> SiteResults:
         options = {"fraction_bits": case.bits, **self.options(case, "forward"), **changes}
         options |= {"norm": case.norm, "epsilon": EPSILON} if site.reads else {}
         return forward(self.module, tuple(options.items()), site, *others)
 
-    def backward(self, case: Case, site: Site, statistics, *cotangents, **changes) -> Gradients:
+    def backward(
+        self, case: Case, site: SiteOperands, statistics, *cotangents, **changes
+    ) -> Gradients:
         options = {"fraction_bits": case.bits, **self.options(case, "backward"), **changes}
         options |= {"norm": case.norm} if site.reads else {}
         options |= {"rebuild": True} if site.reads and site.stores else {}
-        given = Backward(site, statistics, *cotangents)
+        given = SiteBackward(site, statistics, *cotangents)
         return backward(self.module, tuple(options.items()), given)
 
     def test_values_and_every_gradient_equal_numpy(self, case):
@@ -223,10 +225,10 @@ class Battery:
         """Forward, and of a residual of floats the gradients too."""
         case, site, cotangents = half, arguments(half), cotangents_of(half)
         whole = self.forward(case, site)
-        written = Site(*site[:3])
+        written = SiteOperands(*site[:3])
         stored = self.forward(case, written).residual
         assert_close(numbers(stored), numbers(whole.residual), self.apart)
-        read = Site(whole.residual, gain=site.gain, read_keys=site.read_keys)
+        read = SiteOperands(whole.residual, gain=site.gain, read_keys=site.read_keys)
         nothing, retrieved, statistics = self.forward(case, read, dtype=jnp.dtype(case.data))
         assert nothing is None and retrieved.dtype == case.data
         near = HALVES[case.data]
@@ -296,7 +298,7 @@ class Battery:
         bad = np.arange(case.B * case.N).reshape(case.B, case.N) == 1
         for value in (most, -1.02 * most, 16 * most, -16 * most, 1e30, -1e30, np.inf, np.nan):
             y[0, 1, :, v], y[0, 1, 0, v] = 0, value
-            site = Site(X, w, y, gain, r)
+            site = SiteOperands(X, w, y, gain, r)
             _, retrieved, statistics = self.forward(case, site)
             np.testing.assert_array_equal(np.isnan(statistics.rstd), bad)
             unread = np.isnan(numbers(retrieved))
@@ -309,7 +311,7 @@ class Battery:
         small = np.ones((case.B, case.N, 1, 1), np.float32)
         small[0, :2] = [[[1e-5]], [[1e-3]]]
         X = held(case, numbers(X, case.bits) * small)
-        site = Site(X, w, (y.astype(np.float32) * small).astype(y.dtype), gain, r)
+        site = SiteOperands(X, w, (y.astype(np.float32) * small).astype(y.dtype), gain, r)
         _, retrieved, statistics = self.forward(case, site)
         lost = small[:, :, 0, 0] < 1
         np.testing.assert_array_equal(np.isnan(statistics.rstd), lost)

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
 from pallas_kernels.key_vector import mosaic_tpu_decode, xla
-from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.key_vector.interface import SiteOperands
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
 from tests.tiers import later
@@ -50,10 +50,10 @@ CASES = [
 LAYERS, LAYER = 3, 2
 
 
-def arguments(case: Case) -> Site:
+def arguments(case: Case) -> SiteOperands:
     rng = np.random.default_rng(0)
     draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), dtype)
-    return Site(
+    return SiteOperands(
         3 + draw(case.residual, case.T, case.K, case.V),
         draw("float32", LAYERS, case.R, case.K) / 4,
         draw(case.data, case.T, case.R, case.V),

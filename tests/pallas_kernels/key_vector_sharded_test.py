@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from pallas_kernels import key_vector
 from pallas_kernels.key_vector import mosaic_tpu, triton_gpu
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Means, Site, Statistics
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    Means,
+    SiteBackward,
+    SiteOperands,
+    Statistics,
+)
 from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import RMT_305M
 from rmt_tpu.estimator.tuning import ptxas_usage
@@ -196,7 +202,7 @@ def undone(case, args, cotangents, tolerance):
         g = pallas_kernels.undo(
             *(stored, statistics, w, y, gain, r, *cotangents),
             retrieved=retrieved,
-            again=pallas_kernels.Again(gain, r, of_before),
+            again=pallas_kernels.Reread(gain, r, of_before),
             **options,
         )
         gradients = parts_of_groups((g.residual, g.store_keys, g.data, g.gain, g.read_keys))
@@ -305,8 +311,8 @@ def given_means(norm, K, V, seed=0):
     X, w, y = draw(2, 130, K, V), draw(4, K), draw(2, 130, 4, V)
     both = draw(2, 130) * (norm == "layernorm"), 1 + draw(2, 130) ** 2
     statistics = Statistics(np.stack(both, axis=1))
-    site = Site(X, w, y, draw(K, V), draw(6, K))
-    return Backward(site, statistics, draw(2, 130, K, V), draw(2, 130, 6, V), means)
+    site = SiteOperands(X, w, y, draw(K, V), draw(6, K))
+    return SiteBackward(site, statistics, draw(2, 130, K, V), draw(2, 130, 6, V), means)
 
 
 SLABS = mosaic_tpu.BlockSizes(128, slab=4)
@@ -488,7 +494,7 @@ def test_what_does_not_fit_is_named():
 
     def read_again(X, w, y, gain, r, dz, short):
         statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
-        again = pallas_kernels.Again(gain, short, statistics)
+        again = pallas_kernels.Reread(gain, short, statistics)
         args = (X, statistics, w, y, gain, r, X, dz)
         return pallas_kernels.undo(*args, norm="rmsnorm", again=again)
 

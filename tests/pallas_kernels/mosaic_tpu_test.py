@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
-from pallas_kernels.key_vector.interface import Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
 from pallas_kernels.target import lowering_for
@@ -112,7 +112,7 @@ def test_in_slabs_what_was_retrieved_gives_the_means():
 @pytest.mark.parametrize("scale", [True, False])
 def test_a_nan_written_to_int16_reads_nan_where_a_maximum_drops_it(scale, monkeypatch):
     case = Case(1, 128, 8, 4, 2, 3, "int16", "bfloat16", "layernorm")
-    site = Site(*map(jnp.asarray, arguments(case)))
+    site = SiteOperands(*map(jnp.asarray, arguments(case)))
     site = site._replace(data=site.data.at[0, 5].set(jnp.nan))
     numbers = types.SimpleNamespace(**vars(jnp))
     numbers.maximum, numbers.minimum = jnp.fmax, jnp.fmin
@@ -150,7 +150,7 @@ def test_compiles_within_vmem(topology, tokens, size, residual, data, norm):
 
     array = place_on(topology)
     given = size.backward(tokens, data, residual, array)
-    given = given._replace(again=size.again(tokens, array))
+    given = given._replace(again=size.reread(tokens, array))
     text = both.lower(given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert re.search(rf"custom-call.*{name}", text), name
@@ -163,7 +163,9 @@ def lower_store(device, tokens):
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
     given = array("int16", 1, 512, K, V), array("float32", R, K), array("float32", 1, 512, R, V)
     blocks = BlockSizes(tokens, slab=V)
-    return jax.jit(lambda *of: mosaic_tpu.forward(Site(*of), block_sizes=blocks)).lower(*given)
+    return jax.jit(lambda *of: mosaic_tpu.forward(SiteOperands(*of), block_sizes=blocks)).lower(
+        *given
+    )
 
 
 @pytest.mark.compile
@@ -191,16 +193,16 @@ def test_halves_compile(topology):
 
     @jax.jit
     def both(X, w, y, gain, r):
-        written = mosaic_tpu.forward(Site(X, w, y))
-        return written, read(Site(X, gain=gain, read_keys=r))
+        written = mosaic_tpu.forward(SiteOperands(X, w, y))
+        return written, read(SiteOperands(X, gain=gain, read_keys=r))
 
     @jax.jit
     def gradients(X, w, y, gain, r):
         """Those of both halves, of X as a cotangent too, and of P vectors y."""
         statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
         dz = jnp.concatenate([y] * 3, axis=2)
-        of_read = Backward(Site(X, gain=gain, read_keys=r), statistics, None, dz)
-        of_store = Backward(Site(None, w, y), None, X, None)
+        of_read = SiteBackward(SiteOperands(X, gain=gain, read_keys=r), statistics, None, dz)
+        of_store = SiteBackward(SiteOperands(None, w, y), None, X, None)
         return mosaic_tpu.backward(of_store), mosaic_tpu.backward(of_read, **norm)
 
     site = functools.partial(SMALL.site, (1, 256), array=place_on(topology))
@@ -222,12 +224,12 @@ def test_a_scan_over_layers_copies_no_residual():
         return op_forward(*args)[0]
 
     def op_forward(*args):
-        site = Site(*args)
+        site = SiteOperands(*args)
         out = mosaic_tpu.forward(site, **norm, epsilon=EPSILON, block_sizes=blocks)
         return out[:2], (site._replace(residual=out.residual), out.statistics)
 
     def op_backward(saved, cotangents):
-        g = mosaic_tpu.backward(Backward(*saved, *cotangents), **norm, block_sizes=blocks)
+        g = mosaic_tpu.backward(SiteBackward(*saved, *cotangents), **norm, block_sizes=blocks)
         return gradients_of(g)
 
     op.defvjp(op_forward, op_backward)
@@ -338,12 +340,12 @@ def test_kernels_run_batched_and_on_a_mesh(how):
     if how == "vmap":
         split = lambda x: x.reshape(2, 1, *x.shape[1:])
         rows = site._replace(residual=split(site.residual), data=split(site.data))
-        over = jax.vmap(run, in_axes=(Site(0, None, 0, None, None), 0))
+        over = jax.vmap(run, in_axes=(SiteOperands(0, None, 0, None, None), 0))
         got, parts = jax.jit(over)(rows, tuple(map(split, cotangents)))
     else:
         mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         row, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-        in_specs = (Site(row, whole, row, whole, whole), row)
+        in_specs = (SiteOperands(row, whole, row, whole, whole), row)
         spread = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=row, check_vma=False)
         got, parts = jax.jit(spread)(site, cotangents)
     for a, b in zip(got, expected, strict=True):

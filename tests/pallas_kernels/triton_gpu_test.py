@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.key_vector import triton_gpu
-from pallas_kernels.key_vector.interface import Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.triton_gpu import Blocks
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import RMT_46M, RMT_134M, RMT_206M, RMT_305M, KeyVector
@@ -89,7 +89,7 @@ def test_what_is_unsupported_is_said():
     cotangents = cotangents_of(WHOLE)
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     half = lambda x: array("float16", *x.shape)
-    reason = lambda *arrays: triton_gpu.unsupported("forward", Site(*arrays))
+    reason = lambda *arrays: triton_gpu.unsupported("forward", SiteOperands(*arrays))
     X, w, y, gain, r = site
     assert reason(*site) is None
     assert "float16" in reason(half(X), w, y)
@@ -101,11 +101,11 @@ def test_what_is_unsupported_is_said():
     large, keys = array("float32", 1, 1, 256, 256), array("float32", 256, 256)
     assert "bytes" in reason(large, keys, large)
     statistics = Statistics(array("float32", 2, 2, 3))
-    given = Backward(site, statistics, *cotangents)
+    given = SiteBackward(site, statistics, *cotangents)
     assert triton_gpu.unsupported("backward", given) is None
     read = functools.partial(triton_gpu.forward, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):
-        jax.eval_shape(read, Site(X, gain=gain, read_keys=r))
+        jax.eval_shape(read, SiteOperands(X, gain=gain, read_keys=r))
 
 
 # Compilation -----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def halves_of(site):
     """A store and a read, which share the residual."""
     read = functools.partial(triton_gpu.forward, epsilon=1e-6, dtype=jnp.bfloat16)
     return [
-        (triton_gpu.forward, (Site(*site[:3]),)),
+        (triton_gpu.forward, (SiteOperands(*site[:3]),)),
         (read, (site._replace(store_keys=None, data=None),)),
     ]
 
@@ -206,7 +206,7 @@ def test_store_and_rebuild_multiply_with_the_same_instruction(target, tmp_path):
     for size in SIZES:
         size = size.before_feed_forward
         (_, (site,)), (undo, undo_args) = calls(size, ("int16", "bfloat16"))
-        stored = used(triton_gpu.forward, Site(*site[:3]))
+        stored = used(triton_gpu.forward, SiteOperands(*site[:3]))
         plain = calls(size, ("bfloat16", "bfloat16"))[1][0]
         with_rebuild, without = used(undo, *undo_args), used(plain, *undo_args)
         rebuilt = {kind for kind in kinds if with_rebuild[kind] > without[kind]}

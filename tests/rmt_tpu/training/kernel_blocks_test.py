@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.causal_attention.mosaic_tpu_whole import KERNELS, Blocks
+from pallas_kernels.causal_attention.mosaic_tpu_whole import KERNELS, WholeBlocks
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Table
 from rmt_tpu.storage import Fault, open_folder
@@ -26,7 +26,7 @@ def start(folder, *tables, anew=False, key=KEY):
         tuned.tuned(*tables),
         kernel_blocks.pinned_block_sizes(folder, said.append, anew=anew) as blocks,
     ):
-        chosen = tuned.look_up(KERNEL, key, 512, Blocks(512))
+        chosen = tuned.look_up(KERNEL, key, 512, WholeBlocks(512))
         blocks.write()
         blocks.write()
     return chosen.queries, said
