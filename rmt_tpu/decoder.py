@@ -272,5 +272,5 @@ def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
     if config.remat == "reversible" and dtype == jnp.bfloat16:
         # int16 is as small as bfloat16, and its writes can be undone exactly, so that the rebuilt
         # residual does not drift.
-        return jnp.dtype("int16" if residual.fixed_point.holds(config) else "float32")
+        return jnp.dtype("int16" if residual.fixed_point.fits_int16(config) else "float32")
     return dtype

@@ -7,8 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sharding.pipeline import Chunk, First, Last, Parameters, Pipeline, Tick, add, at, own, put
-from sharding.schedule import Caching, Place, Schedule
+from sharding.pipeline import (
+    Chunk,
+    First,
+    Last,
+    Parameters,
+    Pipeline,
+    Tick,
+    add,
+    current_inputs,
+    slice_at,
+    update_at,
+)
+from sharding.schedule import Caching, Schedule, StageWork
 
 Shape = jax.ShapeDtypeStruct
 Bank = Float[Array, "rows *shape"]
@@ -18,7 +29,7 @@ Rows = Float[Array, "chunk_rows *shape"]
 ChunkBackward = Callable[[Any, Any, Int[Array, ""], Bank, Any, Bank, Any], tuple[Any, Any, Bank]]
 
 
-class Banked(Pipeline):
+class BankPipeline(Pipeline):
     """A pipeline whose C chunks together complete a bank of `1 + C * chunk_rows` rows.
 
     A message between stages has one slot per chunk: slot 0 holds the rows of the chunk that was
@@ -64,17 +75,17 @@ class Banked(Pipeline):
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[Shape, Shape]:
         """Return the shapes of the result of `first`, and of the bank that `last` takes."""
-        start = jax.eval_shape(self.first, parameters.first, at(context, 0))
+        start = jax.eval_shape(self.first, parameters.first, slice_at(context, 0))
         rows = 1 + self.schedule.chunks * self.chunk_rows
         return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
 
     def _empty(self, start: Shape, *, back: bool) -> Banks:
         """Return empty banks for all microbatches in progress on this stage."""
-        count = self.schedule.room() if back else self.schedule.room_one_way
+        count = self.schedule.max_in_flight() if back else self.schedule.max_in_flight_one_way
         return self._banks(start, count)
 
     def _empty_back(self, start: Shape) -> Banks:
-        return self._banks(start, self.schedule.room_one_way)
+        return self._banks(start, self.schedule.max_in_flight_one_way)
 
     def _banks(self, start: Shape, count: int) -> Banks:
         rows = 1 + self.schedule.chunks * self.chunk_rows
@@ -88,7 +99,7 @@ class Banked(Pipeline):
         The sums include the chunk's terms. An idle stage skips the computation.
         """
         here = self.schedule.forward(tick, self._stage())
-        of_chunk, of_microbatch = own(parameters, context, here)
+        of_chunk, of_microbatch = current_inputs(parameters, context, here)
         slot = here.microbatch % len(banks)
         begins = here.active & (here.virtual == 0)
         begin = lambda: self.first(parameters.first, of_microbatch)
@@ -121,10 +132,10 @@ class Banked(Pipeline):
         parameters with the chunk's gradients added.
         """
         here = self.schedule.backward(tick, self._stage())
-        of_chunk, of_microbatch = own(parameters, context, here)
+        of_chunk, of_microbatch = current_inputs(parameters, context, here)
         is_result = here.chunk == self.schedule.chunks - 1
         d_bank = jnp.where(is_result, d_result, d_banks[here.microbatch % len(d_banks)])
-        so_far = at(gradients.chunks, here.virtual)
+        so_far = slice_at(gradients.chunks, here.virtual)
 
         def run():
             bank = banks[here.microbatch % len(banks)]
@@ -136,14 +147,14 @@ class Banked(Pipeline):
 
         rest = lambda: (d_bank, gradients.first, so_far, gradients.shared)
         d_bank, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, rest)
-        d_chunks = put(gradients.chunks, d_chunk, here.virtual)
+        d_chunks = update_at(gradients.chunks, d_chunk, here.virtual)
         return (d_banks, d_bank), Parameters(d_first, d_chunks, d_shared, gradients.last)
 
     def _pull_back(
         self,
         of_chunk: Any,
         shared: Any,
-        here: Place,
+        here: StageWork,
         bank: Bank,
         of_microbatch: Any,
         d_bank: Bank,
@@ -162,7 +173,7 @@ class Banked(Pipeline):
         d_chunk, d_shared, d_earlier = pullback((d_rows, d_sums))
         return d_chunk, d_shared, d_bank + d_earlier
 
-    def _hand_on(self, banks: Banks, tick: Tick) -> Banks:
+    def _send_forward(self, banks: Banks, tick: Tick) -> Banks:
         """Send the rows that the next stages lack; called after the tick's computation."""
         if not self.slots:
             return banks
@@ -177,8 +188,8 @@ class Banked(Pipeline):
             banks = self._with_rows(banks, after, rows, before=j + 1)
         return banks
 
-    def _hand_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
-        """Return gradients to the stages that sent the rows in `_hand_on`."""
+    def _send_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
+        """Return gradients to the stages that sent the rows in `_send_forward`."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
         one, moved = d_bank[None], []
@@ -200,13 +211,13 @@ class Banked(Pipeline):
             d_banks = self._with_rows(d_banks, after, rows, before=j)
         return d_banks
 
-    def _start(self, banks: Banks, place: Place, before: int) -> tuple:
+    def _start(self, banks: Banks, place: StageWork, before: int) -> tuple:
         row = 1 + (place.chunk - before) * self.chunk_rows
         # Slots for chunks before the first one are never sent.
         place = (place.microbatch % len(banks), jnp.maximum(row, 1))
         return (*place, *(0,) * (banks.ndim - 2))
 
-    def _rows(self, banks: Banks, place: Place, *, before: int = 0) -> Rows:
+    def _rows(self, banks: Banks, place: StageWork, *, before: int = 0) -> Rows:
         """Return a microbatch's rows from an earlier chunk.
 
         The chunk is the one `before` places before the chunk at `place`.
@@ -214,6 +225,6 @@ class Banked(Pipeline):
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
 
-    def _with_rows(self, banks: Banks, place: Place, rows: Rows, *, before: int = 0) -> Banks:
+    def _with_rows(self, banks: Banks, place: StageWork, rows: Rows, *, before: int = 0) -> Banks:
         start = self._start(banks, place, before)
         return jax.lax.dynamic_update_slice(banks, rows[None], start)

@@ -16,21 +16,21 @@ from sharding.pipeline import (
     Pipeline,
     Tick,
     add,
-    at,
     choose,
-    own,
-    put,
+    current_inputs,
+    slice_at,
+    update_at,
     zeros,
 )
-from sharding.schedule import Place, Schedule
+from sharding.schedule import Schedule, StageWork
 
 # A state is a tree of arrays. Kept states are a tree of the same structure, whose arrays have a
 # leading axis over states.
 State = Any
-Kept = Any
+SavedStates = Any
 
 
-class Carried(Pipeline):
+class StatePipeline(Pipeline):
     """A pipeline whose chunks map a state, which is a tree of arrays, to a new state.
 
     A message between stages has one slot, for the state. The state before each chunk is kept until
@@ -62,21 +62,23 @@ class Carried(Pipeline):
         spans = np.ones(schedule.chunks, int)
         spans[-1] = 0
         super().__init__(first, chunk, last, schedule, sums, axis, spans)
-        self.rooms = np.array([schedule.room(virtual) for virtual in range(schedule.virtual)])
+        self.max_saved = np.array(
+            [schedule.max_in_flight(virtual) for virtual in range(schedule.virtual)]
+        )
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[State, State]:
         """Return the shapes of the result of `first`, and of the state that `last` takes."""
-        start = jax.eval_shape(self.first, parameters.first, at(context, 0))
+        start = jax.eval_shape(self.first, parameters.first, slice_at(context, 0))
         return start, start
 
-    def _empty(self, start: State, *, back: bool) -> tuple[State, Kept]:
+    def _empty(self, start: State, *, back: bool) -> tuple[State, SavedStates]:
         """Return zeros for the received state and, if `back`, for the states before chunks.
 
         The states before chunks are needed for the backward pass only.
         """
-        count = self.rooms.sum() if back else 0
-        kept = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
-        return zeros(start), kept
+        count = self.max_saved.sum() if back else 0
+        saved = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
+        return zeros(start), saved
 
     def _empty_back(self, start: State) -> State:
         return zeros(start)
@@ -85,18 +87,18 @@ class Carried(Pipeline):
         self,
         parameters: Parameters,
         context: Any,
-        memory: tuple[State, Kept],
+        memory: tuple[State, SavedStates],
         sums: Any,
         tick: Tick,
-    ) -> tuple[tuple[State, Kept], Callable[[], State], Any]:
+    ) -> tuple[tuple[State, SavedStates], Callable[[], State], Any]:
         """Compute the tick's chunk; return the memory, the new state, and the sums.
 
         The sums include the chunk's terms. An idle stage skips the computation.
         """
-        (arrived, kept), here = memory, self.schedule.forward(tick, self._stage())
+        (arrived, saved), here = memory, self.schedule.forward(tick, self._stage())
 
         def run():
-            of_chunk, of_microbatch = own(parameters, context, here)
+            of_chunk, of_microbatch = current_inputs(parameters, context, here)
             begin = lambda: self.first(parameters.first, of_microbatch)
             state = jax.lax.cond(here.chunk == 0, begin, lambda: arrived)
             given = (of_chunk, parameters.shared, here.chunk, state, of_microbatch)
@@ -105,15 +107,15 @@ class Carried(Pipeline):
 
         rest = lambda: (arrived, arrived, sums)
         state, after, sums = jax.lax.cond(here.active, run, rest)
-        if len(jax.tree.leaves(kept)[0]):
-            kept = put(kept, state, self._place(here), where=here.active)
-        return (after, kept), lambda: after, sums
+        if len(jax.tree.leaves(saved)[0]):
+            saved = update_at(saved, state, self._index(here), where=here.active)
+        return (after, saved), lambda: after, sums
 
     def _undo(
         self,
         parameters: Parameters,
         context: Any,
-        memory: tuple[State, Kept],
+        memory: tuple[State, SavedStates],
         d_memory: State,
         d_result: State,
         d_sums: Any,
@@ -127,11 +129,11 @@ class Carried(Pipeline):
         """
         here = self.schedule.backward(tick, self._stage())
         d_after = choose(here.chunk == self.schedule.chunks - 1, d_result, d_memory)
-        so_far = at(gradients.chunks, here.virtual)
+        so_far = slice_at(gradients.chunks, here.virtual)
 
         def run():
-            of_chunk, of_microbatch = own(parameters, context, here)
-            state = at(memory[1], self._place(here))
+            of_chunk, of_microbatch = current_inputs(parameters, context, here)
+            state = slice_at(memory[1], self._index(here))
 
             def forward(of_chunk, shared, state):
                 return self.chunk(of_chunk, shared, here.chunk, state, of_microbatch)
@@ -144,21 +146,23 @@ class Carried(Pipeline):
 
         rest = lambda: (d_after, gradients.first, so_far, gradients.shared)
         d_state, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, rest)
-        d_chunks = put(gradients.chunks, d_chunk, here.virtual)
+        d_chunks = update_at(gradients.chunks, d_chunk, here.virtual)
         return d_state, Parameters(d_first, d_chunks, d_shared, gradients.last)
 
-    def _hand_on(self, memory: tuple[State, Kept], tick: Tick) -> tuple[State, Kept]:
-        state, kept = memory
-        return self._pass(state, tick), kept
+    def _send_forward(
+        self, memory: tuple[State, SavedStates], tick: Tick
+    ) -> tuple[State, SavedStates]:
+        state, saved = memory
+        return self._pass(state, tick), saved
 
-    def _hand_back(self, d_state: State, tick: Tick) -> State:
+    def _send_back(self, d_state: State, tick: Tick) -> State:
         return self._pass(d_state, tick, back=True)
 
     def _pass(self, state: State, tick: Tick, *, back: bool = False) -> State:
         one = jax.tree.map(lambda x: x[None], state)
-        return at(self._transfer(one, tick, back=back), 0)
+        return slice_at(self._transfer(one, tick, back=back), 0)
 
-    def _place(self, here: Place) -> Int[Array, ""]:
+    def _index(self, here: StageWork) -> Int[Array, ""]:
         """Return the index at which the state before a chunk is kept."""
-        before = jnp.asarray(np.cumsum(self.rooms) - self.rooms)[here.virtual]
-        return before + here.microbatch % jnp.asarray(self.rooms)[here.virtual]
+        before = jnp.asarray(np.cumsum(self.max_saved) - self.max_saved)[here.virtual]
+        return before + here.microbatch % jnp.asarray(self.max_saved)[here.virtual]

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from sharding.schedule import Place, Schedule
+from sharding.schedule import Schedule, StageWork
 
 Tick = Int[Array, ""]
 
@@ -90,8 +90,8 @@ class Pipeline:
     A subclass defines what a stage keeps between ticks: `memory` for microbatches in their forward
     pass, and `d_memory` for microbatches in their backward pass. `_empty` and `_empty_back` create
     these before the first tick, from the shapes that `_shapes` returns. `_compute` does a stage's
-    forward work in a tick, and `_undo` its backward work. At the end of a tick, `_hand_on` and
-    `_hand_back` communicate.
+    forward work in a tick, and `_undo` its backward work. At the end of a tick, `_send_forward` and
+    `_send_back` communicate.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Pipeline:
           context: a tree of further inputs of the functions for each microbatch, [M, ...].
         """
         start, result = self._shapes(parameters, context)
-        outputs = jax.eval_shape(self.last, parameters.last, result, at(context, 0))
+        outputs = jax.eval_shape(self.last, parameters.last, result, slice_at(context, 0))
         count = self.schedule.microbatches
         outputs = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), outputs)
 
@@ -129,14 +129,14 @@ class Pipeline:
             leaving = self._leaving(tick)
 
             def give():
-                given = (parameters.last, result(), at(context, leaving.microbatch))
-                return put(outputs, self.last(*given), leaving.microbatch)
+                given = (parameters.last, result(), slice_at(context, leaving.microbatch))
+                return update_at(outputs, self.last(*given), leaving.microbatch)
 
             outputs = jax.lax.cond(leaving.active, give, lambda: outputs)
-            return self._hand_on(memory, tick), outputs, sums
+            return self._send_forward(memory, tick), outputs, sums
 
         carry = (self._empty(start, back=False), outputs, zeros(self.sums))
-        _, outputs, sums = self._over(self.schedule.forward_ticks, run, carry)
+        _, outputs, sums = self._loop(self.schedule.forward_ticks, run, carry)
         return outputs, sums
 
     def objective(
@@ -165,7 +165,7 @@ class Pipeline:
             return weighted((jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs), sums))
 
         def forward(parameters, context):
-            totals, gradients = self._there_and_back(parameters, context, weights)
+            totals, gradients = self._totals_and_gradients(parameters, context, weights)
             return weighted(totals), gradients
 
         def backward(gradients, cotangents):
@@ -174,12 +174,12 @@ class Pipeline:
         differentiable.defvjp(forward, backward)
         return differentiable(parameters, context)
 
-    def _there_and_back(
+    def _totals_and_gradients(
         self, parameters: Parameters, context: Any, weights: tuple[Any, Any]
     ) -> tuple[tuple[Any, Any], Parameters]:
         """Return the sums of all terms, and the gradient of their weighted sum."""
         start, result_like = self._shapes(parameters, context)
-        of_last = jax.eval_shape(self.last, parameters.last, result_like, at(context, 0))
+        of_last = jax.eval_shape(self.last, parameters.last, result_like, slice_at(context, 0))
         totals = (of_last, self.sums)
         d_terms = jax.tree.map(lambda w, x: jnp.full(x.shape, w, x.dtype), weights, totals)
 
@@ -189,7 +189,7 @@ class Pipeline:
             leaving = self._leaving(tick)
 
             def turn():
-                of_microbatch = at(context, leaving.microbatch)
+                of_microbatch = slice_at(context, leaving.microbatch)
                 forward = lambda of_last, result: self.last(of_last, result, of_microbatch)
                 terms, pullback = jax.vjp(forward, parameters.last, result())
                 d_last, d_result = pullback(d_terms[0])
@@ -201,22 +201,22 @@ class Pipeline:
                 *(parameters, context, memory, d_memory, d_result, d_terms[1]),
                 *(gradients._replace(last=d_last), tick),
             )
-            memory, d_memory = self._hand_on(memory, tick), self._hand_back(d_memory, tick)
+            memory, d_memory = self._send_forward(memory, tick), self._send_back(d_memory, tick)
             return memory, d_memory, gradients, (total, sums)
 
         memory, d_memory = self._empty(start, back=True), self._empty_back(start)
         carry = (memory, d_memory, zeros(parameters), zeros(totals))
-        *_, gradients, totals = self._over(self.schedule.ticks, run, carry)
+        *_, gradients, totals = self._loop(self.schedule.ticks, run, carry)
         return totals, gradients
 
-    def _over(self, ticks: int, run: Callable[[Any, Tick], Any], carry: Any) -> Any:
+    def _loop(self, ticks: int, run: Callable[[Any, Tick], Any], carry: Any) -> Any:
         """Compute `carry = run(carry, tick)` for the first `ticks` ticks."""
         return jax.lax.scan(lambda c, t: (run(c, t), None), carry, jnp.arange(ticks))[0]
 
     def _stage(self) -> Int[Array, ""]:
         return jax.lax.axis_index(self.axis)
 
-    def _leaving(self, tick: Tick) -> Place:
+    def _leaving(self, tick: Tick) -> StageWork:
         """Return the place on the last stage, active if a microbatch leaves it in this tick.
 
         The result is the same on all stages.
@@ -262,24 +262,24 @@ class Pipeline:
         return jax.lax.switch(jnp.asarray(kind_at)[tick], [branch(m) for m in kinds], slots)
 
 
-def own(parameters: Parameters, context: Any, here: Place) -> tuple[Any, Any]:
+def current_inputs(parameters: Parameters, context: Any, here: StageWork) -> tuple[Any, Any]:
     """Return the current chunk's parameters and the current microbatch's context."""
-    return at(parameters.chunks, here.virtual), at(context, here.microbatch)
+    return slice_at(parameters.chunks, here.virtual), slice_at(context, here.microbatch)
 
 
-def at(stacks: Any, index: Int[Array, ""] | int) -> Any:
+def slice_at(stacks: Any, index: Int[Array, ""] | int) -> Any:
     """Return slice `index` of every stack in a tree of stacks."""
     take = lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
     return jax.tree.map(take, stacks)
 
 
-def put(
+def update_at(
     stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
 ) -> Any:
     """Return the stacks with slice `index` replaced, or unchanged if `where` is False."""
-    values = values if where is True else choose(where, values, at(stacks, index))
-    put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
-    return jax.tree.map(put, stacks, values)
+    values = values if where is True else choose(where, values, slice_at(stacks, index))
+    update = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
+    return jax.tree.map(update, stacks, values)
 
 
 def choose(condition: Bool[Array, ""], a: Any, b: Any) -> Any:

@@ -30,7 +30,7 @@ from sharding.errors import MeshError, nearest_multiples
 Caching = Literal["none", "received", "all"]
 
 
-class Place(NamedTuple):
+class StageWork(NamedTuple):
     """The work of a stage in a tick; for an idle stage, all fields but `active` are arbitrary.
 
     Attributes:
@@ -90,11 +90,11 @@ class Schedule:
         """The number of ticks until all backward passes are done, `M V + P + C - 2`."""
         return self.forward_ticks + self.chunks - 1
 
-    def forward(self, tick: Any, stage: Any) -> Place:
+    def forward(self, tick: Any, stage: Any) -> StageWork:
         """Return the chunk and microbatch whose forward pass a stage computes in a tick."""
         return self._place(tick - stage, stage, lambda virtual: virtual)
 
-    def backward(self, tick: Any, stage: Any) -> Place:
+    def backward(self, tick: Any, stage: Any) -> StageWork:
         """Return the chunk and microbatch whose backward pass a stage computes in a tick.
 
         The backward pass of the last chunk follows its forward pass in the same tick.
@@ -102,7 +102,7 @@ class Schedule:
         before = self.chunks - 1 + self.stages - 1 - stage
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
-    def _place(self, number: Any, stage: Any, order: Any) -> Place:
+    def _place(self, number: Any, stage: Any, order: Any) -> StageWork:
         """Return the place of a stage's work item `number`.
 
         `order` maps the n-th chunk in the stage's order of work to the chunk's index on the stage.
@@ -115,9 +115,9 @@ class Schedule:
         rounds, within = number // self.chunks, number % self.chunks
         virtual = order(within // self.stages)
         microbatch = rounds * self.stages + within % self.stages
-        return Place(active, virtual, microbatch, virtual * self.stages + stage)
+        return StageWork(active, virtual, microbatch, virtual * self.stages + stage)
 
-    def room(self, first: int = 0) -> int:
+    def max_in_flight(self, first: int = 0) -> int:
         """Return the maximum number of microbatches that a stage must keep at the same time.
 
         The data of microbatch m is stored at index `m % room`, whose earlier content is then no
@@ -132,7 +132,7 @@ class Schedule:
         return self._in(2 * (self.chunks - first * self.stages) - 1)
 
     @property
-    def room_one_way(self) -> int:
+    def max_in_flight_one_way(self) -> int:
         """The maximum number of microbatches between a stage's first and last chunks.
 
         It applies to one direction, forward or backward.

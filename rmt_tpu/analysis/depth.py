@@ -46,7 +46,7 @@ from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import DepthWeights, Store, Unstacked, VectorStore
+from rmt_tpu.residual.protocols import DepthWeights, SingleSublayer, Store, VectorStore
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
@@ -254,7 +254,7 @@ class _TappedStore:
         self.dtype, self.compute_dtype = store.dtype, store.compute_dtype
         names = ["start", "hold", "merge_and_read"]
         if isinstance(store, VectorStore):
-            names += ["norm_of", "project", "decode_params", "decode_merge_and_read"]
+            names += ["apply_norm", "project", "decode_params", "decode_merge_and_read"]
         for name in names:
             setattr(self, name, getattr(store, name))
         self.outputs: list[Array] = []
@@ -270,8 +270,8 @@ class _TappedStore:
         self.reads.append(self._store.read(residual, site, dtype))
         return self.reads[-1]
 
-    def written(self, y, writer):
-        return self._tapped(self._store.written(y, writer))
+    def write_term(self, y, writer):
+        return self._tapped(self._store.write_term(y, writer))
 
     def add_and_read(self, residual, y, site):
         residual = self.write(residual, y, site.writer)
@@ -284,7 +284,7 @@ class _TappedStore:
         return written
 
 
-def _sublayers(decoder, context) -> list[Unstacked]:
+def _sublayers(decoder, context) -> list[SingleSublayer]:
     unstacked = []
     for stack, stack_config in zip(decoder.stacks, decoder.config.stacks, strict=True):
         graphdef, stacked = nnx.split(stack)
@@ -292,7 +292,7 @@ def _sublayers(decoder, context) -> list[Unstacked]:
             unstacked += nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
     writers = [sublayer.site.writer for sublayer in unstacked[1:]] + [decoder.final_site.writer]
     return [
-        Unstacked(
+        SingleSublayer(
             sublayer.site, partial(sublayer.core, context=context, index=jnp.int32(k)), writer
         )
         for k, (sublayer, writer) in enumerate(zip(unstacked, writers, strict=True))

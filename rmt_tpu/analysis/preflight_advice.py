@@ -132,7 +132,7 @@ def _microbatches(report: Preflight) -> list[Advice]:
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate
     microbatch_fraction = lambda count: (
-        sharding.Schedule(stages, train.virtual_stages, count).room() / count
+        sharding.Schedule(stages, train.virtual_stages, count).max_in_flight() / count
     )
     more = [n for n in range(now + stages, rows + 1, stages) if rows % n == 0]
     chosen = _enough(

@@ -166,7 +166,7 @@ class Attention(Core):
         cache = Cache(*map(append, cache, new))
         if context.start is None:
             return self(z, context, index), cache
-        k, v = stacks.at(cache, layer)
+        k, v = stacks.slice_at(cache, layer)
         if q.shape[1] == 1:
             queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
             mask = queries[:, :, None] >= keys[:, None, :]

@@ -15,7 +15,7 @@ from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
-from rmt_tpu.layers.stacks import by_itself
+from rmt_tpu.layers.stacks import isolate
 
 
 class FeedForward(Core):
@@ -92,13 +92,13 @@ class FeedForward(Core):
             # Otherwise XLA would slice the weights out of their stack and run both products in one
             # instruction, which takes a fifth longer than two separate products. Only for few
             # tokens is that single instruction faster.
-            w_1, w_2 = by_itself(w_1), by_itself(w_2)
+            w_1, w_2 = isolate(w_1), isolate(w_2)
         x = concatenate(z)
         if self.hidden_gain is None:
             # Each device computes its own columns of `W_1 z` for the tokens of all devices along
             # `tensor`. The sums are then scattered back to the devices that hold the tokens.
             hidden = self._activate(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
-            hidden = by_itself(hidden) if sequential else hidden
+            hidden = isolate(hidden) if sequential else hidden
             return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
         norm = {"norm": self.norm, "epsilon": self.epsilon}
         hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)

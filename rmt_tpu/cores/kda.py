@@ -132,7 +132,7 @@ class Kda(Core):
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """Run the core on new tokens, continuing from the states in the cache."""
-        state, tail = stacks.at(cache, layer)
+        state, tail = stacks.slice_at(cache, layer)
         if context.start is None:
             state, tail = jnp.zeros_like(state), jnp.zeros_like(tail)
         else:  # a row that starts a new sequence has no earlier tokens
@@ -140,7 +140,7 @@ class Kda(Core):
             state = jnp.where(begun[:, None, None, None], state, 0)
             tail = jnp.where(begun[:, None, None, None], tail, 0)
         y, *new = self._run(z, context, state, tail)
-        return y, stacks.put(cache, Cache(*new), layer)
+        return y, stacks.update_at(cache, Cache(*new), layer)
 
     def _run(self, z, context, state, tail):
         """Return the heads' outputs, and the state and the tail after the last token."""

@@ -233,7 +233,7 @@ def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads 
     Keys are not expanded, and all logits are in memory at the same time.
     """
     q, (w_uk, w_uv) = step.q, step.w_up
-    latents, rope_keys = stacks.at(step.cache, step.layer)
+    latents, rope_keys = stacks.slice_at(step.cache, step.layer)
     q_nope, q_rope = jnp.split(q, [w_uk.shape[-1]], axis=-1)
     dtype = jnp.result_type(q, jnp.float32)
     absorbed = jnp.einsum("bnhd,chd->bnhc", q_nope, w_uk)

@@ -22,7 +22,7 @@ from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
 from rmt_tpu.execution import kernels
 from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
-from rmt_tpu.residual.fixed_point import in_floats
+from rmt_tpu.residual.fixed_point import with_float_residual
 
 BATCH_TOKENS = 16384  # tokens per batch, for each of the devices over which rows are sharded
 _LEAST = 32  # minimum number of tokens per row
@@ -88,7 +88,7 @@ class Scorer(NamedTuple):
         if (mesh := mesh_of(decoder)) is not None:
             decoder = repeat_key_heads(decoder, mesh)
         params = nnx.state(decoder, nnx.Param)
-        make = lambda: Decoder(dropless(in_floats(decoder.config)), rngs=nnx.Rngs(0))
+        make = lambda: Decoder(dropless(with_float_residual(decoder.config)), rngs=nnx.Rngs(0))
         graphdef = nnx.split(nnx.eval_shape(make), nnx.Param)[0]
         if mesh is None:
             compiled = jax.jit(partial(_scores, graphdef))

@@ -24,18 +24,18 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.platform import vary_alike
 from rmt_tpu.cores import Aux, Context
-from rmt_tpu.execution.banked_stack import Stacked, StackRunner
-from rmt_tpu.execution.kernels import as_here
-from rmt_tpu.execution.layer import Model, no_aux
+from rmt_tpu.execution.banked_stack import StackArrays, StackRunner
+from rmt_tpu.execution.kernels import at_current_precision
+from rmt_tpu.execution.layer import DecoderParts, no_aux
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import Banked, StackedScores, Store
-from rmt_tpu.residual.whole_tiles import as_they_are
+from rmt_tpu.residual.protocols import BankMixer, StackedScores, Store
+from rmt_tpu.residual.whole_tiles import without_padding
 
 
 def run_layers(
-    decoder: Model,
+    decoder: DecoderParts,
     state: Array,
     y: Float[Array, "batch seq vectors size"],
     context: Context,
@@ -48,7 +48,7 @@ def run_layers(
     store, mixer = decoder.store, decoder.mixer
     few = caches is not None and few_tokens(state.shape[1])
     if few:
-        store, mixer = as_they_are(store), as_they_are(mixer)
+        store, mixer = without_padding(store), without_padding(mixer)
     runs, of_stacks = _runs(decoder, store, mixer)
     first = store.write(store.hold(state), y, _first(decoder.stacks[0][0].site.writer))
     if few and isinstance(mixer, StackedScores):
@@ -61,7 +61,7 @@ def run_layers(
     def forward(of_stacks, first, context, caches, *, keep=False):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
         aux = no_aux(decoder.config, y.dtype)
-        carry = (stacks.put(bank, first, 0), jnp.zeros_like(first), aux)
+        carry = (stacks.update_at(bank, first, 0), jnp.zeros_like(first), aux)
         (carry, _), new, kept = vary_alike((carry, of_stacks)), [], []
         for run, of_stack, of_cores in zip(runs, of_stacks, caches, strict=True):
             carry, of_cores, sums = run.forward(of_stack, carry, context, of_cores, keep=keep)
@@ -91,12 +91,14 @@ def run_layers(
             gradients.insert(0, gradient)
         return gradients, carry[0][0], None
 
-    differentiable.defvjp(save, as_here(backward))
+    differentiable.defvjp(save, at_current_precision(backward))
     bank, aux = differentiable(*vary_alike((of_stacks, first)), context)
     return mixer.final(store, bank, decoder.final_site), None, aux
 
 
-def _runs(decoder: Model, store: Store, mixer: Banked) -> tuple[list[StackRunner], list[Stacked]]:
+def _runs(
+    decoder: DecoderParts, store: Store, mixer: BankMixer
+) -> tuple[list[StackRunner], list[StackArrays]]:
     """Return a `StackRunner` for each stack, and the arrays of each stack that the runs take."""
     runs, of_stacks, before = [], [], 0
     scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
@@ -109,7 +111,7 @@ def _runs(decoder: Model, store: Store, mixer: Banked) -> tuple[list[StackRunner
         layers = nnx.to_pure_dict(nnx.state(stack, nnx.Param))
         of_layers = scores[before : before + of_stack.num_sublayers]
         of_layers = of_layers.reshape(of_stack.repeat, -1, *scores.shape[1:])
-        of_stacks.append(Stacked(layers, of_layers, _after(writers[number], next_writer)))
+        of_stacks.append(StackArrays(layers, of_layers, _after(writers[number], next_writer)))
         given = decoder.config, store, mixer, nnx.graphdef(stack), before
         runs.append(StackRunner(*given, of_stack.repeat, of_stack.cores))
         before += of_stack.num_sublayers

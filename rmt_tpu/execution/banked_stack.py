@@ -1,6 +1,6 @@
 """The forward and backward passes of one stack of layers that reads rows of a bank.
 
-`execution.banked` runs the stacks of a decoder one after the other, and explains what is kept.
+`execution.banked` runs the stacks of a decoder one after the other, and explains what is saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,18 @@ from pallas_kernels.platform import vary_alike
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.banked_writes import AndKeep, Anew, FromKept, Write, write_kept
+from rmt_tpu.execution.banked_writes import (
+    RunAndSaveCore,
+    RunCore,
+    UseSavedOutput,
+    Write,
+    write_saved,
+)
 from rmt_tpu.layers import stacks
 from rmt_tpu.residual.protocols import (
-    At,
     Bank,
-    Banked,
+    BankMixer,
+    DepthIndex,
     Grouping,
     ReversibleStore,
     Row,
@@ -31,7 +37,7 @@ from rmt_tpu.residual.protocols import (
 )
 
 
-class Stacked(NamedTuple):
+class StackArrays(NamedTuple):
     """The arrays of a stack's layers, each with a leading axis over the stack's repeats.
 
     Attributes:
@@ -49,54 +55,54 @@ class Stacked(NamedTuple):
     decode_params: tuple[Any, ...] = ()
 
 
-class Kept(NamedTuple):
+class SavedStack(NamedTuple):
     """The arrays that a stack keeps for its backward pass; fields that are not needed are None.
 
     Attributes:
-      layers: the running sum before each layer.
-      groups: the running sum before each group, if it may be nonzero there.
-      written: the output of each sublayer of a period in all repeats, kept instead of the sums.
-      of_cores: what the cores' `pull_back` needs in addition to `written`, as a pair: for the
+      layer_sums: the running sum before each layer.
+      group_sums: the running sum before each group, if it may be nonzero there.
+      outputs: the output of each sublayer of a period in all repeats, kept instead of the sums.
+      cores: what the cores' `pull_back` needs in addition to `outputs`, as a pair: for the
         layers of all full groups, and for the layers of the last partial group.
     """
 
-    layers: Float[Array, "repeat batch seq *shape"] | None = None
-    groups: Float[Array, "groups batch seq *shape"] | None = None
-    written: tuple[Float[Array, "repeat own_batch own_seq _ size"], ...] | None = None
-    of_cores: tuple[Any, Any] = (None, None)
+    layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
+    group_sums: Float[Array, "groups batch seq *shape"] | None = None
+    outputs: tuple[Float[Array, "repeat own_batch own_seq _ size"], ...] | None = None
+    cores: tuple[Any, Any] = (None, None)
 
 
-class Running(NamedTuple):
+class ForwardCarry(NamedTuple):
     """The state that the forward pass carries from group to group.
 
     Attributes:
       bank: the bank, with the rows that are complete so far.
       current: the running sum; None if every group starts and ends without one.
       caches: the caches of the stack's cores; None unless decoding.
-      kept: what the backward pass needs.
+      saved: what the backward pass needs.
       aux: the sums of the cores' scalars.
     """
 
     bank: Bank
     current: Row | None
     caches: tuple | None
-    kept: Kept
+    saved: SavedStack
     aux: Aux
 
 
-class Cotangents(NamedTuple):
+class BackwardCarry(NamedTuple):
     """The state that the backward pass carries from group to group.
 
     Attributes:
       bank: the cotangent of the bank.
       current: the cotangent of the running sum; None if no group starts or ends with one.
       stack: the cotangents of the stack's arrays, complete for the layers after the group.
-      summed: memory in which `_sum_again` rebuilds running sums; None if it is not used.
+      summed: memory in which `_rebuild_sum` rebuilds running sums; None if it is not used.
     """
 
     bank: Bank
     current: Row | None
-    stack: Stacked
+    stack: StackArrays
     summed: Row | None
 
 
@@ -120,9 +126,9 @@ class Group(NamedTuple):
     rows: Bank | None
 
 
-def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
+def _layer_arrays(of_stack: StackArrays, index: Index) -> StackArrays:
     decode_params = tuple(StackSlice(x, index) for x in of_stack.decode_params)
-    return stacks.at(of_stack._replace(decode_params=()), index)._replace(
+    return stacks.slice_at(of_stack._replace(decode_params=()), index)._replace(
         decode_params=decode_params
     )
 
@@ -145,7 +151,7 @@ class StackRunner:
         self,
         config: cfg.ModelConfig,
         store: Store,
-        mixer: Banked,
+        mixer: BankMixer,
         graphdef: nnx.GraphDef,
         first: int,
         repeat: int,
@@ -157,9 +163,8 @@ class StackRunner:
         self.grouping: Grouping = self.mixer.grouping(first, self.period, repeat)
         self.group = self.grouping.layers
         closed = self.mixer.keeps_sum and self.grouping.closed
-        self.keeps_written = (
-            closed and config.remat == "full" and isinstance(store, ReversibleStore)
-        )
+        reversible = isinstance(store, ReversibleStore)
+        self.saves_outputs = closed and config.remat == "full" and reversible
 
     @property
     def end_row(self) -> int:
@@ -173,14 +178,14 @@ class StackRunner:
 
     def forward(
         self,
-        of_stack: Stacked,
+        of_stack: StackArrays,
         carry: tuple[Bank, Row, Aux],
         context: Context,
         caches: tuple | None,
         *,
         keep: bool = False,
         first: Index | None = None,
-    ) -> tuple[tuple[Bank, Row, Aux], tuple | None, Kept]:
+    ) -> tuple[tuple[Bank, Row, Aux], tuple | None, SavedStack]:
         """Run all layers of the stack.
 
         Args:
@@ -196,28 +201,28 @@ class StackRunner:
           The carry after all layers, the caches after all layers, and the kept arrays.
         """
         bank, current, aux = carry
-        kept = Kept()
+        saved = SavedStack()
         if keep and self.mixer.keeps_sum:
             empty = lambda count: jax.lax.empty((count, *current.shape), current.dtype)
-            if self.keeps_written:
-                kept = Kept(written=self._empty_written(current))
+            if self.saves_outputs:
+                saved = SavedStack(outputs=self._empty_outputs(current))
             elif self.config.remat == "full":
-                kept = Kept(layers=empty(self.repeat))
+                saved = SavedStack(layer_sums=empty(self.repeat))
             elif self.grouping.open:
-                kept = Kept(groups=empty(-(-self.repeat // self.group)))
+                saved = SavedStack(group_sums=empty(-(-self.repeat // self.group)))
 
         def run(carry, start, layers, _):
             group = self._begin(of_stack, carry.bank, start, layers, first)
             return self._group_forward(of_stack, context, group, carry)
 
-        goes_on = self.grouping.open or kept.written is not None
-        running = Running(bank, current if goes_on else None, caches, kept, aux)
+        keeps_current = self.grouping.open or saved.outputs is not None
+        running = ForwardCarry(bank, current if keeps_current else None, caches, saved, aux)
         running, of_cores = self._over_groups(run, running, decoding=caches is not None)
-        kept = running.kept._replace(of_cores=of_cores)
+        saved = running.saved._replace(cores=of_cores)
         ended = running.current if self.grouping.open else jnp.zeros_like(current)
-        return (running.bank, ended, running.aux), running.caches, kept
+        return (running.bank, ended, running.aux), running.caches, saved
 
-    def _empty_written(self, residual: Row) -> tuple[Array, ...]:
+    def _empty_outputs(self, residual: Row) -> tuple[Array, ...]:
         """Return uninitialised stacks for the outputs of a period's sublayers.
 
         A device stores complete outputs for its own tokens, even if the mesh shards the rows over
@@ -232,20 +237,20 @@ class StackRunner:
 
     def backward(
         self,
-        of_stack: Stacked,
-        kept: Kept,
+        of_stack: StackArrays,
+        saved: SavedStack,
         bank: Bank,
         carry: tuple[Bank, Row],
         context: Context,
         d_aux: Aux,
         *,
         first: Index | None = None,
-    ) -> tuple[tuple[Bank, Row], Stacked]:
+    ) -> tuple[tuple[Bank, Row], StackArrays]:
         """Return the cotangents of the bank, the earlier running sum, and the parameters.
 
         Args:
           of_stack: the arrays of the stack.
-          kept: what the forward pass kept.
+          saved: what the forward pass saved.
           bank: the complete bank.
           carry: the cotangents of the bank and of the running sum after the stack.
           context: the rule for which tokens may attend to which.
@@ -256,16 +261,16 @@ class StackRunner:
 
         def run(carry, start, layers, of_cores):
             group = self._begin(of_stack, bank, start, layers, first)
-            of_group = kept._replace(of_cores=of_cores)
+            of_group = saved._replace(cores=of_cores)
             return self._group_backward(
                 of_stack, context, group, bank, of_group, d_aux, carry
             ), None
 
         d_bank, d_current = carry
         ended = d_current if self.grouping.open else None
-        summed = None if kept.written is None else jnp.zeros(bank.shape[1:], bank.dtype)
-        d = Cotangents(d_bank, ended, stacks.empty_like(of_stack), summed)
-        d, _ = self._over_groups(run, d, kept.of_cores, reverse=True)
+        summed = None if saved.outputs is None else jnp.zeros(bank.shape[1:], bank.dtype)
+        d = BackwardCarry(d_bank, ended, stacks.empty_like(of_stack), summed)
+        d, _ = self._over_groups(run, d, saved.cores, reverse=True)
         return (d.bank, jnp.zeros_like(d_current) if d.current is None else d.current), d.stack
 
     def _over_groups(
@@ -310,57 +315,59 @@ class StackRunner:
         return carry, (whole, last)
 
     def _begin(
-        self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
+        self, of_stack: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> Group:
         """Run phase one for a group; `first` is the number of sublayers before the stack's part."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
-        scores = _sites(stacks.run_of(of_stack.scores, start, layers))
+        scores = _sites(stacks.slice_range(of_stack.scores, start, layers))
         prior = self.mixer.prior(scores, bank, first_row)
         count = self.grouping.rows(layers * self.period)
-        rows = None if self.grouping.closed else stacks.run_of(bank, first_row, count)
+        rows = None if self.grouping.closed else stacks.slice_range(bank, first_row, count)
         return Group(start, layers, at, first_row, prior, rows)
 
     def _group_forward(
-        self, of_stack: Stacked, context: Context, group: Group, carry: Running
-    ) -> tuple[Running, Any]:
+        self, of_stack: StackArrays, context: Context, group: Group, carry: ForwardCarry
+    ) -> tuple[ForwardCarry, Any]:
         """Run a group's layers; also return what the cores' `pull_back` needs, stacked."""
-        bank, current, caches, kept, aux = carry
-        if kept.groups is not None:
+        bank, current, caches, saved, aux = carry
+        if saved.group_sums is not None:
             index = group.start // self.group
-            kept = kept._replace(groups=stacks.put(kept.groups, current, index))
+            saved = saved._replace(group_sums=stacks.update_at(saved.group_sums, current, index))
         if current is None:
             current = jnp.zeros(bank.shape[1:], bank.dtype)
 
         def run_layer(carry, offset):
-            rows, current, caches, kept, aux = carry
+            rows, current, caches, saved, aux = carry
             index = group.start + offset
-            if kept.layers is not None:
-                kept = kept._replace(layers=stacks.put(kept.layers, current, index))
-            write = Anew(self.store, context, caches, index)
-            if kept.written is not None:
-                write = AndKeep(self.store, context, kept.written, index)
-            of_layer = _of_layer(of_stack, index)
+            if saved.layer_sums is not None:
+                saved = saved._replace(
+                    layer_sums=stacks.update_at(saved.layer_sums, current, index)
+                )
+            write = RunCore(self.store, context, caches, index)
+            if saved.outputs is not None:
+                write = RunAndSaveCore(self.store, context, saved.outputs, index)
+            of_layer = _layer_arrays(of_stack, index)
             given = (of_layer, group.at, offset, group.prior, rows, current, aux)
             _, rows, current, aux = self._layer(write, *given)
-            if kept.written is not None:
-                kept = kept._replace(written=tuple(write.written))
-                return (rows, current, caches, kept, aux), tuple(write.saved)
+            if saved.outputs is not None:
+                saved = saved._replace(outputs=tuple(write.outputs))
+                return (rows, current, caches, saved, aux), tuple(write.saved)
             caches = None if caches is None else tuple(write.new)
-            return (rows, current, caches, kept, aux), None
+            return (rows, current, caches, saved, aux), None
 
-        over_layers = (group.rows, current, caches, kept, aux)
+        over_layers = (group.rows, current, caches, saved, aux)
         over_layers = vary_alike((of_stack, over_layers))[1]
         over_layers, of_cores = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
-        rows, current, caches, kept, aux = over_layers
-        bank = stacks.put_run(bank, current[None] if rows is None else rows, group.first_row)
-        goes_on = carry.current is not None
-        return Running(bank, current if goes_on else None, caches, kept, aux), of_cores
+        rows, current, caches, saved, aux = over_layers
+        bank = stacks.update_range(bank, current[None] if rows is None else rows, group.first_row)
+        keeps_current = carry.current is not None
+        return ForwardCarry(bank, current if keeps_current else None, caches, saved, aux), of_cores
 
     def _layer(
         self,
         write: Write,
-        of_layer: Stacked,
+        of_layer: StackArrays,
         at: Index,
         offset: Index,
         prior: Any,
@@ -377,7 +384,7 @@ class StackRunner:
         in_place = self.grouping.closed and of_layer.decode_params
         scores = of_layer.decode_params if in_place else of_layer.scores
         for k, one in enumerate(layer):
-            place = At(at + offset * self.period + k, at)
+            place = DepthIndex(at + offset * self.period + k, at)
             prior, rows, current, z = self.mixer.read(
                 self.store, one.site, scores[k], prior, rows, current, place
             )
@@ -388,83 +395,85 @@ class StackRunner:
 
     def _group_backward(
         self,
-        of_stack: Stacked,
+        of_stack: StackArrays,
         context: Context,
         group: Group,
         bank: Bank,
-        kept: Kept,
+        saved: SavedStack,
         d_aux: Aux,
-        carry: Cotangents,
-    ) -> Cotangents:
-        """Run a group's layers backwards, and then phase one; `kept.of_cores` is the group's."""
+        carry: BackwardCarry,
+    ) -> BackwardCarry:
+        """Run a group's layers backwards, and then phase one; `saved.cores` is the group's."""
         d_bank, d_current, gradients, summed = carry
         nothing, no_aux = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
-        sums, first_sum = kept.layers, group.start
-        if sums is None and kept.written is None and self.mixer.keeps_sum:
+        sums, first_sum = saved.layer_sums, group.start
+        if sums is None and saved.outputs is None and self.mixer.keeps_sum:
             current = nothing
-            if kept.groups is not None:
-                current = stacks.at(kept.groups, group.start // self.group)
-            sums, first_sum = self._sums_again(of_stack, context, group, current, no_aux), 0
+            if saved.group_sums is not None:
+                current = stacks.slice_at(saved.group_sums, group.start // self.group)
+            sums, first_sum = self._recompute_sums(of_stack, context, group, current, no_aux), 0
 
         def undo_layer(carry, scanned):
             d_prior, d_rows, d_current, gradients, summed = carry
-            offset, saved = scanned
+            offset, of_cores = scanned
             index = group.start + offset
-            write = Anew(self.store, context)
-            if kept.written is not None:
-                write = FromKept(self.store, context, kept.written, saved, index)
-                current = summed = self._sum_again(
-                    of_stack, kept.written, group.start, offset, summed
+            write = RunCore(self.store, context)
+            if saved.outputs is not None:
+                write = UseSavedOutput(self.store, context, saved.outputs, of_cores, index)
+                current = summed = self._rebuild_sum(
+                    of_stack, saved.outputs, group.start, offset, summed
                 )
             else:
-                current = nothing if sums is None else stacks.at(sums, first_sum + offset)
+                current = nothing if sums is None else stacks.slice_at(sums, first_sum + offset)
                 # Without the barrier, XLA would slice the stack again for each use.
                 current = jax.lax.optimization_barrier(current)
 
             def forward(of_layer, prior, rows, current):
                 return self._layer(write, of_layer, group.at, offset, prior, rows, current, no_aux)
 
-            given = (stacks.at(of_stack, index), group.prior, group.rows, current)
+            given = (stacks.slice_at(of_stack, index), group.prior, group.rows, current)
             _, pullback = jax.vjp(forward, *given)
             gradient, *cotangents = pullback((d_prior, d_rows, d_current, d_aux))
-            return (*cotangents, stacks.put(gradients, gradient, index), summed), None
+            return (*cotangents, stacks.update_at(gradients, gradient, index), summed), None
 
         count = self.grouping.rows(group.layers * self.period)
-        d_rows = stacks.run_of(d_bank, group.first_row, count)
+        d_rows = stacks.slice_range(d_bank, group.first_row, count)
         # The only row of a closed group is the running sum at the group's end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
         over_layers = (stacks.empty_like(group.prior), *ends, gradients, summed)
         over_layers = vary_alike((of_stack, over_layers))[1]
-        scanned = (jnp.arange(group.layers), kept.of_cores)
+        scanned = (jnp.arange(group.layers), saved.cores)
         over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
         if isinstance(group.first_row, int) and group.first_row == 0:
             d_bank = d_rows  # all rows belong to the group, which does not complete row 0
         d_bank, gradients = self._prior_backward(of_stack, group, bank, d_prior, d_bank, gradients)
-        return Cotangents(d_bank, d_current if self.grouping.open else None, gradients, summed)
+        return BackwardCarry(d_bank, d_current if self.grouping.open else None, gradients, summed)
 
     def _prior_backward(
         self,
-        of_stack: Stacked,
+        of_stack: StackArrays,
         group: Group,
         bank: Bank,
         d_prior: Any,
         d_bank: Bank,
-        gradients: Stacked,
-    ) -> tuple[Bank, Stacked]:
+        gradients: StackArrays,
+    ) -> tuple[Bank, StackArrays]:
         """Run phase one backwards; add to the cotangents of the bank and of the group's scores."""
         start, layers = group.start, group.layers
-        scores = stacks.run_of(of_stack.scores, start, layers)
+        scores = stacks.slice_range(of_stack.scores, start, layers)
         d_scores, d_bank = self.mixer.prior_backward(
             _sites(scores), bank, group.first_row, group.prior, d_prior, d_bank
         )
-        d_scores = d_scores.reshape(scores.shape) + stacks.run_of(gradients.scores, start, layers)
-        return d_bank, gradients._replace(scores=stacks.put_run(gradients.scores, d_scores, start))
+        d_scores = d_scores.reshape(scores.shape)
+        d_scores += stacks.slice_range(gradients.scores, start, layers)
+        d_scores = stacks.update_range(gradients.scores, d_scores, start)
+        return d_bank, gradients._replace(scores=d_scores)
 
-    def _sum_again(
-        self, of_stack: Stacked, written: tuple, start: Index, offset: Index, summed: Row
+    def _rebuild_sum(
+        self, of_stack: StackArrays, outputs: tuple, start: Index, offset: Index, summed: Row
     ) -> Row:
         """Rebuild the running sum before a layer of a closed group from the kept outputs.
 
@@ -474,26 +483,26 @@ class StackRunner:
 
         def add(of_group, current):
             index = start + of_group
-            of_layer = stacks.at(of_stack, index)
+            of_layer = stacks.slice_at(of_stack, index)
             layer = nnx.merge(self.graphdef, of_layer.layers)
-            for k, stack in enumerate(written):
-                place = At(of_group * self.period + k, 0)
+            for k, stack in enumerate(outputs):
+                place = DepthIndex(of_group * self.period + k, 0)
                 writer = _writer(layer, k, of_layer)
-                current = write_kept(self.store, current, StackSlice(stack, index), writer, place)
+                current = write_saved(self.store, current, StackSlice(stack, index), writer, place)
             return current
 
         return jax.lax.fori_loop(0, offset, add, summed)
 
-    def _sums_again(
-        self, of_stack: Stacked, context: Context, group: Group, current: Row, aux: Aux
+    def _recompute_sums(
+        self, of_stack: StackArrays, context: Context, group: Group, current: Row, aux: Aux
     ) -> Float[Array, "layers batch seq *shape"]:
         """Recompute the running sum before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
-            of_layer = stacks.at(of_stack, group.start + offset)
+            of_layer = stacks.slice_at(of_stack, group.start + offset)
             given = (of_layer, group.at, offset, group.prior, rows, current, aux)
-            _, rows, after, _ = self._layer(Anew(self.store, context), *given)
+            _, rows, after, _ = self._layer(RunCore(self.store, context), *given)
             return (rows, after), current
 
         carry = vary_alike((of_stack, (group.rows, current)))[1]
@@ -505,6 +514,6 @@ def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites
     return scores.reshape(-1, *scores.shape[2:])
 
 
-def _writer(layer: nnx.List, k: int, of_layer: Stacked) -> Writer:
+def _writer(layer: nnx.List, k: int, of_layer: StackArrays) -> Writer:
     """Return the writer of sublayer k's output, which belongs to the site after the sublayer."""
     return layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after

@@ -101,7 +101,7 @@ def _varying(decoder: Any, given: Any) -> Any:
     return nnx.merge(graph, jax.tree.map(lambda x: varying(x, varies), params), others)
 
 
-def as_here(backward: Callable[..., Any]) -> Callable[..., Any]:
+def at_current_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward pass whose matrix products have the precision in force at this call.
 
     Use it with `jax.custom_vjp`, whose backward pass is traced later, where the gradient is

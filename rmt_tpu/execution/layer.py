@@ -17,11 +17,11 @@ from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.parameters import Seed, stack
-from rmt_tpu.residual.protocols import Banked, Carried, Store
+from rmt_tpu.residual.protocols import BankMixer, StateMixer, Store
 
 
 @runtime_checkable
-class Model(Protocol):
+class DecoderParts(Protocol):
     """The parts of a decoder that schedules use.
 
     Attributes:
@@ -35,7 +35,7 @@ class Model(Protocol):
     dtype: jnp.dtype
     embedding: Embedding
     store: Store
-    mixer: Carried | Banked
+    mixer: StateMixer | BankMixer
     stacks: nnx.List
     final_site: nnx.Module
     unembedding: Unembedding
@@ -168,7 +168,7 @@ def run_core(
 
 
 def run_layer(
-    mixer: Carried,
+    mixer: StateMixer,
     store: Store,
     sublayers: Sequence[tuple[nnx.Module | StackSlice, Core]],
     carry: tuple[Any, Float[Array, "batch y_seq vectors size"], Aux],

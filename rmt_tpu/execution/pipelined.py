@@ -22,14 +22,14 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.execution import banked_stack, kernels, scanned
-from rmt_tpu.execution.layer import Model, no_aux, start
+from rmt_tpu.execution.layer import DecoderParts, no_aux, start
 from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
-from sharding.banked import Banked
-from sharding.carried import Carried
+from sharding.banked import BankPipeline
+from sharding.carried import StatePipeline
 
 
-class Given(NamedTuple):
+class Microbatch(NamedTuple):
     """The inputs of a microbatch.
 
     Attributes:
@@ -96,7 +96,7 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
 
 
 def run_layers(
-    decoder: Model,
+    decoder: DecoderParts,
     tokens: Int[Array, "batch seq"],
     context: Context,
     schedule: sharding.Schedule,
@@ -117,7 +117,7 @@ def run_layers(
     Raises:
       MeshError: see `check`.
     """
-    given = _microbatches(decoder, Given(tokens, context), schedule)
+    given = _microbatches(decoder, Microbatch(tokens, context), schedule)
 
     def last(reading, result, _):
         return pipeline.on_last(lambda given: stages.read(*given), (reading, result))
@@ -129,7 +129,7 @@ def run_layers(
 
 
 def loss(
-    decoder: Model,
+    decoder: DecoderParts,
     tokens: Int[Array, "batch seq"],
     context: Context,
     of_tokens: Any,
@@ -155,7 +155,7 @@ def loss(
       MeshError: see `check`.
     """
     own = lambda x: sharding.own_part(x, sharding.token_axes(), axis=1)
-    given = Given(tokens, context, jax.tree.map(own, of_tokens))
+    given = Microbatch(tokens, context, jax.tree.map(own, of_tokens))
     given = _microbatches(decoder, given, schedule)
     stages = _stages(decoder, schedule)
 
@@ -172,7 +172,9 @@ def loss(
         return stages.pipeline(last).objective(parameters, given, weights)
 
 
-def _microbatches(decoder: Model, given: Given, schedule: sharding.Schedule) -> Given:
+def _microbatches(
+    decoder: DecoderParts, given: Microbatch, schedule: sharding.Schedule
+) -> Microbatch:
     """Split rows into M microbatches, [M, rows / M, ...]; a single row is given to each of them."""
     check(decoder.config, schedule, len(given.tokens))
     count = schedule.microbatches
@@ -202,13 +204,13 @@ class Stages(NamedTuple):
         final state or bank.
     """
 
-    pipeline: Callable[[pipeline.Last], Carried | Banked]
+    pipeline: Callable[[pipeline.Last], StatePipeline | BankPipeline]
     parameters: pipeline.Parameters
     read: Callable[[Any, Any], Read]
 
 
-def _stages(decoder: Model, schedule: sharding.Schedule) -> Stages:
-    return (_banked if decoder.config.mixer.banked else _carried)(decoder, schedule)
+def _stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
+    return (_bank_stages if decoder.config.mixer.banked else _state_stages)(decoder, schedule)
 
 
 def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx.Module]]]:
@@ -217,7 +219,7 @@ def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx
     return states, lambda states: list(map(nnx.merge, graphdefs, states))
 
 
-def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
+def _own_layers(decoder: DecoderParts, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
     """Return the graph of a layer, and this stage's parameters, [V, layers of a chunk, ...]."""
     graphdef, layers = nnx.split(decoder.stacks[0])
     layers = nnx.to_pure_dict(layers)
@@ -229,7 +231,7 @@ def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphD
 # Mixers that carry a state -------------------------------------------------------------------
 
 
-def _carried(decoder: Model, schedule: sharding.Schedule) -> Stages:
+def _state_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     config, dtype = decoder.config, decoder.dtype
     size = config.num_sublayers // schedule.chunks
     graphdef, layers = _own_layers(decoder, schedule)
@@ -253,7 +255,7 @@ def _carried(decoder: Model, schedule: sharding.Schedule) -> Stages:
 
     sums = jax.eval_shape(lambda: no_aux(config, dtype))
     return Stages(
-        lambda last: Carried(first, chunk, last, schedule, sums=sums),
+        lambda last: StatePipeline(first, chunk, last, schedule, sums=sums),
         pipeline.Parameters(of_first, layers, of_mixer, of_last),
         read,
     )
@@ -262,12 +264,12 @@ def _carried(decoder: Model, schedule: sharding.Schedule) -> Stages:
 # Mixers that read a bank ---------------------------------------------------------------------
 
 
-def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
+def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     mixer, config, dtype = decoder.mixer, decoder.config, decoder.dtype
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
     writers = merged[0].site.writer
-    of_chunks = banked_stack.Stacked(
+    of_chunks = banked_stack.StackArrays(
         layers,
         _scores(decoder, graphdef, layers, schedule),
         _after(writers, decoder.final_site.writer),
@@ -294,11 +296,11 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
         """Return the gradient of the stacked parameters, and `d_bank` with the rows' part added."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
-        kept = banked_stack.Kept()
+        saved = banked_stack.SavedStack()
         if run.grouping.open:
             again = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype))
-            kept = run.forward(of_chunk, again, given.context, None, keep=True, first=at)[2]
-        of_both = (of_chunk, kept, bank, carry, given.context, d_aux)
+            saved = run.forward(of_chunk, again, given.context, None, keep=True, first=at)[2]
+        of_both = (of_chunk, saved, bank, carry, given.context, d_aux)
         (d_bank, _), gradients = run.backward(*of_both, first=at)
         return gradients, (), d_bank
 
@@ -313,14 +315,14 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     }
     of_first = (of_first, _first(writers))
     return Stages(
-        lambda last: Banked(first, rows, last, schedule, **options),
+        lambda last: BankPipeline(first, rows, last, schedule, **options),
         pipeline.Parameters(of_first, of_chunks, (), of_last),
         read,
     )
 
 
 def _scores(
-    decoder: Model, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
+    decoder: DecoderParts, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
 ) -> Float[Array, "virtual layers period *scored"]:
     """Return the scoring parameters (such as queries) of the sites in this stage's layers.
 

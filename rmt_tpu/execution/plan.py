@@ -80,12 +80,12 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     return ExecutionPlan(
         target=target,
         schedule=Choice(schedule, _SCHEDULES[schedule]),
-        residual_dtype=Choice(model.store.dtype, _of_dtype(config, schedule)),
+        residual_dtype=Choice(model.store.dtype, _dtype_reason(config, schedule)),
         outputs_in_place=in_place,
         products_in_turn=choices.products_in_turn(target, model.data_shape[0], own_tokens),
         rereads_rebuilt=rereads,
         padded_width=padded,
-        decode_kernels=_for_decoding(model, target, divided=mesh.shape.get("key", 1) > 1),
+        decode_kernels=_decode_kernels(model, target, divided=mesh.shape.get("key", 1) > 1),
     )
 
 
@@ -97,7 +97,7 @@ def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:
     return "banked" if config.model.mixer.banked else "scanned"
 
 
-def _of_dtype(config: RunConfig, schedule: str) -> str:
+def _dtype_reason(config: RunConfig, schedule: str) -> str:
     if config.model.store.dtype == "int16":
         return "as small as bfloat16, and its writes can be undone exactly"
     if config.model.store.dtype == config.model.compute_dtype:
@@ -107,7 +107,7 @@ def _of_dtype(config: RunConfig, schedule: str) -> str:
     return "set in the config"
 
 
-def _for_decoding(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
+def _decode_kernels(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
     fused = model.mixer.banked and getattr(model.mixer, "fused", False)
     # As the reversible schedule, they are for mixers that pass on nothing but the residual.
     alone = "reversible" in model.mixer.remats

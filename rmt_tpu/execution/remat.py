@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.platform import vary_alike
 from rmt_tpu import config as cfg
-from rmt_tpu.execution.kernels import as_here
+from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.layers import stacks
 
 
@@ -72,11 +72,11 @@ def scan_recomputed(
             _, pull_back = jax.vjp(step, kept, one, shared)
             d_carry, gradient, of_one = pull_back(d_carry)
             d_shared = jax.tree.map(jnp.add, d_shared, of_one)
-            return (d_carry, stacks.put(gradients, gradient, index), d_shared), None
+            return (d_carry, stacks.update_at(gradients, gradient, index), d_shared), None
 
         carry = d_carry, stacks.empty_like(scanned), jax.tree.map(jnp.zeros_like, shared)
         carry, _ = stacks.scan(back, carry, with_indices(kept, scanned), reverse=True)
         return *carry, None
 
-    run.defvjp(forward, as_here(backward))
+    run.defvjp(forward, at_current_precision(backward))
     return run(*vary_alike((carry, scanned, shared)), given)

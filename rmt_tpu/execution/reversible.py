@@ -21,16 +21,16 @@ from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.kernels import as_here
-from rmt_tpu.execution.layer import Model, add_aux, no_aux, sites_and_cores
+from rmt_tpu.execution.kernels import at_current_precision
+from rmt_tpu.execution.layer import DecoderParts, add_aux, no_aux, sites_and_cores
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.layers.stacks import empty_like, put, scan
+from rmt_tpu.layers.stacks import empty_like, scan, update_at
 from rmt_tpu.residual.protocols import ReversibleStore
 
 
 def run_layers(
-    decoder: Model,
+    decoder: DecoderParts,
     residual: Float[Array, "group seq own_D_k D_v"],
     y: Float[Array, "batch seq R D_v"],
     context: Context,
@@ -49,7 +49,7 @@ def run_layers(
     def differentiable(stacks, final_site, residual, y, context):
         return run.forward(stacks, final_site, residual, y, context)[0]
 
-    differentiable.defvjp(run.forward, as_here(run.backward))
+    differentiable.defvjp(run.forward, at_current_precision(run.backward))
     parameters = (_parameters(decoder.stacks), _parameters(decoder.final_site))
     return differentiable(*parameters, residual, y, context)
 
@@ -65,7 +65,7 @@ class _Layers:
     slot: repeat i writes slot i + 1, and slot 0 holds the output from before the first repeat.
     """
 
-    def __init__(self, decoder: Model, store: ReversibleStore, dtype: jnp.dtype):
+    def __init__(self, decoder: DecoderParts, store: ReversibleStore, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, store, dtype
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
         self.last_sites = [nnx.graphdef(stack[-1].site) for stack in decoder.stacks]
@@ -159,7 +159,7 @@ class _Layers:
                     )
                     # A core without parameters is absent from the tree.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
-                return (residual, d_residual, d_y, z, put(gradients, gradient, repeat)), None
+                return (residual, d_residual, d_y, z, update_at(gradients, gradient, repeat)), None
 
             scanned = (stacks[number], jnp.arange(stack.repeat), of_stack, below)
             carry = (held, d_residual, d_y, z, empty_like(stacks[number]))
@@ -184,7 +184,7 @@ class _Layers:
         written = [jax.lax.empty(shape(core), before.dtype) for core in stack.cores]
         if stack.repeat > 1:
             more = jax.lax.empty((stack.repeat + 1, *written[-1].shape[1:]), before.dtype)
-            written[-1] = put(more, read_slices(before), 0)
+            written[-1] = update_at(more, read_slices(before), 0)
         return written
 
     def _layer(

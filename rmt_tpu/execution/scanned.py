@@ -10,15 +10,15 @@ from jaxtyping import Array, Float
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import Model, no_aux, run_layer, sites_and_cores
+from rmt_tpu.execution.layer import DecoderParts, no_aux, run_layer, sites_and_cores
 from rmt_tpu.execution.remat import rematerialize, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import Carried, ReversibleStore, Store
+from rmt_tpu.residual.protocols import ReversibleStore, StateMixer, Store
 
 
 def run_layers(
-    decoder: Model,
+    decoder: DecoderParts,
     state: Array,
     y: Float[Array, "batch seq vectors size"],
     context: Context,
@@ -50,7 +50,7 @@ def run_layers(
 
 
 def scan(
-    mixer: Carried,
+    mixer: StateMixer,
     store: Store,
     stack: nnx.List,
     config: cfg.ModelConfig,

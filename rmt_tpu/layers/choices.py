@@ -11,15 +11,15 @@ from pallas_kernels.target import Target
 
 # tpu7x is left out: on that chip XLA uses a different layout for a matrix product that is written
 # into a slot of a stack, and would copy the whole stack to that layout for each slot.
-_MADE_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
+_WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 # On this chip, a single XLA instruction for both products of a feed-forward layer is faster even
 # with many tokens (docs/benchmarks/train_step.md).
-_AT_ONCE = ("tpu_v6_lite",)
+_FUSED_PRODUCTS = ("tpu_v6_lite",)
 # The maximum share of VMEM that a residual may fill if XLA is to keep it in VMEM between kernels.
-_KEPT = 0.5
+_MAX_VMEM_SHARE = 0.5
 # On a GPU or a CPU, padding with zeros does not pay off if it adds more than this share of the
 # width.
-_MOST_ZEROS = 1 / 8
+_MAX_PADDING_SHARE = 1 / 8
 
 
 class Choice(NamedTuple):
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
 def outputs_in_place(target: Target) -> Choice:
     """Choose whether a core's last matrix product is written directly into a stack of outputs."""
-    if target.slug in _MADE_IN_PLACE:
+    if target.slug in _WRITES_IN_PLACE:
         return Choice(
             True, "XLA writes the products in the layout that the residual's kernels read"
         )
@@ -55,7 +55,7 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
         return Choice(False, "a vector residual is read with tokens in rows")
     if few_tokens(tokens):
         return Choice(False, f"there are {tokens} tokens, fewer than {LANES}")
-    if target.slug in _AT_ONCE:
+    if target.slug in _FUSED_PRODUCTS:
         return Choice(False, f"one instruction for both products is faster on {target.kind}")
     return Choice(True, "one instruction for both products takes a fifth longer with tokens last")
 
@@ -69,8 +69,8 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """
     share = residual_bytes / target.chip.vmem
     vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
-    limit = f"a separate kernel reads one that takes at most {_KEPT}"
-    return Choice(share > _KEPT, f"a residual takes {share:.2g} of {vmem}; {limit}")
+    limit = f"a separate kernel reads one that takes at most {_MAX_VMEM_SHARE}"
+    return Choice(share > _MAX_VMEM_SHARE, f"a residual takes {share:.2g} of {vmem}; {limit}")
 
 
 def few_tokens(tokens: int) -> bool:
@@ -88,7 +88,7 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
     missing = -size % LANES
     if not by_kernels:
         return Choice(size, "no kernel reads a bank of vectors through an RMS norm")
-    if missing > _MOST_ZEROS * size:
+    if missing > _MAX_PADDING_SHARE * size:
         return Choice(size, f"padding of {missing} is more than an eighth of {size}")
     return Choice(size + missing, f"the kernels need a multiple of {LANES}")
 

@@ -12,26 +12,26 @@ from pallas_kernels.platform import vary_alike
 Index = Int[Array, ""] | int
 
 
-def at(stacks: Any, index: Index) -> Any:
+def slice_at(stacks: Any, index: Index) -> Any:
     """Return slice `index` of every stack in a tree of stacks."""
     return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), stacks)
 
 
-def put(stacks: Any, values: Any, index: Index) -> Any:
+def update_at(stacks: Any, values: Any, index: Index) -> Any:
     """Return the stacks with slice `index` replaced by a tree of values."""
 
-    def put_one(stack, x):
+    def update(stack, x):
         return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
 
-    return jax.tree.map(put_one, stacks, values)
+    return jax.tree.map(update, stacks, values)
 
 
-def run_of(stack: Float[Array, "count *shape"], start: Index, size: int) -> Array:
+def slice_range(stack: Float[Array, "count *shape"], start: Index, size: int) -> Array:
     """Return `size` consecutive slices of the stack, starting at slice `start`."""
     return jax.lax.dynamic_slice_in_dim(stack, start, size, 0)
 
 
-def put_run(stack: Float[Array, "count *shape"], values: Array, start: Index) -> Array:
+def update_range(stack: Float[Array, "count *shape"], values: Array, start: Index) -> Array:
     """Return the stack with consecutive slices from `start` onwards replaced by `values`."""
     return jax.lax.dynamic_update_slice_in_dim(stack, values.astype(stack.dtype), start, 0)
 
@@ -51,7 +51,7 @@ def scan(
 
 
 @jax.custom_jvp
-def by_itself(x: Array) -> Array:
+def isolate(x: Array) -> Array:
     """Return x, and keep XLA from fusing the computation of x into the operations that use it.
 
     Under differentiation, x is returned without this restriction, because it is then used more than
@@ -60,8 +60,8 @@ def by_itself(x: Array) -> Array:
     return jax.lax.optimization_barrier(x)
 
 
-@by_itself.defjvp
-def _by_itself_jvp(primals, tangents):
+@isolate.defjvp
+def _isolate_jvp(primals, tangents):
     return *primals, *tangents
 
 
@@ -74,7 +74,7 @@ def empty_like(stacks: Any) -> Any:
 
 
 @jax.custom_vjp
-def take(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
+def slice_once(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
     """Return the stack and its slice `index`, with a gradient that avoids a stack of zeros.
 
     After the call, use the returned stack, and do not read this slice from it again. The gradient
@@ -84,20 +84,20 @@ def take(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Arra
     return stack, jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
-def _take_forward(stack, index):
-    return take(stack, index), index
+def _slice_once_forward(stack, index):
+    return slice_once(stack, index), index
 
 
-def _take_backward(index, cotangents):
+def _slice_once_backward(index, cotangents):
     d_stack, d_slice = cotangents
     return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None
 
 
-take.defvjp(_take_forward, _take_backward)
+slice_once.defvjp(_slice_once_forward, _slice_once_backward)
 
 
 @jax.custom_vjp
-def fill(
+def write_unread(
     stack: Float[Array, "count *shape"],
     x: Float[Array, "*shape"],
     index: Index,
@@ -110,17 +110,17 @@ def fill(
     The gradient of the stack is passed on unchanged. JAX's own update would set the slice of that
     gradient to zero, which copies the whole stack.
     """
-    return put(stack, x, index)
+    return update_at(stack, x, index)
 
 
-def _fill_forward(stack, x, index, whole):
-    return fill(stack, x, index, whole), (index, whole)
+def _write_unread_forward(stack, x, index, whole):
+    return write_unread(stack, x, index, whole), (index, whole)
 
 
-def _fill_backward(saved, d_stack):
+def _write_unread_backward(saved, d_stack):
     index, whole = saved
     d_slice = jax.lax.dynamic_index_in_dim(d_stack, index, keepdims=False)
     return d_stack, jnp.where(whole, d_slice, 0), None, None
 
 
-fill.defvjp(_fill_forward, _fill_backward)
+write_unread.defvjp(_write_unread_forward, _write_unread_backward)

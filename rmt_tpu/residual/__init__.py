@@ -16,9 +16,9 @@ Two choices can be combined freely:
 - the *mixer* defines how earlier outputs are combined into the next input: `sum`, attention over
   depth, ...
 
-Some mixers keep earlier outputs as rows of an array, the *bank* (protocol `Banked`). These mixers
-run in their own schedule, `rmt_tpu.execution.banked`, whose backward pass needs little more than
-the bank. `protocols` lists the methods that stores and mixers must have.
+Some mixers keep earlier outputs as rows of an array, the *bank* (protocol `BankMixer`). These
+mixers run in their own schedule, `rmt_tpu.execution.banked`, whose backward pass needs little more
+than the bank. `protocols` lists the methods that stores and mixers must have.
 """
 
 from types import ModuleType
@@ -44,7 +44,7 @@ from rmt_tpu.residual.hierarchical import Hierarchical
 from rmt_tpu.residual.highway import Highway
 from rmt_tpu.residual.hyper_connections import HyperConnections
 from rmt_tpu.residual.place import Place
-from rmt_tpu.residual.protocols import Banked, Carried
+from rmt_tpu.residual.protocols import BankMixer, StateMixer
 from rmt_tpu.residual.sum import Sum
 
 __all__ = [
@@ -68,7 +68,7 @@ def store_module(store: cfg.Store) -> ModuleType:
             return matrix
 
 
-def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
+def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
     """Return the configured mixer, including the parameters that do not belong to a site."""
     match config.mixer:
         case cfg.Sum():
@@ -94,15 +94,16 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
     site = store_module(config.store).Site(config, seed, place)
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():
-            module = depth_attention if config.mixer.fused else depth_ablations
-            site.mix = module.Mix(config, seed / "mix")
+            fused = config.mixer.fused
+            mix = depth_attention.DepthAttentionMix if fused else depth_ablations.DepthAblationMix
+            site.mix = mix(config, seed / "mix")
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
             make_mix, at = hyper_connections.make_mix, {"index": place.index}
             site.mix = None if place.last else make_mix(config, seed / "mix", **at)
         case cfg.Highway():
-            site.mix = None if place.last else highway.Mix(config, seed / "mix")
+            site.mix = None if place.last else highway.HighwayMix(config, seed / "mix")
         case cfg.DepthLstm():
-            site.mix = depth_lstm.Mix(config, seed / "mix") if place.within else None
+            site.mix = depth_lstm.LstmGates(config, seed / "mix") if place.within else None
     return site
 
 

@@ -22,14 +22,14 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import (
-    At,
     Bank,
+    DepthIndex,
     DepthWeights,
     Grouping,
     Index,
     Row,
+    SingleSublayer,
     Store,
-    Unstacked,
     Written,
 )
 
@@ -105,7 +105,7 @@ class Dense(nnx.Module):
         prior: Array,
         rows: Bank | None,
         current: Row,
-        at: At,
+        at: DepthIndex,
     ) -> tuple[Array, Bank | None, Row, Read]:
         """Mix the input of a layer at the layer's first site, then read as in the plain model."""
         if site.begins_layer:
@@ -115,16 +115,16 @@ class Dense(nnx.Module):
             padded = jnp.pad(score, (0, len(rows)))
             weights = jax.lax.dynamic_slice_in_dim(padded, self.first_row(at.group), len(rows), 0)
             own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
-            prior, earlier = stacks.take(prior, offset)
+            prior, earlier = stacks.slice_once(prior, offset)
             current = earlier + own
         return prior, rows, current, store.read(current, site, store.compute_dtype)
 
     def seal(
-        self, site: nnx.Module, rows: Bank | None, current: Row, at: At
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
     ) -> tuple[Bank | None, Row]:
         """Write the output of a complete layer into its bank row."""
         if not site.begins_layer:
-            rows = stacks.put(rows, current, (at.sublayer - at.group) // 2)
+            rows = stacks.update_at(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
@@ -137,10 +137,10 @@ class Dense(nnx.Module):
         store: Store,
         state: Float[Array, "batch seq *shape"],
         y: Written,
-        sublayers: Sequence[Unstacked],
+        sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,
     ) -> tuple[Read, tuple]:
-        """Run all layers one by one; see `protocols.Banked`.
+        """Run all layers one by one; see `protocols.BankMixer`.
 
         The weights do not depend on the tokens.
         """

@@ -23,10 +23,10 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, parameter
 from rmt_tpu.residual import depth_attention
-from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
+from rmt_tpu.residual.protocols import Bank, DepthIndex, Grouping, Index, Row, Store
 
 
-class Mix(depth_attention.Mix):
+class DepthAblationMix(depth_attention.DepthAttentionMix):
     """The parameters of one site for attention over depth.
 
     For an "input" query they include a projection [D, D], which is zero at initialisation.
@@ -125,9 +125,9 @@ class DepthAblation(depth_attention.DepthAttention):
         prior: None,
         rows: Bank | None,
         current: Row,
-        at: At,
+        at: DepthIndex,
     ) -> tuple[None, Bank | None, Row, Read]:
-        """Mix all sources of a site in one step, and read the mix: see `protocols.Banked`."""
+        """Mix all sources of a site in one step, and read the mix: see `protocols.BankMixer`."""
         running = jnp.asarray(at.sublayer % self.block > 0)
         h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
         return prior, rows, current, store.read(h, site, store.compute_dtype)

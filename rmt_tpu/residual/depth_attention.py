@@ -32,14 +32,14 @@ from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import (
-    At,
     Bank,
+    DepthIndex,
     DepthWeights,
     Grouping,
     Index,
     Row,
+    SingleSublayer,
     Store,
-    Unstacked,
     VectorStore,
     Written,
 )
@@ -58,7 +58,7 @@ class Prior(NamedTuple):
     log_sums: Float[Array, "*sites batch seq"]
 
 
-class Mix(nnx.Module):
+class DepthAttentionMix(nnx.Module):
     """The parameters of one site: a query and a key gain, both shaped like a source.
 
     Attributes:
@@ -158,7 +158,7 @@ class DepthAttention(nnx.Module):
         """Return every site's query, already multiplied by the key gain."""
         in_order = []
         for of_stack in sites:
-            folded = [self.tiles.factor(site.mix.folded()) for site in of_stack]
+            folded = [self.tiles.scale_and_pad(site.mix.folded()) for site in of_stack]
             folded = jnp.stack([x.reshape(len(x), -1) for x in folded], axis=1)
             in_order.append(folded.reshape(-1, folded.shape[-1]))
         return jnp.concatenate(in_order)
@@ -252,7 +252,7 @@ class DepthAttention(nnx.Module):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding: the final site's read of its mix of all rows."""
-        query = self.tiles.factor(final_site.mix.folded()).reshape(1, -1)
+        query = self.tiles.scale_and_pad(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
 
@@ -264,11 +264,11 @@ class DepthAttention(nnx.Module):
         prior: Prior,
         rows: Bank | None,
         current: Row,
-        at: At,
+        at: DepthIndex,
     ) -> tuple[Prior, Bank | None, Row, Read]:
         """Run phase two at one site: mix in the group's own rows, and read the mix.
 
-        See `protocols.Banked`.
+        See `protocols.BankMixer`.
         """
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
@@ -276,7 +276,7 @@ class DepthAttention(nnx.Module):
             sealed, options = (*prior, place), {"active": active, "epsilon": self.epsilon}
             z = store.decode_merge_and_read(sealed, current, score, site, **options)
             return prior, rows, current, z
-        log_sums, own_log_sums = stacks.take(prior.log_sums, place)
+        log_sums, own_log_sums = stacks.slice_once(prior.log_sums, place)
 
         def with_current(mixed, log_sums, place):
             query = score.reshape(current.shape[2:])
@@ -286,7 +286,7 @@ class DepthAttention(nnx.Module):
         if rows is None and not self._divided():
             mixed, passed, z = with_current(prior.mixed, own_log_sums, place)
             return Prior(mixed, log_sums), rows, passed, z
-        mixed, own_mixed = stacks.take(prior.mixed, place)
+        mixed, own_mixed = stacks.slice_once(prior.mixed, place)
         prior = Prior(mixed, log_sums)
         own = Prior(own_mixed[None], own_log_sums[None])
         if rows is not None:
@@ -302,11 +302,11 @@ class DepthAttention(nnx.Module):
         return prior, rows, current, store.read(own.mixed[0], site, store.compute_dtype)
 
     def seal(
-        self, site: nnx.Module, rows: Bank | None, current: Row, at: At
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
     ) -> tuple[Bank | None, Row]:
         """Store the running sum as a row if its block is complete, and then reset the sum to zero.
 
-        See `protocols.Banked`.
+        See `protocols.BankMixer`.
         """
         if rows is None:
             return rows, current
@@ -314,7 +314,7 @@ class DepthAttention(nnx.Module):
         own = self._row(at.sublayer) - self.first_row(at.group)
         sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
         # No site reads a row before its block is complete.
-        rows = stacks.fill(rows, current, own, sealed)
+        rows = stacks.write_unread(rows, current, own, sealed)
         return rows, jnp.where(sealed, 0, current)
 
     # For analysis --------------------------------------------------------------------------------
@@ -324,10 +324,10 @@ class DepthAttention(nnx.Module):
         store: Store,
         state: Float[Array, "group seq *shape"],
         y: Written,
-        sublayers: Sequence[Unstacked],
+        sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,
     ) -> tuple[Read, list[Array]]:
-        """Compute equations 2 to 6 directly: see `protocols.Banked`."""
+        """Compute equations 2 to 6 directly: see `protocols.BankMixer`."""
         complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
         running, recorded = jnp.zeros_like(complete[0]), []
 

@@ -32,26 +32,31 @@ from rmt_tpu.residual.protocols import Index, VectorStore
 _GATES = 3
 
 
-class State(NamedTuple):
-    """A cell before its feed-forward output t is known: `c = kept + admitted * t`, `o = shown * c`.
+class LstmState(NamedTuple):
+    """The gates and the old cell of a layer whose feed-forward output t is not known yet.
 
-    The fields `kept`, `admitted` and `shown` are the gated old cell, the input gate and the output
-    gate.
+    The new cell is `c = old_cell + input_gate * t`, and the layer's output is
+    `o = output_gate * c`.
+
+    Attributes:
+      old_cell: the cell of the previous layer, already multiplied by the forget gate.
+      input_gate: the factor of t.
+      output_gate: the factor of c.
     """
 
-    kept: Float[Array, "batch seq D"]
-    admitted: Float[Array, "batch seq D"]
-    shown: Float[Array, "batch seq D"]
+    old_cell: Float[Array, "batch seq D"]
+    input_gate: Float[Array, "batch seq D"]
+    output_gate: Float[Array, "batch seq D"]
 
 
-class Cell(NamedTuple):
+class LstmCell(NamedTuple):
     """The output o and the cell c after a complete layer."""
 
     output: Float[Array, "batch seq D"]
     cell: Float[Array, "batch seq D"]
 
 
-class Mix(nnx.Module):
+class LstmGates(nnx.Module):
     """The gate parameters in a layer's second site, which precedes the feed-forward layer.
 
     Attributes:
@@ -77,41 +82,41 @@ class DepthLstm(nnx.Module):
 
     def start(
         self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
-    ) -> tuple[State, Array]:
+    ) -> tuple[LstmState, Array]:
         """Return the initial state, and the embedding y, which is written to it first.
 
         The output gate is fully open, so that the output o_0 is the whole embedding.
         """
-        kept = store.hold(state)
-        return State(kept, jnp.ones_like(kept), jnp.ones_like(kept)), y
+        cell = store.hold(state)
+        return LstmState(cell, jnp.ones_like(cell), jnp.ones_like(cell)), y
 
     @jax.named_scope("residual")
     def advance(
         self,
         store: VectorStore,
-        state: State | Cell,
+        state: LstmState | LstmCell,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: Index,
-    ) -> tuple[State | Cell, Read]:
+    ) -> tuple[LstmState | LstmCell, Read]:
         """Complete the current cell and read its output, or compute the gates of the next cell."""
-        written = store.written(y, site.write)
+        written = store.write_term(y, site.write)
         if site.mix is None:
-            cell = state.kept + state.admitted * written.astype(state.kept.dtype)
-            output = state.shown * cell
+            cell = state.old_cell + state.input_gate * written.astype(state.old_cell.dtype)
+            output = state.output_gate * cell
             if self.mixer.cell_start == "zero":
                 cell = jnp.where(index == 0, jnp.zeros_like(cell), cell)
-            return Cell(output, cell), store.read(output, site, y.dtype)
+            return LstmCell(output, cell), store.read(output, site, y.dtype)
         z = jnp.concatenate([written, state.output.astype(y.dtype)], axis=-1)
         w = sharding.gather(site.mix.gates.astype(z.dtype), "fsdp", axis=0)
         gates = jnp.split(jnp.dot(z, w), _GATES, axis=-1)
         offsets = (0.0, self.mixer.forget_offset, 0.0)
-        admit, forget, show = (
-            self._opened(gate, gain, offset).astype(state.cell.dtype)
+        input_gate, forget_gate, output_gate = (
+            self._gate(gate, gain, offset).astype(state.cell.dtype)
             for gate, gain, offset in zip(gates, site.mix.gate_gains[...], offsets, strict=True)
         )
-        return State(forget * state.cell, admit, show), store.project(z, site)
+        return LstmState(forget_gate * state.cell, input_gate, output_gate), store.project(z, site)
 
-    def _opened(self, gate, gain, offset):
+    def _gate(self, gate, gain, offset):
         norm = {"norm": self.norm, "epsilon": self.epsilon}
         return jax.nn.sigmoid(normalize(gate, gain, **norm, dtype=gate.dtype) + offset)

@@ -22,16 +22,16 @@ from dataclasses import replace
 from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
 
-_LARGEST = 2**15 - 1
+_MAX_INT16 = 2**15 - 1
 # Minimum ratio of the range to the residual's size at the last read. It is about twice what
 # rmt-tiny needed.
-_ROOM = 112
+_MIN_HEADROOM = 112
 # Minimum size of the residual at the first read, in steps. Rounding errors are then half a percent
 # of that size, about as large as the errors of a model that uses bfloat16 everywhere.
-_FEWEST_STEPS = 64
+_MIN_STEPS = 64
 
 
-def in_floats(model: cfg.ModelConfig) -> cfg.ModelConfig:
+def with_float_residual(model: cfg.ModelConfig) -> cfg.ModelConfig:
     """Return the model config for use without training: a float residual and remat "full".
 
     Without training no write is undone, so neither a fixed step nor the sublayers' stored outputs
@@ -71,12 +71,12 @@ def fraction_bits(config: cfg.ModelConfig) -> int:
     if config.store.fraction_bits is not None:
         return config.store.fraction_bits
     _, last = expected_sizes(config)
-    bits = math.floor(math.log2(_LARGEST / (_ROOM * last)))
+    bits = math.floor(math.log2(_MAX_INT16 / (_MIN_HEADROOM * last)))
     legal = ranges(cfg.MatrixStore)["fraction_bits"]
     return min(max(bits, legal.low), legal.high)
 
 
-def holds(config: cfg.ModelConfig) -> bool:
+def fits_int16(config: cfg.ModelConfig) -> bool:
     """Return whether int16 is precise enough for a new model.
 
     A config that sets the fraction bits itself is always accepted.
@@ -85,10 +85,10 @@ def holds(config: cfg.ModelConfig) -> bool:
         return True
     first, last = expected_sizes(config)
     steps = 2.0 ** fraction_bits(config)
-    return first * steps >= _FEWEST_STEPS and last * _ROOM <= (_LARGEST + 1) / steps
+    return first * steps >= _MIN_STEPS and last * _MIN_HEADROOM <= (_MAX_INT16 + 1) / steps
 
 
-def described(config: cfg.ModelConfig) -> str:
+def describe(config: cfg.ModelConfig) -> str:
     """Return a text that describes the range and the step size."""
     bits = fraction_bits(config)
     return f"steps of 2^-{bits}, up to +-{2.0 ** (15 - bits):g}"

@@ -26,7 +26,7 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter, stack
 from rmt_tpu.residual.protocols import Index, Store
 
 
-class State(NamedTuple):
+class HierarchicalState(NamedTuple):
     """The residual, and the other inputs of the next node.
 
     Attributes:
@@ -100,27 +100,28 @@ class Hierarchical(nnx.Module):
 
     def start(
         self, store: Store, state: Float[Array, "batch seq D"], y: Array
-    ) -> tuple[State, Array]:
+    ) -> tuple[HierarchicalState, Array]:
         """Return the state before the first write, and the embedding y, which is written first."""
         residual = store.hold(state)
-        return State(residual, jnp.zeros((self.every, *residual.shape), residual.dtype)), y
+        inputs = jnp.zeros((self.every, *residual.shape), residual.dtype)
+        return HierarchicalState(residual, inputs), y
 
     @jax.named_scope("residual")
     def advance(
         self,
         store: Store,
-        state: State,
+        state: HierarchicalState,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: Index,
-    ) -> tuple[State, Read]:
+    ) -> tuple[HierarchicalState, Read]:
         """Write y to the residual, pass the residual through a node if one is due, and read."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
         if site.begins_layer:  # the preceding layer, or the embedding, is complete
             done = index // 2
             h = self._aggregate(h, inputs, done, y.dtype)
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)
-        return State(h, inputs), store.read(h, site, y.dtype)
+        return HierarchicalState(h, inputs), store.read(h, site, y.dtype)
 
     def _aggregate(self, h, inputs, done, dtype):
         """Return the output of the node after `done` layers, or h if there is no node there."""

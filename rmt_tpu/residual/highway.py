@@ -25,14 +25,14 @@ from rmt_tpu.layers.parameters import Seed, parameter
 from rmt_tpu.residual.protocols import Index, VectorStore
 
 
-class State(NamedTuple):
+class HighwayState(NamedTuple):
     """The residual, and the factor that scales the next write (None means 1)."""
 
     residual: Float[Array, "batch seq D"]
-    passed: Float[Array, "batch seq D"] | None
+    write_scale: Float[Array, "batch seq D"] | None
 
 
-class Mix(nnx.Module):
+class HighwayMix(nnx.Module):
     """The weights W_1 and W_2, side by side in [D, 2 D] so that one product with x uses both."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -53,32 +53,33 @@ class Highway(nnx.Module):
 
     def start(
         self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
-    ) -> tuple[State, Array]:
+    ) -> tuple[HighwayState, Array]:
         """Return the state before the first write, and the embedding y, which is written first."""
         residual = store.hold(state)
-        return State(residual, jnp.ones_like(residual) if self.mixer.form == "gated" else None), y
+        scale = jnp.ones_like(residual) if self.mixer.form == "gated" else None
+        return HighwayState(residual, scale), y
 
     @jax.named_scope("residual")
     def advance(
         self,
         store: VectorStore,
-        state: State,
+        state: HighwayState,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: Index,
-    ) -> tuple[State, Read]:
+    ) -> tuple[HighwayState, Read]:
         """Write y to the residual and read z for the next sublayer.
 
         The returned state already includes those terms of the next update of h that do not depend
         on the next sublayer's output.
         """
-        h, passed = state
-        written = store.written(y, site.write).astype(h.dtype)
-        h = h + written if passed is None else h + passed * written
-        normed = store.norm_of(h, site, y.dtype)
+        h, write_scale = state
+        written = store.write_term(y, site.write).astype(h.dtype)
+        h = h + written if write_scale is None else h + write_scale * written
+        normed = store.apply_norm(h, site, y.dtype)
         z = store.project(normed, site)
         if site.mix is None:
-            return State(h, passed), z
+            return HighwayState(h, write_scale), z
         x = normed if self.mixer.input == "normed" else h.astype(y.dtype)
         w = sharding.gather(site.mix.gate_and_value.astype(x.dtype), "fsdp", axis=0)
         product = jnp.dot(x, w)
@@ -87,8 +88,8 @@ class Highway(nnx.Module):
         added, closed = (gate * value).astype(h.dtype), (1 - gate).astype(h.dtype)
         match self.mixer.form:
             case "add":
-                return State(h + added, None), z
+                return HighwayState(h + added, None), z
             case "carry":
-                return State(closed * h + added, None), z
+                return HighwayState(closed * h + added, None), z
             case "gated":
-                return State(h + added, closed), z
+                return HighwayState(h + added, closed), z

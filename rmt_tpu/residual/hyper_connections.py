@@ -60,7 +60,7 @@ class Coefficients(NamedTuple):
     mix: Float[Array, "to from batch seq"]
 
 
-class State(NamedTuple):
+class StreamsState(NamedTuple):
     """The streams before the last output is written, and the coefficients for writing it."""
 
     streams: Streams
@@ -76,7 +76,7 @@ class HyperConnections(nnx.Module):
 
     def start(
         self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
-    ) -> tuple[State, Array]:
+    ) -> tuple[StreamsState, Array]:
         """Return the initial state, with m equal streams, and the embedding y.
 
         The streams do not include y yet. The first write adds y to every stream, without mixing.
@@ -85,19 +85,19 @@ class HyperConnections(nnx.Module):
         m, dtype = self.streams, jnp.result_type(held, jnp.float32)
         write = jnp.ones((m, *held.shape[:-1]), dtype)
         mix = jnp.broadcast_to(jnp.eye(m, dtype=dtype)[:, :, None, None], (m, *write.shape))
-        return State((held,) * m, write, mix), y
+        return StreamsState((held,) * m, write, mix), y
 
     @jax.named_scope("residual")
     def advance(
         self,
         store: VectorStore,
-        state: State,
+        state: StreamsState,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: Index,
-    ) -> tuple[State, Read]:
+    ) -> tuple[StreamsState, Read]:
         """Write y while mixing the streams, then read with coefficients of the new streams."""
-        streams = _written(state, store.written(y, site.write))
+        streams = _write(state, store.write_term(y, site.write))
         if site.mix is None:
             total = sum(x.astype(state.write.dtype) for x in streams)
             return state, store.read(total, site, y.dtype)
@@ -105,10 +105,10 @@ class HyperConnections(nnx.Module):
         # The barrier makes XLA compute u once. Without it, each pass of the norm would compute the
         # sum over all streams again.
         u = jax.lax.optimization_barrier(_weighted_sum(read, streams).astype(y.dtype))
-        return State(streams, write, mix), store.read(u, site, y.dtype)
+        return StreamsState(streams, write, mix), store.read(u, site, y.dtype)
 
 
-def _written(state: State, y: Float[Array, "batch seq D"]) -> Streams:
+def _write(state: StreamsState, y: Float[Array, "batch seq D"]) -> Streams:
     """Compute `X'_i = sum_j A_ij X_j + beta_i y` in the dtype of the streams."""
     streams, write, mix = state
     y = y.astype(write.dtype)

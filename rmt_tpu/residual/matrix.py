@@ -31,7 +31,8 @@ class Site(nnx.Module):
       gain: the gain of the norm, [D_k, D_v].
       read_keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF or r_U, [R, D_k], if
         the next core reads the whole residual.
-      whole: two flags: whether the data written, and the data read, have no heads.
+      size_major: two flags: whether the data written, and the data read, have no heads. Such data
+        are ordered by entry first, as by `data_vectors.concatenate`.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
@@ -42,14 +43,14 @@ class Site(nnx.Module):
         # of the sublayers, so it is not scaled down.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
-        scale *= start_of_keys(config, writes, writes=True)
+        scale *= key_init_scale(config, writes, writes=True)
         self.store_keys = store_keys(seed / "store_keys", writes, key_dim, scale=scale)
         self.gain = gain((key_dim, size), axes=("key", "head"))
-        scale = start_of_keys(config, reads, writes=False)
+        scale = key_init_scale(config, reads, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
         # Data that has no heads is ordered as by `data_vectors.concatenate`.
-        self.whole = not sum(place.writes.heads), not sum(place.reads.heads)
+        self.size_major = not sum(place.writes.heads), not sum(place.reads.heads)
 
     @property
     def writer(self) -> nnx.Param:
@@ -73,7 +74,7 @@ class Site(nnx.Module):
         return jnp.concatenate([part for part in read if part is not None], axis=2)
 
 
-def start_of_keys(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
+def key_init_scale(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
     """Return muP's factor for the initial standard deviation of keys; 1 without muP.
 
     The factor is relative to the base model. The largest singular value of a random matrix [m, n]
@@ -178,7 +179,7 @@ class Store(nnx.Module):
         if isinstance(site, StackSlice):
             stacked, layer = site
             store_keys, gain, read_keys = _parameters(stacked)
-            options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": stacked.whole}
+            options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": stacked.size_major}
             given = (layer, residual, store_keys, y, gain, read_keys)
             residual, z = pallas_kernels.store_norm_retrieve_at(*given, **options)
             return residual, stacked.split(z)
@@ -213,7 +214,7 @@ class Store(nnx.Module):
         return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
-    def write_kept(
+    def write_saved(
         self,
         residual: Float[Array, "group seq own_D_k D_v"],
         y: StackSlice,
@@ -227,7 +228,7 @@ class Store(nnx.Module):
         return pallas_kernels.store_forward(residual, writer, y, **options)
 
     @jax.named_scope("residual")
-    def write_kept_backward(
+    def write_saved_backward(
         self,
         y: StackSlice,
         writer: Float[Array, "R own_D_k"],

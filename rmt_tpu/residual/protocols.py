@@ -2,8 +2,8 @@
 
 A *store* defines a token's residual, and how outputs are written to it and inputs read from it. A
 `ReversibleStore` can also undo a write. A `VectorStore` also offers the steps of a write and of a
-read. A *mixer* is either `Carried`, if it passes a
-state from site to site, or `Banked`, if its sites read the rows of a bank.
+read. A *mixer* is either `StateMixer`, if it passes a
+state from site to site, or `BankMixer`, if its sites read the rows of a bank.
 """
 
 from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ class ReversibleStore(Store, Protocol):
           parameters; and the preceding site's read of the rebuilt residual (None without `before`).
         """
 
-    def write_kept(
+    def write_saved(
         self,
         residual: Float[Array, "group seq *shape"],
         y: StackSlice,
@@ -178,10 +178,10 @@ class ReversibleStore(Store, Protocol):
         """Return the residual with a kept output y written to it, as `write` does.
 
         If `empty` is true, the residual is taken as zeros. With `in_place`, the result may
-        overwrite the residual. This method is not differentiable; see `write_kept_backward`.
+        overwrite the residual. This method is not differentiable; see `write_saved_backward`.
         """
 
-    def write_kept_backward(
+    def write_saved_backward(
         self, y: StackSlice, writer: Array, d_residual: Float[Array, "group seq *shape"]
     ) -> tuple[Written, Array]:
         """Return the cotangents of y and of the writer, given the cotangent of the residual."""
@@ -194,10 +194,10 @@ class VectorStore(Store, Protocol):
     Mixers that run on vectors alone use these methods.
     """
 
-    def written(self, y: Written, writer: Writer) -> Row:
+    def write_term(self, y: Written, writer: Writer) -> Row:
         """Return the term that writing y adds to the residual."""
 
-    def norm_of(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
+    def apply_norm(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
         """Return the normed residual, which is the first step of a read."""
 
     def project(self, x: Row, site: nnx.Module) -> Read:
@@ -230,7 +230,7 @@ class VectorStore(Store, Protocol):
 
 
 @runtime_checkable
-class Carried(Protocol):
+class StateMixer(Protocol):
     """A mixer that passes a state from site to site."""
 
     def start(
@@ -269,7 +269,7 @@ class Grouping(NamedTuple):
     rows: Callable[[int], int]
 
 
-class At(NamedTuple):
+class DepthIndex(NamedTuple):
     """The place in depth of a read or a write.
 
     Attributes:
@@ -281,7 +281,7 @@ class At(NamedTuple):
     group: Index
 
 
-class Unstacked(NamedTuple):
+class SingleSublayer(NamedTuple):
     """One sublayer: its core, the site before it, and the writer for its output."""
 
     site: nnx.Module
@@ -309,7 +309,7 @@ class DepthWeights:
 
 
 @runtime_checkable
-class Banked(Protocol):
+class BankMixer(Protocol):
     """A mixer whose sites read the rows of a bank.
 
     A row holds the embedding or the output of one or more sublayers, and it is *sealed* when it is
@@ -367,7 +367,7 @@ class Banked(Protocol):
         prior: Any,
         rows: Bank | None,
         current: Row,
-        at: At,
+        at: DepthIndex,
     ) -> tuple[Any, Bank | None, Row, Read]:
         """Run phase two at one site: complete the mix with the group's own rows, and read it.
 
@@ -387,7 +387,7 @@ class Banked(Protocol):
         """
 
     def seal(
-        self, site: nnx.Module, rows: Bank | None, current: Row, at: At
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
     ) -> tuple[Bank | None, Row]:
         """Return the rows and the running sum after a sublayer's write, sealing a complete row.
 
@@ -404,7 +404,7 @@ class Banked(Protocol):
         store: Store,
         state: Float[Array, "group seq *shape"],
         y: Written,
-        sublayers: Sequence[Unstacked],
+        sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,
     ) -> tuple[Read, Sequence[Float[Array, "_ batch seq heads"]]]:
         """Run all layers one by one, directly as in the equations, without bank, groups or kernels.

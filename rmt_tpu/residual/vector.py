@@ -105,7 +105,7 @@ class Store(nnx.Module):
 
     def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq held"]:
         """Return the residual in the dtype and the padded width in which layers pass it on."""
-        return self.tiles.widened(residual.astype(self.dtype))
+        return self.tiles.pad(residual.astype(self.dtype))
 
     def add_and_read(
         self,
@@ -125,9 +125,9 @@ class Store(nnx.Module):
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq held"]:
         """Compute `h + W_O y`, or `h + y` if the writer is None."""
-        return residual + self.tiles.widened(self.written(y, writer).astype(residual.dtype))
+        return residual + self.tiles.pad(self.write_term(y, writer).astype(residual.dtype))
 
-    def written(
+    def write_term(
         self,
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
@@ -145,7 +145,7 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def read(self, residual: Float[Array, "batch seq held"], site: Site, dtype: DTypeLike) -> Read:
         """Compute `W_QKV norm(h)`, or `norm(h)` if the vector is read directly."""
-        return self.project(self.norm_of(residual[..., : self.tiles.size], site, dtype), site)
+        return self.project(self.apply_norm(residual[..., : self.tiles.size], site, dtype), site)
 
     @jax.named_scope("residual")
     def merge_and_read(
@@ -169,7 +169,7 @@ class Store(nnx.Module):
             place,
             current,
             query,
-            self.tiles.factor(site.gain[...]),
+            self.tiles.scale_and_pad(site.gain[...]),
             active=active,
             norm=self.norm,
             epsilon=epsilon,
@@ -185,7 +185,7 @@ class Store(nnx.Module):
         self, queries: Float[Array, "repeat held"], site: Site
     ) -> Float[Array, "repeat 2 held"]:
         """Return a site's stacked parameters for all repeats; see `protocols.VectorStore`."""
-        return jnp.stack([queries, self.tiles.factor(site.gain[...])], axis=1)
+        return jnp.stack([queries, self.tiles.scale_and_pad(site.gain[...])], axis=1)
 
     @jax.named_scope("residual")
     def decode_merge_and_read(
@@ -212,7 +212,7 @@ class Store(nnx.Module):
         )
         return self.project(jax.lax.optimization_barrier(z).astype(self.compute_dtype), site)
 
-    def norm_of(
+    def apply_norm(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
     ) -> Float[Array, "batch seq D"]:
         """Compute `norm(h)` with the site's gain, or return h if the site has no gain."""

@@ -27,34 +27,34 @@ class Tiles(NamedTuple):
 
     Attributes:
       size: D, the number of entries without padding.
-      held: W, the number of entries with padding; equal to D if vectors are not padded.
+      padded: W, the number of entries with padding; equal to D if vectors are not padded.
     """
 
     size: int
-    held: int
+    padded: int
 
-    def widened(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
+    def pad(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
         """Return x padded with zeros at the end to width W."""
-        missing = self.held - self.size
+        missing = self.padded - self.size
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
-    def factor(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
+    def scale_and_pad(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
         """Return `sqrt(D / W) x`, padded, for an x that multiplies an RMS-normalised vector."""
-        held = self.held > self.size
-        return self.widened(x * math.sqrt(self.size / self.held)) if held else x
+        padded = self.padded > self.size
+        return self.pad(x * math.sqrt(self.size / self.padded)) if padded else x
 
     def epsilon(self, epsilon: float) -> float:
         """Return the epsilon rescaled for a mean square over the padded width W."""
-        return epsilon * self.size / self.held
+        return epsilon * self.size / self.padded
 
 
-def as_they_are(module: nnx.Module) -> nnx.Module:
+def without_padding(module: nnx.Module) -> nnx.Module:
     """Return a copy of a store or mixer that does not pad; other modules are returned unchanged.
 
     Kernels for a few tokens accept vectors of any size, and XLA would spend time on padding.
     """
     given = getattr(module, "tiles", None)
-    if given is None or given.size == given.held:
+    if given is None or given.size == given.padded:
         return module
     module = nnx.clone(module)
     module.tiles = Tiles(given.size, given.size)

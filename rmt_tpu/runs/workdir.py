@@ -268,7 +268,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     from rmt_tpu import kernel_tables
     from rmt_tpu.decoder import Decoder
     from rmt_tpu.generation.placement import parameter_shardings
-    from rmt_tpu.residual.fixed_point import in_floats
+    from rmt_tpu.residual.fixed_point import with_float_residual
     from rmt_tpu.runs.growth import restore_grown
 
     kernel_tables.use_storage()
@@ -278,7 +278,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
         with memory.report_out_of_memory("the model's parameters do not fit"):
             return _of_hub(folder, step, mesh)
     config = read_config(workdir)
-    abstract = nnx.eval_shape(lambda: Decoder(in_floats(config.model), rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Decoder(with_float_residual(config.model), rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     params = nnx.to_pure_dict(shapes)
     if mesh is not None:

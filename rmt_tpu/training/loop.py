@@ -210,7 +210,7 @@ class Loop:
             if not self.overflowed:
                 self.progress.log(
                     f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
-                    f"({fixed_point.described(self.config.model)}) and continues in float32"
+                    f"({fixed_point.describe(self.config.model)}) and continues in float32"
                 )
             self.overflowed = True
         elif in_a_row >= most:
@@ -332,7 +332,7 @@ def has_overflowed(most: int, in_a_row: int, skipped: int, step: int) -> bool:
 def _range_hint(config: RunConfig) -> str:
     if config.model.store.dtype != "int16":
         return ""
-    fixed = fixed_point.described(config.model)
+    fixed = fixed_point.describe(config.model)
     return (
         f"; or the residual does not fit int16 fixed point, {fixed}; in that case, continue with "
         "--change_config --set=model.store.dtype=float32, or with another "

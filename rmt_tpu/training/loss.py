@@ -17,7 +17,7 @@ import sharding
 from pallas_kernels import logits_with_sums
 from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
-from rmt_tpu.layers.stacks import by_itself
+from rmt_tpu.layers.stacks import isolate
 
 # Maximum number of logits in memory at a time; 2^27 float32 numbers take 512 MB.
 _LOGITS = 2**27
@@ -112,7 +112,7 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
         d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
         # Recompute the gradient of the logits so that it fuses into this matrix product. An array
         # shared by both products would be written to memory and read back.
-        again = d_logits(by_itself(log_z))
+        again = d_logits(isolate(log_z))
         d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
 

@@ -21,7 +21,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
 from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.layers.parameters import metadata
-from rmt_tpu.residual.fixed_point import in_floats
+from rmt_tpu.residual.fixed_point import with_float_residual
 from rmt_tpu.training import compiler_options, depth_rate
 from rmt_tpu.training.copies import Copies, copied, copies_of, named
 from rmt_tpu.training.loss import Loss
@@ -155,7 +155,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
     graphdef = used = nnx.split(abstract, nnx.Param)[0]
-    if (model := in_floats(config.model)) != config.model:
+    if (model := with_float_residual(config.model)) != config.model:
         used = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
     # Pipelines use no copies: their stages sum gradients over microbatches, and the gradients of
@@ -214,7 +214,7 @@ def _scores(
     config: RunConfig, mesh: jax.sharding.Mesh, specs: Any, schedule: sharding.Schedule | None
 ) -> Callable[[Any, jax.Array, jax.Array], TokenScores]:
     """Return `PreparedRun.scores`, whose results are sharded over batch axes and stages."""
-    make = lambda: Decoder(dropless(in_floats(config.model)), rngs=nnx.Rngs(0))
+    make = lambda: Decoder(dropless(with_float_residual(config.model)), rngs=nnx.Rngs(0))
     graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
 
     def scores(params: Any, tokens: jax.Array, targets: jax.Array) -> TokenScores:

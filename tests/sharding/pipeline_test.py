@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding import MeshError, pipeline, schedule
-from sharding.banked import Banked
-from sharding.carried import Carried
+from sharding.banked import BankPipeline
+from sharding.carried import StatePipeline
 from sharding.schedule import Schedule
 
 DIM, CHUNK_ROWS, BATCH, TOKENS = 3, 2, 8, 5
@@ -146,9 +146,9 @@ def one_after_the_other(kind, case):
 def build(kind, schedule, options):
     sums = jax.ShapeDtypeStruct((), jnp.result_type(float))
     if kind == "carried":
-        return Carried(*KINDS[kind], last_of_stages, schedule, sums=sums)
+        return StatePipeline(*KINDS[kind], last_of_stages, schedule, sums=sums)
     options = {"chunk_rows": CHUNK_ROWS, "sums": sums, **options}
-    return Banked(*KINDS[kind], last_of_stages, schedule, **options)
+    return BankPipeline(*KINDS[kind], last_of_stages, schedule, **options)
 
 
 def own_part(kind, schedule, options, gradient, parameters, context):
@@ -416,11 +416,11 @@ def test_nothing_takes_the_place_of_what_is_needed_and_no_place_is_too_many(size
         return np.max(np.sum((begins <= ticks) & (ticks <= ends), axis=1))
 
     for virtual in range(schedule.virtual):
-        room, first = schedule.room(virtual), virtual * schedule.stages
+        room, first = schedule.max_in_flight(virtual), virtual * schedule.stages
         chunks = range(first, first + schedule.stages)
         assert max(check(room, forward[chunk], backward[chunk]) for chunk in chunks) == room
         assert room <= 2 * schedule.stages
-    room = schedule.room_one_way
+    room = schedule.max_in_flight_one_way
     for stage in range(schedule.stages):
         there = check(room, forward[stage], forward[last + stage])
         assert there == check(room, backward[last + stage], backward[stage]) == room

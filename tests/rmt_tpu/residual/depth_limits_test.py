@@ -64,7 +64,7 @@ def test_a_taken_slice_gives_its_gradient_to_the_stack():
     def objective(stack):
         total = 0.0
         for i in (2, 0, 1, 3):
-            stack, row = stacks.take(stack, jnp.int32(i))
+            stack, row = stacks.slice_once(stack, jnp.int32(i))
             total = total + jnp.sum((i + 1) * jnp.sin(row))
         return total
 

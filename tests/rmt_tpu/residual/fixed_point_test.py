@@ -26,12 +26,12 @@ def test_steps_follow_the_size_of_the_residual_and_those_of_the_papers_are_one_i
     for name in rmt_tpu.presets():
         config = rmt_tpu.preset(name)
         if isinstance(config.store, cfg.MatrixStore):
-            assert fixed_point.fraction_bits(config) == 7 and fixed_point.holds(config)
+            assert fixed_point.fraction_bits(config) == 7 and fixed_point.fits_int16(config)
     assert [fixed_point.fraction_bits(reversible(std)) for std in (0.1, 1.0, 3.0)] == [8, 7, 5]
     mup = cfg.MuP(input_multiplier=30.0)
     assert fixed_point.fraction_bits(reversible(0.15, parametrization=mup)) == 5
     assert fixed_point.fraction_bits(reversible(bits=12)) == 12
-    assert "2^-12, up to +-8" in fixed_point.described(reversible(bits=12))
+    assert "2^-12, up to +-8" in fixed_point.describe(reversible(bits=12))
 
 
 @pytest.mark.slow
@@ -57,12 +57,13 @@ def test_a_residual_that_starts_too_small_is_float32_by_itself():
 
 
 def test_a_model_that_is_not_trained_has_a_residual_of_floats():
-    used = fixed_point.in_floats(reversible())
+    used = fixed_point.with_float_residual(reversible())
     assert (used.remat, residual_dtype(used)) == ("full", jnp.bfloat16)
-    assert residual_dtype(fixed_point.in_floats(reversible(dtype="int16"))) == jnp.bfloat16
-    assert residual_dtype(fixed_point.in_floats(reversible(dtype="float32"))) == jnp.float32
+    dtype_of = lambda name: residual_dtype(fixed_point.with_float_residual(reversible(dtype=name)))
+    assert dtype_of("int16") == jnp.bfloat16
+    assert dtype_of("float32") == jnp.float32
     plain = reversible(remat="dots")
-    assert fixed_point.in_floats(plain) is plain
+    assert fixed_point.with_float_residual(plain) is plain
 
 
 @pytest.mark.parametrize("bits", [-1, 21])

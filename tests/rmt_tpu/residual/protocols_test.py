@@ -51,8 +51,8 @@ def test_stores_have_what_is_asked_of_them(kind):
 @pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer.kind)
 def test_mixers_have_what_is_asked_of_them(mixer):
     config = models.model("vector", mixer=mixer)
-    found, every = models.abstract(config).mixer, (protocols.Carried, protocols.Banked)
-    wanted = protocols.Banked if mixer.banked else protocols.Carried
+    found, every = models.abstract(config).mixer, (protocols.StateMixer, protocols.BankMixer)
+    wanted = protocols.BankMixer if mixer.banked else protocols.StateMixer
     assert [protocol for protocol in every if not lacks(found, protocol)] == [wanted]
     assert [protocol for protocol in every if isinstance(found, protocol)] == [wanted]
 
@@ -67,6 +67,6 @@ def test_what_is_lacking_is_named():
 
         def advance(self, store, state, site, index): ...
 
-    assert lacks(Half(), protocols.Carried) == ["advance"]
-    assert lacks(object(), protocols.Carried) == ["start", "advance"]
+    assert lacks(Half(), protocols.StateMixer) == ["advance"]
+    assert lacks(object(), protocols.StateMixer) == ["start", "advance"]
     assert lacks(Half(), protocols.Store)[:2] == ["compute_dtype", "dtype"]

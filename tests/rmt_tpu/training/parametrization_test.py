@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu import config as cfg
-from rmt_tpu.residual.matrix import start_of_keys
+from rmt_tpu.residual.matrix import key_init_scale
 from rmt_tpu.training import run
 from tests import models
 
@@ -22,10 +22,10 @@ def test_queries_over_depth_learn_by_the_size_of_the_residual():
 
 def test_keys_start_smaller_where_one_size_grows_alone():
     config = models.model("matrix")  # R 3, D_k 5
-    start = lambda *base, writes: start_of_keys(
+    start = lambda *base, writes: key_init_scale(
         replace(config, parametrization=cfg.MuP(base)), 3, writes=writes
     )
-    assert start_of_keys(config, 3, writes=False) == 1.0
+    assert key_init_scale(config, 3, writes=False) == 1.0
     # What reads takes in D_k and gives R, of 1 and 3 in the base; what writes the other way round.
     largest = lambda taken, given: 1 + (taken / given) ** 0.5
     reads, writes = largest(1, 3) / largest(5, 3), largest(3, 1) / largest(3, 5)
@@ -33,4 +33,6 @@ def test_keys_start_smaller_where_one_size_grows_alone():
     assert start("store.key_dim=1", writes=True) == pytest.approx(writes)
     both = replace(config, store=cfg.MatrixStore(15))
     base = cfg.MuP(("store.key_dim=5", "attention.num_heads=1"))
-    assert start_of_keys(replace(both, parametrization=base), 3, writes=False) == pytest.approx(1.0)
+    assert key_init_scale(replace(both, parametrization=base), 3, writes=False) == pytest.approx(
+        1.0
+    )
