@@ -1,4 +1,4 @@
-"""No line of code and no table of a page is wider than the site's column (docs/site.css).
+"""No code or table of a page is wider than the site's column (docs/site.css); pages are short.
 
 `docs/hooks.py` checks the search of the site when `make docs` builds it.
 """
@@ -39,6 +39,14 @@ def test_widths_are_those_of_lines_and_words():
     text = "# Page\n```bash\nab \\\n  c\n```\nText.\n"
     assert max(map(len, code_lines(text))) == len("```bash")
     assert least_columns("| a | b c |\n|---|---|\n| [abc](x.md) `de` | long |\n") == 3 + 3 + 4 + 3
+
+
+@pytest.mark.parametrize(
+    "page, most", [("train_step", 150), ("decoding", 120), ("systems", 180)]
+)
+def test_pages_of_figures_stay_short(page, most):
+    lines = (ROOT / f"docs/benchmarks/{page}.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= most
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

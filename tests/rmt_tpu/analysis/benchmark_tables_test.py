@@ -47,7 +47,7 @@ def test_a_changed_number_changes_one_row(pages):
     values = json.loads(file.read_text())
     values["report"]["steps"][0]["cycles_by_model"]["best guess"] = 25.99e6
     file.write_text(json.dumps(values))
-    assert pages.write() == [name for name in NAMES if pages.region(name) is None]
+    assert set(pages.write()) == {name for name in NAMES if pages.region(name) is None}
     before, after = (texts(f)["train_step.md"].splitlines() for f in (FOLDER, pages.folder))
     changed = [line for line in after if line not in before]
     assert len(before) == len(after) and len(changed) == 1
