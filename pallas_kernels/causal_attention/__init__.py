@@ -8,11 +8,12 @@ A segment is a run of tokens, such as a document, that attends only to itself. I
   kernel for short sequences works in the layout of `pallas_kernels.key_vector`, without copies.
 - "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
   by extra entries of queries and keys.
-- "pallas": these kernels where the program is lowered for a TPU or a GPU, and plain JAX elsewhere.
-  The default, None, means "pallas".
+- "pallas": the TPU kernels or cuDNN's kernels, depending on the platform that the program is
+  lowered for, and plain JAX on other platforms. The default, None, means "pallas".
 
-`causal_attention` supports reverse-mode differentiation with respect to qkv and kv. Second
-derivatives are supported only by "xla", and forward mode by none; otherwise a TypeError is raised.
+`causal_attention` supports reverse-mode differentiation with respect to qkv and kv. Only "xla"
+supports second derivatives, and no implementation supports forward mode. Derivatives that are not
+supported raise a TypeError.
 """
 
 import functools
@@ -60,7 +61,9 @@ def causal_attention(
     over: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H Dv"]:
-    """Compute `softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment.
+    """Compute `sum_j softmax_j(scale q_i . k_j - slope (i - j)) v_j` for each query i.
+
+    The sum runs over the keys j <= i in the segment of query i.
 
     Args:
       qkv: P = H + 2 G data vectors per token, for H query heads and G key heads: the queries of
@@ -110,8 +113,8 @@ def attention_forward(
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `causal_attention` and each softmax's log-sum-exp, without a gradient.
 
-    If `to` is a slot (an index in a stack of arrays), the output is written into the slot, and the
-    stack is returned in place of the output.
+    If `to` is not None, the output is written into that slice of a stacked array, and the stack is
+    returned in place of the output.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
@@ -183,7 +186,9 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
     most = jnp.max(filled)
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
     out, sums = _part_forward(call, PartOperands(q, kv, scale, most, slopes, segments))
-    if slopes is not None:  # Correct for rows with fewer earlier tokens, where keys are nearer.
+    if slopes is not None:
+        # `PartOperands.shift` is `most` in every batch row. ALiBi's distances are therefore too
+        # large by `most - filled`, which the log-sum-exps are corrected for.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 
@@ -197,7 +202,7 @@ def attention_to(
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
-    """Compute attention of all queries to all visible keys, and each softmax's log-sum-exp.
+    """Compute attention of every query to all visible keys, and each softmax's log-sum-exp.
 
     `merged` combines such results, so that a caller can attend to many keys one part at a time. The
     op has no gradient.

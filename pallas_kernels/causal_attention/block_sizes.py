@@ -1,8 +1,8 @@
 """Block sizes of the blockwise TPU kernels, from a rule or from tuning tables.
 
-`mosaic_tpu_blocks` has the kernels. This module also checks that the blocks fit VMEM. With
-"size_major" rows, [B, D, P, N], a grid step processes enough heads to fill whole tiles, or all
-heads.
+`mosaic_tpu_blocks` has the kernels. This module also checks that the blocks fit in VMEM. In the
+memory order "size_major", [B, D, P, N], a grid step processes either enough heads to fill whole
+register tiles or all heads.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 from pallas_kernels.target import target
 
-# VMEM budget in MiB (of 60 MiB) for the data that the kernels keep for all blocks of a sequence, or
-# of a span of queries.
+# VMEM budget, in MiB of a total of 60 MiB, for data that stays in VMEM for all blocks of a sequence
+# or of a span (a range of queries that one kernel call processes).
 _KEPT = 32
 # Bytes of SMEM for the tables of pairs of blocks. Every chip has 1 MiB of SMEM.
 TABLES = 15 * 2**16
-# The tables for size-major rows, which hold one int32 per pair.
+# Number of tables for size-major rows. Each table holds one int32 per pair of blocks.
 _TABLES_OF_ROWS = 4
-# Number of rows in a tile. A block of size-major rows has whole tiles, or all rows.
+# Number of rows in a register tile. A block of size-major rows has whole tiles, or all rows.
 _TILE = 8
 # Maps the number of tokens per block to the cost of computing one logit, relative to the best block
 # size; see `_costs`.
@@ -48,9 +48,9 @@ class Blocks(NamedTuple):
 
 
 class KernelWork(NamedTuple):
-    """A division of a kernel's work: head counts and sizes, memory order and block sizes.
+    """The work of a blockwise attention kernel: head counts and sizes, memory order, block sizes.
 
-    The fields describe the whole operands, except for `blocks`.
+    All fields except `blocks` describe the whole operands.
     """
 
     rows: Rows
@@ -95,7 +95,7 @@ class KernelWork(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The number of queries, in whole blocks, whose gradients fit VMEM in a backward kernel."""
+        """The number of queries (in whole blocks) whose gradients fit in VMEM."""
         per_block = self._bytes(self.step * self.each, 4)
         budget = target().vmem_part(_KEPT)
         if self.rows == "head_major":
@@ -103,10 +103,11 @@ class KernelWork(NamedTuple):
         return self.blocks.queries * max(1, budget // per_block)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
-        """Return how many blocks keep their extracted size-major heads in VMEM: a sequence's, or 1.
+        """Return the number of blocks whose extracted heads are in VMEM at the same time.
 
-        These are the blocks that the inner loop revisits for every block of the other kind: blocks
-        of keys in the forward pass, and blocks of queries in the backward pass (`by_keys`).
+        It is the number of blocks of a sequence if these fit in VMEM, and otherwise 1. The blocks
+        are those that the kernel revisits: blocks of keys in the forward pass, which every block of
+        queries needs, and blocks of queries in the backward pass.
 
         Args:
           queries: the length of the sequence.
@@ -129,7 +130,7 @@ class KernelWork(NamedTuple):
     def vmem_bytes(self, tokens: int) -> int:
         """Estimate the backward kernel's VMEM in bytes.
 
-        It holds double-buffered blocks, the sums of gradients, and some logits.
+        VMEM holds double-buffered blocks, the sums of gradients, and some logits.
         """
         queries, keys, _ = self.blocks
         item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
@@ -143,22 +144,22 @@ class KernelWork(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether VMEM has room for the gradients of at least one block of head-major queries.
+        """Whether VMEM can hold all that the backward kernel needs for one block of queries.
 
-        It must also hold everything else that the kernel needs. The span of queries is then chosen
-        as long as VMEM allows.
+        The memory order is "head_major". If one block fits, the span (the number of queries whose
+        gradients stay in VMEM) is made as long as VMEM allows.
         """
         return self.vmem_bytes(self.blocks.queries) <= target().vmem_limit
 
     @property
     def _sums(self) -> int:
-        """The number of bytes for the gradient sums of a block of keys, and for some logits."""
+        """The number of VMEM bytes for the gradient sums of a block of keys and for some logits."""
         queries, keys, _ = self.blocks
         return 4 * self.step * (self.size + self.value_size) * keys + 4 * 4 * queries * keys
 
     @property
     def _moved(self) -> int:
-        """The number of bytes for `_sums` and for double-buffered blocks of head-major rows."""
+        """The number of VMEM bytes for `_sums` and for double-buffered head-major blocks."""
         queries, keys, _ = self.blocks
         both, item = self.size + self.value_size, jnp.dtype(self.dtype).itemsize
         moved = self.step * self.each * queries * (both + self.size) + 2 * self.step * keys * both
@@ -182,7 +183,7 @@ def default_blocks(
 ) -> Blocks:
     """Return the block sizes that a rule chooses for the device that the program is lowered for.
 
-    If any blocks of head-major rows fit VMEM (`KernelWork.fits`), the chosen ones do. Arguments in
+    If any head-major blocks fit in VMEM (`KernelWork.fits`), the chosen blocks do. Arguments in
     `others` do not affect the choice.
     """
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
@@ -212,9 +213,10 @@ def default_blocks(
 
 
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
-    """Return the `_BLOCKS` of a kernel, and the relative cost per logit with one head at a time.
+    """Return a kernel's cost per logit by block size, and its relative cost with a single head.
 
-    The numbers come from compilers' schedules: docs/benchmarks/kernels.md.
+    The costs have the form of `_BLOCKS`. They come from the schedules of TPU compilers: see
+    docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
@@ -238,7 +240,10 @@ def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> s
     if (need := work.vmem_bytes(tokens)) > target().vmem_limit:
         return f"{need >> 20} MiB of VMEM (the limit is {target().vmem_limit >> 20} MiB)"
     if work.rows == "size_major" and not work.supports_rows(tokens):
-        return f"blocks of {queries} queries and {keys} keys, of size-major rows"
+        return (
+            f"size-major blocks of {queries} queries and {keys} keys for {tokens} tokens (legal: "
+            "equal numbers, for which all gradients of queries fit in VMEM)"
+        )
     return None
 
 

@@ -120,7 +120,7 @@ def attention_forward(
     rows: Rows = "size_major",
     interpret: bool = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `attention_forward` as specified in `interface`."""
+    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies."""
     out, log_sums = _forward(_as_part(operands, kv_heads), causal=True, interpret=interpret)
     return write_slice(out, operands.to), log_sums
 
@@ -133,7 +133,7 @@ def attention_backward(
     rows: Rows = "size_major",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Compute `attention_backward` as specified in `interface`."""
+    """Return the cotangents of qkv and kv, as `interface` specifies."""
     results = read_slices(results)
     d_q, d_kv = _backward(_as_part(operands, kv_heads), results, causal=True, interpret=interpret)
     return (d_q, d_kv) if operands.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
@@ -142,21 +142,21 @@ def attention_backward(
 def part_forward(
     operands: PartOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `part_forward` as specified in `interface`."""
+    """Attend from one part of a sequence to another, as `interface` specifies."""
     return _forward(operands, causal=False, interpret=interpret)
 
 
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Compute `part_backward` as specified in `interface`."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
     gradients = _backward(operands, results, causal=False, interpret=interpret)
     # Return float32, because the caller adds up the gradients of several parts.
     return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
 
 def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
-    """Return the whole sequence as a `Part`; the kernel's causal mask hides later keys."""
+    """Return the whole sequence as one part; the kernel's causal mask hides later keys."""
     q, kv = operands.qkv, operands.kv
     if kv is None:
         q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
@@ -255,8 +255,8 @@ def _run_cudnn(direction, causal, *arrays):
 
 def _custom_call(direction, causal, q, k, v, *saved):
     B, N, H, _ = q.shape
-    # In memory, results have tokens before heads, like the operands. They include the extra
-    # entries.
+    # In memory, the results have tokens before heads, like the operands. Their vectors include the
+    # extra entries for ALiBi and segments.
     rows = lambda x: jax.ShapeDtypeStruct((B, x.shape[2], x.shape[1], x.shape[3]), x.dtype)
     if direction == "forward":
         name, results = "__cudnn$fmhaSoftmax", [rows(q)]

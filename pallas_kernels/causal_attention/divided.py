@@ -2,9 +2,9 @@
 
 Keys and values are passed around a ring of devices. The sequence is cut into two parts per device,
 numbered in order. To balance the work, device i processes part i and the i-th part from the end.
-Together, these two parts have the same number of earlier keys on every device, so each ring step
-takes every device the same work. Before and after, parts are exchanged between this assignment and
-the usual order, which costs as much communication as one ring step.
+Together, these two parts have the same number of earlier keys on every device, so that in each ring
+step every device has the same work. Parts are exchanged between this assignment and the usual order
+before the first and after the last ring step, which costs as much communication as one ring step.
 
 Liu, Zaharia and Abbeel 2023, Ring Attention with Blockwise Transformers. The assignment of parts
 follows Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2.
@@ -105,7 +105,7 @@ def backward(
 
 
 def _queries_and_others(qkv, kv, kv_heads: int):
-    """Return the queries, and the keys and values as one array or as a pair."""
+    """Return the queries, and then the keys and values, as one array or as a pair."""
     if kv is not None:
         return qkv, kv
     heads = qkv.shape[3] - 2 * kv_heads
@@ -154,7 +154,7 @@ class _Ring:
         return jnp.stack([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)])
 
     def natural(self, x: Float[Array, "2 B half_N *rest"]) -> Float[Array, "B N *rest"]:
-        """Undo `balanced`."""
+        """Return the two parts to the devices that hold them in token order; undo `balanced`."""
         swapped = self.me % 2 == 1
         halves = jnp.where(swapped, x[1], x[0]), jnp.where(swapped, x[0], x[1])
         back = ([(home, own) for own, home in self._homes(n)] for n in range(2))
@@ -168,11 +168,11 @@ class _Ring:
     def batch_parts(
         self, x: Float[Array, "2 B half_N *rest"]
     ) -> Float[Array, "twice_B half_N *rest"]:
-        """Return both parts as rows of one batch."""
+        """Join this device's two parts along the batch axis."""
         return x.reshape(-1, *x.shape[2:])
 
     def split_parts(self, tree: Any) -> Any:
-        """Undo `batch_parts`."""
+        """Split the batch axis into this device's two parts, the inverse of `batch_parts`."""
         return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
     def own(self, qkv: Float[Array, "2 B half_N P D"], kv: Any) -> AttentionOperands:
@@ -233,6 +233,6 @@ def merged(
 
 
 def _add(state, query, found):
-    """Merge newly computed outputs and log-sum-exps into those at `query`."""
+    """Merge new outputs and log-sum-exps into the state of this device's part number `query`."""
     after = merged(tuple(x[query] for x in state), found)
     return tuple(x.at[query].set(new) for x, new in zip(state, after, strict=True))

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 # Maximum sequence length whose positions are exact in all supported dtypes.
 POSITIONS = 65536
-# The factor of each sign. Sums are exact in bfloat16 for up to 256 signs, and in float16 for up to
-# 127.
+# The factor of each sign in a segment's code. Dot products of codes are exact in bfloat16 for up to
+# 256 signs, and in float16 for up to 127.
 _APART = 512
 
 
@@ -37,7 +37,7 @@ def of_segments(
 ) -> tuple[Float[Array, "B Q 1 E"], Float[Array, "B K 1 E"]]:
     """Return extra entries for queries and for keys whose dot product is 0 within a segment.
 
-    Between two segments it is at most -1024.
+    Between two segments, the dot product is at most -1024.
     """
     length = keys.shape[1]
     bits = jnp.arange(code_size(length))
@@ -55,7 +55,7 @@ def of_segments(
 
 
 def code_size(length: int) -> int:
-    """Return the number of signs in a segment's code; the extra entries are these and one more."""
+    """Return the number of signs in a segment's code, one less than the number of extra entries."""
     return length.bit_length()
 
 

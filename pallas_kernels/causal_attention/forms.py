@@ -1,4 +1,4 @@
-"""The default form of attention on NVIDIA GPUs for given head sizes: see docs/gpu_attention.md."""
+"""The default implementation of attention on NVIDIA GPUs, by head size: docs/gpu_attention.md."""
 
 from typing import Literal, NamedTuple
 
@@ -6,7 +6,7 @@ from pallas_kernels.causal_attention import cudnn
 
 
 class Form(NamedTuple):
-    """A form of attention, and the reason why it is not cuDNN.
+    """An implementation of attention on a GPU, and the reason if it is not cuDNN.
 
     Attributes:
       name: "cudnn", or "online" for plain JAX, which uses an online softmax if there are many
@@ -28,7 +28,7 @@ def form(
     length: int = 2048,
     dtype: str = "bfloat16",
 ) -> Form:
-    """Return the form that attention takes by default, in the forward and the backward pass.
+    """Return the implementation that attention uses by default, in both passes.
 
     Args:
       capability: ten times the device's compute capability: 80 is sm_80.

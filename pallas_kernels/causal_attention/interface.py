@@ -55,7 +55,7 @@ class AttentionOperands(NamedTuple):
 
     @property
     def segments(self) -> Segments | None:
-        """The segments of the queries and of the keys, or None."""
+        """The segments of the queries and of the keys; None if each batch row is one segment."""
         return None if self.segment_ids is None else (self.segment_ids, self.segment_ids)
 
 
@@ -70,7 +70,7 @@ class PartOperands(NamedTuple):
       scale: the factor of the logits.
       shift: the first query's position minus the first key's position.
       slopes: the slopes of ALiBi, or None.
-      segments: the segments of the queries and of the keys, or None.
+      segments: the segments of the queries and of the keys; None if every query sees all keys.
     """
 
     q: Float[Array, "B Q H D"]
@@ -91,7 +91,9 @@ class PartOperands(NamedTuple):
 
 
 class ResultsAndCotangent(NamedTuple):
-    """The results of attention and the output's cotangent, which the backward pass needs.
+    """The results of attention's forward pass and the cotangent of its output.
+
+    The backward pass needs them in addition to the operands.
 
     Attributes:
       out: the output of attention to all keys, including the keys of other parts.

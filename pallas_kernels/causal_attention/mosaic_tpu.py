@@ -1,9 +1,11 @@
 """Causal attention on TPUs, by the faster of two kernels.
 
-One kernel processes a whole sequence at a time, the other one blocks of it. Both read and write
-rows in either memory order. The blockwise kernel cannot use "size_major" rows if there is an odd
-number of bfloat16 heads, or if the gradients of all queries do not fit VMEM. In these cases XLA
-transposes the rows to "head_major".
+The kernel of `mosaic_tpu_whole` processes a whole sequence in one grid step and is used for short
+sequences. The kernel of `mosaic_tpu_blocks` processes one block of queries and one block of keys in
+a grid step. Both read and write arrays in either memory order, "size_major" [B, D, P, N] or
+"head_major" [B, P, D, N]. The blockwise kernel does not support "size_major" if the number of
+bfloat16 heads is odd, or if the gradients of all queries do not fit in VMEM. XLA then transposes
+the arrays to "head_major".
 """
 
 import math
@@ -65,8 +67,8 @@ def _heads(
 ) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads.
 
-    They are assumed to be equal if one array holds queries, keys and values and `results` is not
-    given.
+    If one array holds queries, keys and values, the number of query heads is that of the
+    log-sum-exps in `results`. Without `results`, both numbers are assumed to be equal.
     """
     if isinstance(operands, PartOperands):
         return operands.q.shape[2], operands.keys_and_values[0].shape[2]
@@ -87,7 +89,7 @@ def attention_forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `attention_forward` as specified in `interface`.
+    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies.
 
     `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
     sizes.
@@ -110,7 +112,7 @@ def attention_backward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Compute `attention_backward` as specified in `interface`.
+    """Return the cotangents of qkv and kv, as `interface` specifies.
 
     `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
     sizes.
@@ -139,7 +141,7 @@ def attention_backward(
 def part_forward(
     operands: PartOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `part_forward` as specified in `interface`."""
+    """Attend from one part of a sequence to another, as `interface` specifies."""
     of_part, blocks = _part("attention_blocks_forward", operands)
     out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
     return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
@@ -148,7 +150,7 @@ def part_forward(
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Compute `part_backward` as specified in `interface`."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
     of_part, blocks = _part("attention_blocks_backward", operands)
     results = results._replace(d_out=results.d_out.astype(operands.q.dtype))
     sums = (x.swapaxes(1, 2)[:, :, None] for x in (results.log_sums, _delta(results)))
@@ -167,14 +169,14 @@ def _delta(results: ResultsAndCotangent) -> Float[Array, "B Q H"]:
 
 
 def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands, Blocks]:
-    """Return the operands of the blockwise kernels, and block sizes that divide both lengths."""
+    """Return operands for the blockwise kernels, and block sizes that divide Q and K."""
     k, v = operands.keys_and_values
     heads, kv_heads = operands.q.shape[2], k.shape[2]
     blocks = _blocks(kernel, operands, _key(operands, (heads, kv_heads), "head_major"))
     tokens = math.gcd(blocks.queries, blocks.keys, operands.q.shape[1], k.shape[1])
     if isinstance(operands.kv, tuple):
         kv = (by_blocks.HeadRows(tokens_last(x, "head_major")) for x in operands.kv)
-    else:  # Keys and values are rows of one array.
+    else:  # One array holds the keys, followed by the values.
         rows = tokens_last(operands.kv, "head_major")
         kv = by_blocks.HeadRows(rows), by_blocks.HeadRows(rows, kv_heads)
     of_part = by_blocks.BlockOperands(
@@ -209,7 +211,7 @@ def _key(
 
 
 def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[str, Any]) -> Blocks:
-    """Return the block sizes in the tuning table, or else the default ones."""
+    """Return the block sizes that a tuning table lists for the key, or else the default."""
     tokens = operands[0].shape[1]
     default = block_sizes.default_blocks(kernel, tokens, **key)
     return tuned.look_up(KERNELS[kernel], key, tokens, default)

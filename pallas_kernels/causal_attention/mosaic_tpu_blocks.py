@@ -2,9 +2,9 @@
 
 Tokens are in the lanes, and a head is [D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
 grid runs over batch rows, key heads, and pairs of a block of queries with a block of keys that it
-sees. The list of pairs is static, so nothing above the diagonal is copied or computed. If SMEM has
-no room for the list, the queries are processed in several spans. A key head is processed together
-with all its query heads (Ainslie et al. 2023).
+sees. The list of pairs is static, so nothing above the diagonal is copied or computed. If the list
+does not fit in SMEM, the queries are divided into several ranges ("spans"), one per kernel call. A
+key head is processed together with all its query heads (Ainslie et al. 2023).
 
 The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
 key-vector kernels write it. The latter requires queries, keys and values of equal length in one
@@ -14,12 +14,12 @@ that contain the block.
 In the forward pass, the weights of a pair are relative to the largest logit so far, and earlier
 sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
 the backward pass, pairs are ordered by key block. The gradients of the block's keys and values are
-summed over the queries that see them. The gradients of all queries stay in VMEM until their last
-key block; if they do not fit, there are several spans, too. Weights are recomputed from the
-log-sum-exps. This takes five matrix products per pair; separate kernels for the gradients of
-queries and of keys and values would take seven.
+summed over the queries that see them. The gradients of all queries of a span stay in VMEM until
+their last key block is processed, which also limits the length of a span. Weights are recomputed
+from the log-sum-exps. The backward pass takes five matrix products per pair; separate kernels for
+the gradients of queries and of keys and values would take seven.
 
-Masks are applied only to the pairs that need them: those on the diagonal, and those with several
+Masks are applied only to the pairs that need them: pairs on the diagonal, and pairs with several
 segments. Pairs whose ranges of segment ids do not overlap are skipped.
 
 For T queries that see N keys each on average, H query heads and G key heads of size D, blocks of b
@@ -46,15 +46,17 @@ from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
-# The properties of a pair, as bits. In the forward pass, a pair belongs to its block of queries,
-# and in the backward pass to its block of keys. _FIRST and _LAST: it is the first or last pair that
-# belongs to its block. _MASKED: some of its queries are before some of its keys. _DONE: it is the
-# last pair of its block of queries. _NEW: its other block must be extracted from size-major rows.
+# The properties of a pair (a block of queries and a block of keys), as bits. A pair belongs to its
+# block of queries in the forward pass, and to its block of keys in the backward pass.
+# - _FIRST, _LAST: the pair is the first or the last pair that belongs to its block.
+# - _MASKED: some queries of the pair are before some of its keys.
+# - _DONE: the pair is the last one with its block of queries.
+# - _NEW: the pair's other block must be extracted from size-major rows.
 _FIRST, _LAST, _MASKED, _DONE, _NEW = 1, 2, 4, 8, 16
 
 
 class _BlocksCall(NamedTuple):
-    """The static parameters that a kernel is compiled for; lengths are multiples of the blocks."""
+    """The static parameters of a kernel; `queries` and `keys` are multiples of the block sizes."""
 
     work: KernelWork
     queries: int
@@ -99,7 +101,7 @@ class _BlocksCall(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """The rows of an array [B, rows, size, N], starting at `first`."""
+    """Heads in an array [B, heads, size, N], starting at index `first` of the axis of heads."""
 
     array: Array
     first: int = 0
@@ -109,8 +111,8 @@ class BlockOperands(NamedTuple):
     """The operands of blockwise attention.
 
     Attributes:
-      q, k, v: an array [B, rows, D, N] each, or rows of a common array. N is a multiple of the
-        block size.
+      q, k, v: the heads of queries, keys and values, in arrays [B, heads, D, N] that may be the
+        same array. N is a multiple of the block size.
       heads: the numbers of query heads and of key heads.
       scale: the factor of the logits.
       slopes: the slopes of ALiBi, or None.
@@ -118,7 +120,7 @@ class BlockOperands(NamedTuple):
         segment.
       offset: the position of the first query among the keys. A query sees no key after its own
         position. None means that queries see all keys.
-      shift: the same position for ALiBi, which may be a traced value; None means `offset`.
+      shift: the position of the first query for ALiBi, possibly traced; None means `offset`.
       rows: the memory order. With size-major rows, q, k and v are the same array [B, D, P, N], and
         offset is 0.
     """
@@ -151,7 +153,7 @@ def attention_forward(
 
 
 def _span_forward(operands: BlockOperands, blocks, interpret):
-    """Compute `attention_forward` for a span of queries whose tables of pairs fit SMEM."""
+    """Compute `attention_forward` for a span of queries whose tables of pairs fit in SMEM."""
     call = _call_of(operands, blocks, by_keys=False)
     B, heads = operands.q.array.shape[0], call.step * call.each
     inputs = _inputs(call, operands)
@@ -237,7 +239,7 @@ def attention_backward_of_rows(
 
 
 def _span_backward(operands: BlockOperands, log_sums, delta, d_out, blocks, interpret):
-    """Compute `attention_backward` for a span of queries whose gradients fit VMEM."""
+    """Compute `attention_backward` for a span of queries whose gradients fit in VMEM."""
     call = _call_of(operands, blocks, by_keys=True)
     B = operands.q.array.shape[0]
     inputs = _inputs(call, operands) | {
@@ -288,7 +290,7 @@ def _forward_kernel(call: _BlocksCall, ref):
     @pl.when(at.is_(_LAST))
     def _():
         for head in range(call.step * call.each):
-            # If the query saw no key, the output is 0.
+            # The total is 0 if the query saw no key. The maximum makes the output 0, not NaN.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
@@ -358,7 +360,7 @@ class _BlockPair:
 
 
 def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
-    """Extract heads from size-major rows if the pair's blocks are new, and return all refs."""
+    """Extract heads from size-major rows if a block of the pair is new, and return all refs."""
     if not call.size_major:
         return ref
     own, others, slot = ("q",), ("k", "v"), at.key_block
@@ -406,7 +408,7 @@ def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
 
 
 def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
-    """Return the pair's logits [keys, queries], times log2(e) and too large by `_left_out`."""
+    """Return log2(e) times the logits [keys, queries] of a pair of blocks, plus `_left_out`."""
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
     logits = dot_rows(k, q) * (ref["scalars"][0] * LOG2_E)
@@ -414,7 +416,7 @@ def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     if call.alibi:
         slope = _slope(call, ref, at, head)
-        # Float32 is exact up to 2^24, and int32 products are slow.
+        # Distances are float32, which is exact up to 2^24, because int32 products are slow.
         between = first_key.astype(jnp.float32) - first_query.astype(jnp.float32)
         between = between - ref["scalars"][1]
         if _is_exact(call):
@@ -432,8 +434,8 @@ def _visible(call: _BlocksCall, ref, at: _BlockPair):
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     visible = None
     if call.offset is not None:
-        # If all masked pairs have the same distance, use it as a constant. The compiler then knows
-        # which logits are masked, and does not compute them.
+        # If the distance between query block and key block is the same in all masked pairs, it is
+        # passed as a constant. The compiler then knows which logits are masked and skips them.
         behind = {
             call.offset + i * bq - j * bk
             for i in range(call.queries // bq)
@@ -480,7 +482,7 @@ def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _Bloc
     (q, k, v), offset = (x.array for x in operands[:3]), operands.offset
     axis = 1 if operands.rows == "size_major" else 2
     keys = k.shape[3]
-    if offset is not None:  # No query sees a key after the last query.
+    if offset is not None:  # Keys after the last query are left out, because no query sees them.
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
     work = KernelWork(operands.rows, *operands.heads, q.shape[axis], v.shape[axis], q.dtype, blocks)
@@ -500,8 +502,9 @@ def _spans(
 ) -> Iterator[tuple[slice, BlockOperands]]:
     """Yield the spans of queries that a kernel can process at a time, with their operands.
 
-    The tables of pairs of a span fit SMEM. In the backward pass (`by_keys`), the gradients of its
-    queries fit VMEM. Size-major rows are always a single span: see `KernelWork.supports_rows`.
+    The tables of a span's pairs fit in SMEM. In the backward pass (`by_keys`), the gradients of the
+    span's queries fit in VMEM. Size-major rows are always a single span: see
+    `KernelWork.supports_rows`.
     """
     q, (heads, _), segments = operands.q, operands.heads, operands.segments
     call = _call_of(operands, blocks, by_keys=by_keys)
@@ -548,10 +551,11 @@ def _all_masked(call: _BlocksCall) -> bool:
 
 
 def _tables(call: _BlocksCall) -> dict[str, np.ndarray]:
-    """Return each pair's blocks and kind, in grid order, with the blocks to write and to fetch.
+    """Return tables that map each grid step to the blocks and the properties of its pair.
 
-    `done` has the query block whose gradients were completed last; before any is complete, it has
-    the first that will be. `fetched` has the block of size-major rows that is in VMEM.
+    `queries` and `keys` hold the pair's blocks, and `kinds` its properties as bits. `done` holds
+    the block of queries whose gradients were completed last, or, before the first completion, the
+    block that is completed first. `fetched` holds the block of size-major rows that is in VMEM.
     """
     seen = [_seen(call, i) for i in range(call.queries // call.blocks.queries)]
     pairs = [(i, j) for i, count in enumerate(seen) for j in range(count)]
@@ -607,7 +611,7 @@ def _of_rows(call: _BlocksCall, part: int, table: str) -> pl.BlockSpec:
 
 
 def _spec(call: _BlocksCall, shape, index) -> pl.BlockSpec:
-    """Return a block spec; its `index(b, g, p, tables)` gets the prefetched tables as a dict."""
+    """Return a block spec whose `index(b, g, p, tables)` gets the prefetched tables as a dict."""
 
     def by_name(b, g, p, *tables):
         return index(b, g, p, dict(zip(call.tables, tables, strict=True)))
@@ -674,9 +678,9 @@ def _inputs(call: _BlocksCall, operands: BlockOperands):
 
 
 def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl.BlockSpec]:
-    """Return the smallest and the largest id in each block, alternating, with a block spec.
+    """Return the smallest and the largest segment id of each block of tokens, and a block spec.
 
-    The block spec selects one batch row at a time.
+    The two ids alternate along the last axis. The block spec selects one batch row at a time.
     """
     blocks = ids.reshape(ids.shape[0], -1, block)
     ends = jnp.stack([blocks.min(axis=-1), blocks.max(axis=-1)], axis=-1)

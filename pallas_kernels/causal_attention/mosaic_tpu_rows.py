@@ -67,7 +67,7 @@ class Layout(NamedTuple):
             words[at] = pltpu.bitcast(rows, jnp.int32) if self.packed == 2 else rows
 
     def deliver(self, words: Any, block: Any) -> None:
-        """Undo `fetch`."""
+        """Copy words in scratch to a block's rows, the inverse of `fetch`."""
         for lanes, at, i in self._places():
             rows = words[at]
             block[i, :, lanes] = pltpu.bitcast(rows, self.dtype) if self.packed == 2 else rows
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         return self.packed == 2 and self.words % 8 == 0
 
     def view(self, block: Any, first: Any) -> Any:
-        """Return a block of 128 tokens as words, as `fetch` arranges a tile, starting at `first`.
+        """Return a block of 128 tokens as words, in the order of `fetch`, starting at `first`.
 
         `first` must be a multiple of `VIEWED`. Memory outside scratch is stored in tiles of that
         many words, and the offset of a load within a tile must be known at compile time.
@@ -101,7 +101,10 @@ class Layout(NamedTuple):
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
     def write_heads(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """Undo `read_heads`. The heads may have a wider dtype than the rows."""
+        """Write the heads that share words, the inverse of `read_heads`.
+
+        The heads may have a wider dtype than the rows.
+        """
         found = heads[0].astype(self.dtype)
         if self.packed == 2:
             as_bits = lambda x: jax.lax.bitcast_convert_type(
@@ -132,7 +135,7 @@ def scratch(call: Any, **slots: int) -> dict[str, Any]:
 
     Args:
       call: the static parameters.
-      slots: for each named array, the number of blocks whose heads are kept.
+      slots: for each named array, the number of blocks whose heads are in scratch at a time.
     """
     heads = {"k": call.step, "v": call.step}
     of_block = call.size, call.blocks.queries
@@ -167,7 +170,10 @@ def extract_heads(call: Any, ref, names: tuple[str, ...]) -> None:
 
 
 def _sum_products(call: Any, ref) -> None:
-    """Compute `delta` for all heads at once, since the rows of an entry are adjacent in memory."""
+    """Compute `delta`, the sum of out * d_out over the entries of a head, for all heads.
+
+    All heads are processed at once, because the rows of one entry are adjacent in memory.
+    """
     layout = call.layout_out
     for start in range(0, layout.tokens, LANES):
         lanes = slice(start, start + LANES)
@@ -189,7 +195,7 @@ def _first_rows(call: Any) -> dict[str, int]:
 
 
 def write_out(layout: Layout, ref) -> None:
-    """Write the heads of "out" to its block of rows."""
+    """Write the heads of the output "out" to the output's block of size-major rows."""
     _write_heads(layout, ref, ref["out"].at[0], 0)
     layout.deliver(ref["words"], ref["rows_out"].at[0])
 

@@ -4,7 +4,8 @@ Tokens are in the lanes, so a head's queries, keys and values are [D, N] tiles. 
 computes `S^T = K^T Q`, a softmax over rows, and `O = V P^T`. The memory order of the arrays is
 either
 
-- "size_major", [B, D, P, N], as the key-vector kernels write reads; heads are extracted in VMEM;
+- "size_major", [B, D, P, N], in which the key-vector kernels write the vectors that they read from
+  a residual matrix; heads are extracted in VMEM;
 - "head_major", [B, P, D, N], as a plain Transformer's projection writes.
 
 One grid step holds a whole sequence with all heads in VMEM. At any time, only the logits of one
@@ -51,7 +52,7 @@ class _WholeCall(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """The number of heads that are loaded together."""
+        """The number of heads that are loaded together, because their rows share 32-bit words."""
         return self.layout(1).packed if self.rows == "size_major" else 1
 
     @property
@@ -65,7 +66,7 @@ class _WholeCall(NamedTuple):
 
 
 def fits(qkv: Any, rows: Rows) -> bool:
-    """Return whether the kernels support this array, which has equally many query and key heads."""
+    """Return whether the kernels support `qkv`, which must have as many query as key heads."""
     _, N, P, D = qkv.shape
     if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
         return False
@@ -75,7 +76,7 @@ def fits(qkv: Any, rows: Rows) -> bool:
 def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
     """Estimate the backward kernel's VMEM in bytes.
 
-    It holds double-buffered blocks, scratch, and some logits.
+    VMEM holds double-buffered blocks, scratch, and some logits.
     """
     row = round_up(heads, 8) * size * length * itemsize
     return 2 * 8 * row + 8 * row + 16 * length * LANES * 4
@@ -84,7 +85,7 @@ def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
 def attention_forward(
     operands: AttentionOperands, *, rows: Rows, queries: int | None = None, interpret: bool = False
 ) -> tuple[Float[Array, "*count B N H D"], Float[Array, "B N H"]]:
-    """Return the output, and each softmax's log-sum-exp in float32."""
+    """Return the attention output, and each softmax's log-sum-exp in float32."""
     call = _call_of("attention_forward", operands, rows, queries)
     B, H, D, N = operands.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, operands)
@@ -123,7 +124,7 @@ def attention_backward(
     queries: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
-    """Return the cotangent of qkv."""
+    """Return the cotangent of qkv: the queries, keys and values in one array."""
     call = _call_of("attention_backward", operands, rows, queries)
     B, H, D, N = operands.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, operands)
@@ -223,7 +224,7 @@ def _backward_kernel(call: _WholeCall, ref):
             d_v[n] += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
 
         _each_ahead(call, len(heads), products, differentiate)
-        # The gradients overwrite the operands, which no later group reads.
+        # The gradients overwrite the operands, which no later group of heads reads.
         gradients = [jnp.concatenate(x, axis=1) for x in d_q], d_k, d_v
         for part, gradient in enumerate(gradients):
             _write_each_head(call, ref, "d_qkv", part, groups, gradient)
@@ -268,8 +269,8 @@ def _logits(call: _WholeCall, ref, head, q, k, start):
 def _for_each_group(call: _WholeCall, ref, attend):
     """Run `attend(groups)` for all groups of heads that share words, a few groups at a time.
 
-    A group's number is given as a pair whose sum it is; the second summand is known at compile
-    time.
+    `attend` receives each group as a pair of numbers whose sum is the group's index. The second
+    number is known at compile time.
     """
     if call.segments:
         ids = jnp.broadcast_to(ref["segment_rows"][0], (_SUBLANES, call.length))
@@ -287,13 +288,13 @@ def _for_each_group(call: _WholeCall, ref, attend):
 
 
 def _fetch(call: _WholeCall, ref, name: str, vectors: int):
-    """Copy size-major rows to words in scratch, from which strided loads can read heads."""
+    """Copy size-major rows to 32-bit words in scratch, from which strided loads can read heads."""
     if call.rows == "size_major" and not call.direct:
         call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 
 
 def _deliver(call: _WholeCall, ref, name: str, scratch: str, vectors: int):
-    """Copy words in scratch to a size-major output block."""
+    """Copy 32-bit words in scratch to a size-major output block."""
     if call.rows == "size_major":
         call.layout(vectors).deliver(ref["words_" + scratch], ref[name].at[0])
 
@@ -334,7 +335,10 @@ def _write_each_head(call: _WholeCall, ref, name: str, part: int, groups, heads)
 
 
 def _write_heads(call: _WholeCall, ref, name: str, part: int, group, arrays):
-    """Undo `_heads`, writing to the scratch of an output; "d_qkv" uses the scratch of qkv."""
+    """Write a group's heads to the scratch of an output, the inverse of `_heads`.
+
+    The output "d_qkv" uses the scratch of the input "qkv".
+    """
     row = part * (call.heads // call.packed) + sum(group)
     if call.rows == "head_major":
         ref[name][0, row] = arrays[0].astype(call.dtype)
@@ -376,7 +380,7 @@ def _call_of(
 
 
 class WholeBlocks(NamedTuple):
-    """The block size of a kernel.
+    """The block size of the whole-sequence kernel.
 
     Attributes:
       queries: the number of queries of a head that are processed together.
@@ -396,7 +400,7 @@ def _refused(
     kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: WholeBlocks
 ) -> str | None:
     if blocks.queries % LANES or tokens % blocks.queries:
-        return f"blocks of {blocks.queries} queries, of {tokens}"
+        return f"blocks of {blocks.queries} queries (legal: multiples of 128 that divide {tokens})"
     return None
 
 
@@ -435,7 +439,7 @@ def _read(call: _WholeCall, name: str, rows, block: pl.BlockSpec) -> dict[str, A
 
 
 def _scratch(call: _WholeCall, written: dict[str, int], **read: int) -> dict[str, Any]:
-    """Return scratch memory, with words for size-major arrays.
+    """Return the scratch shapes, which include 32-bit words for size-major arrays.
 
     The arrays in `read` need no words if their heads are extracted in place.
     """
@@ -455,7 +459,7 @@ def tokens_last(x, rows: Rows):
 
 
 def tokens_first(x, rows: Rows):
-    """Undo `tokens_last`."""
+    """Transpose from the kernels' memory order to [.., N, P, D], the inverse of `tokens_last`."""
     *lead, a, b, n = range(x.ndim)
     return x.transpose((*lead, n, b, a) if rows == "size_major" else (*lead, n, a, b))
 

@@ -41,7 +41,10 @@ _SIZES = (512, 256, 128)
 def attention_forward(
     operands: AttentionOperands, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
+    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies.
+
+    Sums are in float32 or wider.
+    """
     out, log_sums = _forward(True, _as_part(operands, kv_heads))
     return write_slice(out, operands.to), log_sums
 
@@ -53,7 +56,7 @@ def attention_backward(
     kv_heads: int,
     rows: Rows = "size_major",
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Compute `attention_backward` as specified in `interface`."""
+    """Return the cotangents of qkv and kv, as `interface` specifies."""
     gradients = _backward(True, _as_part(operands, kv_heads), read_slices(results))
     d_q, *d_kv = (x.astype(operands.qkv.dtype) for x in gradients)
     if operands.kv is not None:
@@ -62,20 +65,20 @@ def attention_backward(
 
 
 def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `part_forward` as specified in `interface`."""
+    """Attend from one part of a sequence to another, as `interface` specifies."""
     return _forward(False, _separated(operands))
 
 
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Compute `part_backward` as specified in `interface`."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
     d_q, d_k, d_v = _backward(False, _separated(operands), results)
     return d_q, operands.like_kv(d_k, d_v)
 
 
 def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
-    """Return the whole sequence as a `Part`; later keys are hidden by a causal mask."""
+    """Return the whole sequence as one part; a causal mask hides later keys."""
     q, *kv = reference.split(operands, kv_heads)
     return _separated(
         PartOperands(q, tuple(kv), operands.scale, 0, operands.slopes, operands.segments)
@@ -83,7 +86,7 @@ def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
 
 
 def _separated(operands: PartOperands) -> PartOperands:
-    """Return the part with separate keys and values, and with its scalars as arrays."""
+    """Return the operands with separate keys and values, and with scalars converted to arrays."""
     scale = jnp.asarray(operands.scale, jnp.result_type(operands.q, jnp.float32))
     return operands._replace(
         kv=operands.keys_and_values, scale=scale, shift=jnp.asarray(operands.shift, jnp.int32)
@@ -206,16 +209,16 @@ class _OnlineBlocks:
         return jnp.moveaxis(self._cut(x, self._sizes[1]), 2, 3)
 
     def join_queries(self, x: Float[Array, "T B G E q *D"]) -> Float[Array, "B Q H *D"]:
-        """Undo `of_queries`."""
+        """Join blocks of queries, the inverse of `of_queries`."""
         x = jnp.moveaxis(x, 4, 2)
         return self._join(x.reshape(*x.shape[:3], -1, *x.shape[5:]), self._lengths[0])
 
     def join_keys(self, x: Float[Array, "T B G k D"]) -> Float[Array, "B K G D"]:
-        """Undo `of_keys`."""
+        """Join blocks of keys or of values, the inverse of `of_keys`."""
         return self._join(jnp.moveaxis(x, 3, 2), self._lengths[1])
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """Return zeros as a loop's initial value, with the operands' varying mesh axes."""
+        """Return zeros for a loop, marked as varying over the same mesh axes as the operands."""
         return vary_alike((jnp.zeros(shape, self.dtype), self._operands))[0]
 
     def product(self, spec: str, *operands: Array) -> Array:
@@ -230,13 +233,13 @@ class _OnlineBlocks:
     ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"]]:
         """Return a pair's logits, and the mask of visible keys.
 
-        Masked logits are the smallest float in place of -inf.
+        Masked logits are the smallest finite float instead of -inf.
         """
         operands = self._operands
         ranges = zip(pair, self._sizes, strict=True)
         queries, keys = (n * size + jnp.arange(size, dtype=jnp.int32) for n, size in ranges)
         distance = queries[:, None] - keys
-        # Padding of the last blocks neither sees nor is seen.
+        # The padding tokens of the last blocks see no token, and no token sees them.
         mask = (queries < self._lengths[0])[:, None] & (keys < self._lengths[1])
         if self._causal:
             mask = mask & (distance >= 0)
@@ -262,9 +265,9 @@ class _OnlineBlocks:
 
 
 def _even(length: int, most: int) -> int:
-    """Return the number of tokens per block, a multiple of 8, that divides `length` evenly.
+    """Return a number of tokens per block that divides `length` into nearly equal blocks.
 
-    The number of blocks is the smallest that keeps blocks at about `most` tokens.
+    It is a multiple of 8, and at most `most` rounded up to a multiple of 8.
     """
     return round_up(-(-length // -(-length // most)), 8)
 

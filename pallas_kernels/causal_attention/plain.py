@@ -1,8 +1,8 @@
 """Causal attention in plain JAX, for calls that no kernel supports.
 
-There are two forms. `reference` holds all logits of a block of queries in memory, which takes few
-operations for short sequences. A call with more than `online.LOGITS` logits uses `online` in its
-place. With 16 heads and one batch row, this happens from 1449 tokens on.
+`reference` holds all logits of a block of queries in memory, which takes few operations for short
+sequences. A call with more than `online.LOGITS` logits uses `online` instead. With 16 heads and one
+batch row, calls with 1449 tokens or more use `online`.
 """
 
 import math
@@ -20,7 +20,8 @@ from pallas_kernels.causal_attention.interface import (
 def module_for(*sizes: Any) -> ModuleType:
     """Return the module to use, given the numbers of batch rows, heads, queries and keys.
 
-    With the symbolic sizes of `jax.export`, which cannot be divided into blocks, it is `reference`.
+    For the symbolic sizes of `jax.export`, which cannot be divided into blocks, the module is
+    `reference`.
     """
     if not all(isinstance(size, int) for size in sizes):
         return reference
@@ -28,7 +29,7 @@ def module_for(*sizes: Any) -> ModuleType:
 
 
 def attention_forward(operands: AttentionOperands, *, kv_heads: int, **options: Any) -> Any:
-    """Compute `attention_forward` as specified in `interface`."""
+    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies."""
     return _module_of_sequence(operands, kv_heads).attention_forward(
         operands, kv_heads=kv_heads, **options
     )
@@ -37,18 +38,18 @@ def attention_forward(operands: AttentionOperands, *, kv_heads: int, **options: 
 def attention_backward(
     operands: AttentionOperands, results: ResultsAndCotangent, *, kv_heads: int, **options: Any
 ) -> Any:
-    """Compute `attention_backward` as specified in `interface`."""
+    """Return the cotangents of qkv and kv, as `interface` specifies."""
     run = _module_of_sequence(operands, kv_heads).attention_backward
     return run(operands, results, kv_heads=kv_heads, **options)
 
 
 def part_forward(operands: PartOperands) -> Any:
-    """Compute `part_forward` as specified in `interface`."""
+    """Attend from one part of a sequence to another, as `interface` specifies."""
     return _module_of_part(operands).part_forward(operands)
 
 
 def part_backward(operands: PartOperands, results: ResultsAndCotangent) -> Any:
-    """Compute `part_backward` as specified in `interface`."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
     return _module_of_part(operands).part_backward(operands, results)
 
 

@@ -38,7 +38,10 @@ def visible(
 def attention_forward(
     operands: AttentionOperands, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Compute `attention_forward` as specified in `interface`, in float32 or wider."""
+    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies.
+
+    Sums are in float32 or wider.
+    """
     parts = split(operands, kv_heads)
     out, log_sums = forward(*parts, operands.scale, operands.slopes, 0, _causal(operands))
     return write_slice(out, operands.to), log_sums
@@ -51,7 +54,7 @@ def attention_backward(
     kv_heads: int,
     rows: Rows = "size_major",
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Compute `attention_backward` as specified in `interface`."""
+    """Return the cotangents of qkv and kv, as `interface` specifies."""
     arrays = *split(operands, kv_heads), *read_slices(results)
     gradients = backward(*arrays, operands.scale, operands.slopes, 0, _causal(operands))
     gradients = [x.astype(operands.qkv.dtype) for x in gradients]
@@ -61,7 +64,7 @@ def attention_backward(
 
 
 def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Compute `part_forward` as specified in `interface`."""
+    """Attend from one part of a sequence to another, as `interface` specifies."""
     k, v = operands.keys_and_values
     mask = of_part(k.shape[1], operands.segments)
     return forward(operands.q, k, v, operands.scale, operands.slopes, operands.shift, mask)
@@ -70,7 +73,7 @@ def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Floa
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Compute `part_backward` as specified in `interface`."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
     k, v = operands.keys_and_values
     mask = of_part(k.shape[1], operands.segments)
     arrays = operands.q, k, v, *results
@@ -171,7 +174,7 @@ def of_part(length: int, segments: Segments | None):
 def _logits(q, k, scale, slopes, positions, shift, mask):
     """Return the logits [B, H, queries, keys] of the queries at `positions`.
 
-    Masked logits are the smallest float in place of -inf.
+    Masked logits are the smallest finite float instead of -inf.
     """
     dtype = jnp.result_type(q, jnp.float32)
     logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)

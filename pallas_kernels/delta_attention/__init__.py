@@ -86,7 +86,7 @@ def delta_attention(
 
 
 class _DeltaCall(NamedTuple):
-    """The static parameters of a call, constant during tracing."""
+    """The static parameters of a `delta_attention` call, constant during tracing."""
 
     scale: float
     implementation: str | None

@@ -37,9 +37,9 @@ class DeltaOperands(NamedTuple):
 
 
 class DeltaGradients(NamedTuple):
-    """Cotangents with the shapes and dtypes of what they belong to.
+    """The cotangents of the operands and, as `state`, of the initial state.
 
-    `state` is the cotangent of the initial state; the others belong to the operands.
+    Each cotangent has the shape and the dtype of its primal.
     """
 
     q: Float[Array, "B T H K"]

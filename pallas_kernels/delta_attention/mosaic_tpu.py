@@ -49,7 +49,7 @@ def forward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """Compute `forward` as specified in `interface`."""
+    """Return what each token reads, the final state and the saved states (see `interface`)."""
     call = _ChunksCall.of(operands, scale, _FORWARD_HEADS)
     B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
     inputs, prefetch = _inputs(call, operands, lambda n: n)
@@ -74,7 +74,7 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> DeltaGradients:
-    """Compute `backward` as specified in `interface`."""
+    """Return the cotangents of the operands and of the initial state (see `interface`)."""
     call = _ChunksCall.of(operands, scale, _BACKWARD_HEADS)
     B, seq, H, _ = operands.q.shape
     back = lambda n: call.chunks - 1 - n
@@ -148,7 +148,7 @@ def _load(call: "_ChunksCall", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]
 
 
 class _ChunksCall(NamedTuple):
-    """The static parameters that a kernel is compiled for."""
+    """The static parameters of a kernel that processes chunks of tokens."""
 
     rows: int
     chunks: int

@@ -25,7 +25,7 @@ _SUBLANES, _TILE = 8, 16
 
 
 class Masks(NamedTuple):
-    """Masks of which tokens see each other; they are the same for all heads.
+    """Masks that say which tokens see each other. The masks are the same for all heads.
 
     Attributes:
       differing_bits: `i xor j` for tokens i > j of the same document, else 0. The value for a pair
@@ -105,7 +105,7 @@ def masks(rows, columns, before, last, keys: int) -> Masks:
 def forward(
     chunk: Chunk, state: Float[Array, "G V K"], masks: Masks, narrow: jnp.dtype
 ) -> tuple[Float[Array, "G C V"], Float[Array, "G V K"]]:
-    """Return what the tokens read, and the state after them."""
+    """Return what the tokens of a chunk read from the state, and the state after the chunk."""
     narrow_state = state.astype(narrow)
     own = _shared(chunk, narrow_state, masks, narrow)
     read = _rows(own.decayed_q, narrow_state) + _plain(own.of_queries, own.written)

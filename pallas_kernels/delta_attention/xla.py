@@ -38,7 +38,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 def forward(
     operands: DeltaOperands, state: Float[Array, "B H K V"], *, scale: float
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """Compute `forward` as specified in `interface`."""
+    """Return what each token reads, the final state and the saved states (see `interface`)."""
 
     def of_chunk(state, chunk):
         read, after = _chunk(chunk, state, scale)
@@ -56,7 +56,7 @@ def backward(
     *,
     scale: float,
 ) -> DeltaGradients:
-    """Compute `backward` as specified in `interface`."""
+    """Return the cotangents of the operands and of the initial state (see `interface`)."""
 
     def of_chunk(d_state, xs):
         *chunk, documents, before, state, d_read = xs

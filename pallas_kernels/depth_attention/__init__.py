@@ -260,9 +260,9 @@ def depth_attention_merge(
     Returns:
       `mixed`, `current`, and `z = norm_gain * norm(h)` in the dtype of `current`, where h is the
       mix of this site over all sources. The caller must use the returned `mixed` and `current` in
-      place of the arguments: then the gradients of their later uses pass through this op, which in
-      one pass adds its gradient to that of `current` and writes its gradient to its row of that of
-      `mixed`. A site may therefore be merged only once.
+      place of the arguments, so that the gradients of their later uses pass through this op. In one
+      pass, the op's backward pass adds its own gradient to that of `current`, and replaces this
+      site's row in that of `mixed`. A site may therefore be merged only once.
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
@@ -334,7 +334,7 @@ def depth_attention_merge_at(
 
 
 class _DepthCall(NamedTuple):
-    """The static parameters of a call, constant during tracing."""
+    """The static parameters of a depth-attention call, constant during tracing."""
 
     epsilon: int | float
     implementation: str | None
@@ -456,7 +456,7 @@ def _dividing(key_axis: str | None) -> str | None:
 def _folded(queries, gains, sources):
     """Compute `gain * query` in at least float32.
 
-    Because the gain is folded into the query, normalised keys need not be computed.
+    Because the gain is folded into the query, the normalised keys need not be multiplied by it.
     """
     dtype = jnp.result_type(jnp.float32, sources)
     return queries.astype(dtype) if gains is None else queries.astype(dtype) * gains.astype(dtype)
@@ -467,7 +467,7 @@ def _count(count, sources):
 
 
 def _tokens(lead, axes: int) -> tuple[Any, ...]:
-    """Reshape the leading sizes `lead` to one token axis for vectors or two for matrices.
+    """Return the sizes of an implementation's token axes: one for vectors, two for matrices.
 
     Args:
       lead: the sizes of the token axes that the caller passed.

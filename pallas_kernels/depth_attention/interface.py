@@ -159,9 +159,9 @@ class MergeAt(NamedTuple):
 
 
 class MergeCotangents(NamedTuple):
-    """The cotangents of z, and of `mixed` and `current` from their later uses.
+    """The cotangents of the results of `merge`: of z, and of `mixed` and `current` after the merge.
 
-    A merge's backward pass combines its own gradients of `mixed` and `current` with the latter two.
+    A merge's backward pass combines the cotangents of `mixed` and `current` with its own gradients.
     """
 
     z: Float[Array, "*T_D"]

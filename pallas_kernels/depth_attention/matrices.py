@@ -1,7 +1,7 @@
 """Adapter that runs implementations for vectors on residual matrices, by reshaping the arrays.
 
 An array [.., B, T, K, V] of matrices becomes [.., B T, K V], by merging the last axes in pairs. The
-same rule is also right for queries [S, K, V] and log-sum-exps [S, B, T].
+same merging of pairs converts queries [S, K, V] to [S, K V] and log-sum-exps [S, B, T] to [S, B T].
 """
 
 from types import ModuleType
@@ -21,7 +21,7 @@ from pallas_kernels.depth_attention.interface import (
 
 
 class MatricesAsVectors:
-    """An implementation of the depth-attention ops for matrices that uses one for vectors.
+    """An implementation of the depth-attention ops for matrices that calls one for vectors.
 
     The methods are the functions of `interface`.
     """

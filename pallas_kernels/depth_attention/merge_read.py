@@ -85,7 +85,7 @@ def depth_attention_merge_read(
 
 
 class _MergeReadCall(NamedTuple):
-    """The static parameters of a call, constant during tracing."""
+    """The static parameters of a `merge_read` call, constant during tracing."""
 
     norm: Norm
     epsilon: int | float
@@ -125,7 +125,7 @@ def _backward(call, saved, cotangents):
 
 _merge_read.defvjp(_forward, _backward)
 
-# No GPU kernel computes both, so "triton" uses plain JAX.
+# No GPU kernel computes both the merge and the read, so "triton" uses plain JAX.
 _IMPLEMENTATIONS = Implementations(
     XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",), name="merge_read"
 )

@@ -17,8 +17,9 @@ _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 class SeparateMergeRead:
     """An implementation of `merge_read` that combines two implementations.
 
-    One implements `merge` for matrices, the other the key-vector ops. The methods are the functions
-    of `interface`; their additional `options` are passed to both implementations.
+    The first implementation provides `merge` for matrices, and the second provides the key-vector
+    ops. The methods are the functions of `interface`; their additional `options` are passed to both
+    implementations.
     """
 
     def __init__(self, merges: Any, key_vector: Any):
@@ -50,7 +51,7 @@ class SeparateMergeRead:
         epsilon: int | float,
         **options: Any,
     ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-        """Compute the gradients, after recomputing the mix h."""
+        """Return the gradients of `merge_read`, after recomputing the mix h."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
         h = self._merges.merge(operands.merge, **of_merge)
         of_read = SiteBackward(

@@ -58,7 +58,8 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
-# With at most this many sources, latency takes more time than the computation of a token group.
+# With at most this many sources, a group of tokens takes more time for latency than for
+# computation.
 _FEW_SOURCES = 4
 # Chips with enough registers to unroll eight token groups when mixing for more than two sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
@@ -72,7 +73,7 @@ def partial(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` as defined in `interface`.
+    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
     It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
@@ -122,7 +123,7 @@ def partial_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `partial_backward` as defined in `interface`.
+    """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
     It takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
     """
@@ -194,7 +195,7 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` as defined in `interface`.
+    """Add the running sum to the mix of one site, as `interface` defines.
 
     It moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
     """
@@ -225,7 +226,7 @@ def merge_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `merge_backward` as defined in `interface`.
+    """Return the gradients of `merge`, as `interface` defines.
 
     It moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
     """
@@ -307,9 +308,9 @@ def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """Limit the tile size to T tokens.
+    """Return the block sizes with tiles of at most T tokens, rounded up to whole groups.
 
-    Unrolling is turned off in the interpreter, where it only costs compile time.
+    In the interpreter, loops are not unrolled, because unrolling would only cost compile time.
     """
     unroll = 1 if interpret else blocks.unroll
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)

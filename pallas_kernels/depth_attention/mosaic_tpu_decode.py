@@ -34,7 +34,7 @@ _TILE, _BUDGET = 16, 58
 
 @dataclasses.dataclass(frozen=True)
 class _DepthDecodeCall:
-    """The static parameters of a kernel, constant during tracing."""
+    """The static parameters of a decoding kernel, constant during tracing."""
 
     epsilon: int | float
     norm: Norm = "rmsnorm"
@@ -60,7 +60,10 @@ def _tokens(operands: Partial) -> int | None:
 def partial(
     operands: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` as defined in `interface`. The operands must have no prior."""
+    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
+
+    The operands must have no prior.
+    """
     queries, sources, count, _ = operands
     S, (N, T, D) = queries.shape[0], sources.shape
     tokens = _tokens(operands)
@@ -126,7 +129,7 @@ def merge_at(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge_at` as defined in `interface`.
+    """Compute `merge` for a few tokens with stacked parameters, as `interface` defines.
 
     It moves `E 3 T D` bytes (see the module's docstring).
     """

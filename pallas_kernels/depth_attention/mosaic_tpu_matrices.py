@@ -53,7 +53,8 @@ from pallas_kernels.target import target
 # Maximum VMEM for double-buffered blocks, in sixtieths of the VMEM limit. The remainder is left to
 # the compiler.
 _BUDGET = 44
-# The same for `merge_backward`, which has six arrays and cannot be split into parts.
+# Maximum VMEM for the blocks of `merge_backward`, in sixtieths of the VMEM limit. This kernel has
+# six arrays and cannot be split into parts.
 _LARGEST = 52
 # Maximum number of sources per kernel: each is an operand, and the loop over them is unrolled.
 _MOST_SOURCES = 16
@@ -86,7 +87,7 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
 def partial(
     operands: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
-    """Compute `partial` as defined in `interface`.
+    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
     It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
@@ -165,7 +166,7 @@ def _over_tiles(call: MatricesCall, kernel, name, inputs, outputs, scratch, move
 def partial_backward(
     operands: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
-    """Compute `partial_backward` as defined in `interface`.
+    """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
     It takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
     accumulate.
@@ -196,7 +197,7 @@ def partial_backward(
 
 
 def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
-    """Compute what the gradients need from each source v, starting at row `first` of the bank.
+    """Compute the numbers per source that the gradients need, from row `first` of the bank on.
 
     Returns:
       The logits [B, N, S, T], the inner products <d_mixed, v> [B, N, S, T], and rstd [B, N, 1, T].
@@ -294,7 +295,7 @@ def merge(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
-    """Compute `merge` as defined in `interface`.
+    """Add the running sum to the mix of one site, as `interface` defines.
 
     It moves `E 3 T D` bytes (see the module's docstring).
     """
@@ -327,7 +328,7 @@ def merge_backward(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `merge_backward` as defined in `interface`.
+    """Return the gradients of `merge`, as `interface` defines.
 
     It moves `E 6 T D` bytes (see the module's docstring).
     """
@@ -495,9 +496,10 @@ def tokens_first(x, K: int, V: int):
 
 
 def _whole_tiles(call: MatricesCall, x):
-    """Return an operand [.., T] that an output overwrites.
+    """Return the operand for an input [.., T] whose buffer an output overwrites.
 
-    In the interpreter, T is padded to whole tiles, because it can alias only whole tiles.
+    In the interpreter, T is padded to whole tiles, because the interpreter can alias only whole
+    tiles.
     """
     missing = call.tiles * call.lanes - x.shape[-1] if call.interpret else 0
     x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x

@@ -174,7 +174,8 @@ def mix(call: MatricesCall, inputs, write, step: int = STEP):
 def measure(inputs, outputs, scratch, *, call: MatricesCall):
     """Compute the logits, rstd and <d_mixed, v> of each source v for one tile of tokens.
 
-    The sources' gradients are computed from these. For an empty row nothing is written.
+    The sources' gradients are computed from these numbers. For an empty row of the bank, nothing is
+    written.
     """
     d_mixed, zeros = inputs["d_mixed"], (jnp.zeros((8, LANES), jnp.float32),) * call.S
     for i in range(call.N):

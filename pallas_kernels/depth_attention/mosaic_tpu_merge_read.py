@@ -68,7 +68,7 @@ def merge_read(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
-    """Compute `merge_read` as defined in `interface`.
+    """Merge without a norm, and read vectors from the mix with keys, as `interface` defines.
 
     It takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's docstring).
     """
@@ -121,7 +121,7 @@ def merge_read_backward(
     epsilon: int | float,
     interpret: bool = False,
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-    """Compute `merge_read_backward` as defined in `interface`.
+    """Return the gradients of `merge_read`, as `interface` defines.
 
     It takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's docstring).
     """
@@ -225,7 +225,7 @@ def _mix(call: MatricesCall, read: KeyVectorKernelCall, inputs, h):
 def _read(
     op, call: MatricesCall, current, read_keys, dtype, norm, epsilon
 ) -> KeyVectorKernelCall | None:
-    """Return the key-vector kernels' static parameters, with the largest tile that fits in VMEM.
+    """Return the static parameters of the read, with the largest tile that fits in VMEM.
 
     Returns None if no tile fits.
     """

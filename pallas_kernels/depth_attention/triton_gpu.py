@@ -21,7 +21,7 @@ Gradients of parameters are summed in registers over a group of tokens, and then
 a fixed order. There are no atomics, so results are bitwise reproducible.
 
 Products, statistics and sums are float32 and do not use tensor cores. Sources of up to 8192 entries
-cause no register spills; longer ones cause some.
+cause no register spills; longer sources cause some.
 """
 
 import functools
@@ -158,7 +158,7 @@ def partial(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` as defined in `interface`.
+    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
     It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if there is
     a prior.
@@ -202,7 +202,7 @@ def partial_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `partial_backward` as defined in `interface`.
+    """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
     It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
     accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
@@ -289,7 +289,7 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` as defined in `interface`.
+    """Add the running sum to the mix of one site, as `interface` defines.
 
     It takes about `20 T D` FLOPs and moves `3 T D` elements.
     """
@@ -322,7 +322,7 @@ def merge_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Compute `merge_backward` as defined in `interface`.
+    """Return the gradients of `merge`, as `interface` defines.
 
     It takes about `40 T D` FLOPs and moves `6 T D` elements.
     """
@@ -380,8 +380,8 @@ def _blocks_of(call: GpuCall, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# The kernels that must sum logits in the same order, so that the backward pass computes the same
-# bits as the forward pass.
+# The kernels that must sum logits in the same order. The backward pass then computes the same bits
+# as the forward pass.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 
 

@@ -11,7 +11,10 @@ from pallas_kernels.triton import plgpu
 
 
 class GpuCall(NamedTuple):
-    """The static parameters of a call, constant during tracing."""
+    """The static parameters of a depth-attention GPU kernel, constant during tracing.
+
+    The kernel processes N sources of D entries for S sites and T tokens.
+    """
 
     N: int
     S: int
@@ -165,10 +168,7 @@ def _empty_softmax(shape):
 
 
 def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
-    """Add all sources of token t to the online softmaxes `mixes`, and return these.
-
-    There is one for each query.
-    """
+    """Add all sources of token t to the online softmaxes `mixes`, one per query; return these."""
     load = functools.partial(_load_rows, sources, most=count, t=t, columns=columns)
 
     def tile(rows, values, mixes):

@@ -73,7 +73,7 @@ def partial(
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute `partial` as defined in `interface`.
+    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
     The logits take `2 S N T D` FLOPs, and so do the mixes.
     """
@@ -105,7 +105,7 @@ def partial_backward(
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Compute `partial_backward` as defined in `interface`.
+    """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
     With a `key_axis`, `delta` is this device's term of a sum over devices.
     """
@@ -152,7 +152,7 @@ def merge(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` as defined in `interface`.
+    """Add the running sum to the mix of one site, as `interface` defines.
 
     For T tokens it moves `3 T D` elements: it reads a row of `mixed` and `current`, and writes z.
     """
@@ -168,7 +168,7 @@ def merge_at(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Compute `merge_at` as defined in `interface`."""
+    """Compute `merge` for a few tokens with stacked parameters, as `interface` defines."""
     parameters, layer, mixed, log_sums, site, current, active = operands
     query, gain = jax.lax.dynamic_index_in_dim(parameters, layer, keepdims=False)
     one = Merge(query, mixed, log_sums[site], site, current, active, gain)
@@ -183,7 +183,7 @@ def merge_backward(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> MergeGradients:
-    """Compute `merge_backward` as defined in `interface`."""
+    """Return the gradients of `merge`, as `interface` defines."""
     query, mixed, log_sums, site, current, active, norm_gain = operands
 
     def forward(query, mixed, log_sums, current, norm_gain):

@@ -1,16 +1,22 @@
-"""Products of rows with a matrix for each group of rows, which experts compute of their tokens.
+"""Products of groups of rows with one matrix per group, as experts multiply their tokens' vectors.
 
-Rows lie group by group, and `sizes` gives the number of rows of each group; rows after the last
-group belong to no group. Implementations: "xla" (`jax.lax.ragged_dot`, on any platform),
-"mosaic_tpu" (JAX's megablox kernels), "triton" (GPUs) and "pallas" (the kernels where there are
-any). The default, None, uses the kernels: in JAX 0.10, XLA's gradient of the matrices on TPUs, and
-all of its products on GPUs, are as dense as if every row were in every group. An implementation has
+The rows are sorted by group, and `sizes` holds the number of rows of each group. Rows after the
+last group belong to no group.
 
-    product(rows, matrices, sizes, *, transposed=False) -> `rows[m] @ matrices[g]`, or transposed
-        `matrices[g] @ rows[m]`, which gives the gradient of rows [M, K] from that of products
-    of_matrices(rows, d_products, sizes) -> the gradient of the matrices [G, K, N]: each group's sum
-        of outer products of its rows
-    unsupported(op, rows, other, sizes) -> why it cannot serve these, in a line, or None
+Implementations: "xla" (`jax.lax.ragged_dot`, on any platform), "mosaic_tpu" (JAX's megablox kernels
+for TPUs), "triton" (GPU kernels) and "pallas" (the kernels on platforms that have them, else plain
+JAX). The default, None, uses the kernels. XLA's own op is slow in JAX 0.10: the gradient of the
+matrices on TPUs, and all products on GPUs, cost as much as if every row were in every group.
+
+An implementation is a module with these functions:
+
+    product(rows, matrices, sizes, *, transposed=False) -> `rows[m] @ matrices[g]` for each row m of
+        group g; if transposed, `matrices[g] @ rows[m]`, which maps the products' cotangents to the
+        cotangents of the rows [M, K]
+    of_matrices(rows, d_products, sizes) -> the cotangents of the matrices [G, K, N]: for each
+        group, the sum of the outer products of its rows and their cotangents
+    unsupported(op, rows, other, sizes) -> the reason, in one line, why the implementation does not
+        support these operands, or None
 """
 
 import functools
@@ -37,21 +43,23 @@ def grouped_matmul(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "M N"]:
-    """Compute `rows[m] @ matrices[g]` for every row m of a group g, in the rows' dtype.
+    """Compute `rows[m] @ matrices[g]` for every row m of every group g.
 
-    The op takes `2 M K N` FLOPs, and its gradient twice as many. Sums are at least float32.
+    The op takes `2 M K N` FLOPs, and its backward pass takes twice as many. Sums are at least
+    float32.
 
     Args:
-      rows: the rows of group 0, then of group 1, and so on.
-      matrices: the groups' matrices, in the rows' dtype.
-      sizes: the numbers of rows of the groups, of any integer dtype; their sum is at most M.
-      implementation: None picks the best one for the platform that the program is lowered for.
+      rows: the rows of group 0, followed by the rows of group 1, and so on.
+      matrices: one matrix per group, in the rows' dtype.
+      sizes: the number of rows of each group, of any integer dtype. The sum is at most M.
+      implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Returns:
-      The products. Rows of no group, and their gradient, may be anything, NaN included.
+      The products in the rows' dtype. For rows that belong to no group, the products and the
+      gradients may have any values, including NaN.
 
     Raises:
-      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
+      UnsupportedImplementation: a named implementation is unknown or does not support this call.
       ValueError: shapes or dtypes do not fit.
       TypeError: the op is differentiated in forward mode.
     """

@@ -1,8 +1,10 @@
-"""Grouped products on a TPU, by JAX's megablox kernels (Gale et al. 2023).
+"""Products of groups of rows with one matrix per group on TPUs, by JAX's megablox kernels.
 
-The grid goes over tiles of rows, each once for every group that has rows in it. On v5e
-(197 TFLOP/s, 819 GB/s) at M 65,536, K 2304, N 2048 and 256 groups in bfloat16, the FLOPs take
-3.14 ms and the matrices' bytes (2.4 GB) 2.9 ms, so that an expert should have 256 rows or more.
+See Gale et al. (2023), MegaBlocks. The grid runs over tiles of rows. A tile that has rows of
+several groups is processed once for each of these groups. For M = 65,536 rows, K = 2304, N = 2048
+and 256 groups in bfloat16 on v5e (197 TFLOP/s, 819 GB/s), the arithmetic takes at least 3.14 ms,
+and reading the matrices (2.4 GB) takes at least 2.9 ms. A group should therefore have at least 256
+rows.
 """
 
 import jax.numpy as jnp
@@ -12,13 +14,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 
-# Rows of a tile, and bytes of a row or a column of a tile of a matrix: the fewest that are worth a
-# grid step. The kernels do not request VMEM, so they have 16 MiB.
+# Maximum number of rows per tile, and maximum number of bytes in a row or a column of a matrix
+# tile. Smaller tiles do not amortise the overhead of a grid step, and larger tiles do not fit in
+# VMEM: the kernels do not request VMEM, so they get the default of 16 MiB.
 _ROWS, _BYTES = 512, 2048
 
 
 def unsupported(op: str, rows, other, sizes) -> str | None:
-    """Return why the kernels cannot serve this call, in a line; None if they can."""
+    """Return the reason, in one line, why the kernels do not support this call, or None."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
     return checks_varying()
@@ -32,7 +35,7 @@ def product(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "M _"]:
-    """Compute the products: see the package."""
+    """Multiply each row by the matrix of its group, as `pallas_kernels.grouped_matmul` defines."""
     tile = _tile_rows(len(rows), len(sizes))
     columns = matrices.shape[1 if transposed else 2]
     options = {"transpose_rhs": transposed, "interpret": interpret}
@@ -48,23 +51,26 @@ def of_matrices(
     *,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
-    """Compute the gradient of the matrices: see the package."""
+    """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
     tile = _tile_rows(len(rows), len(sizes))
     tiling = tile, *_of_matrix(rows.dtype, rows.shape[1], d_products.shape[1])
-    # The kernel transposes the rows back as it reads them.
+    # The kernel takes the rows transposed, and transposes them back when it reads them.
     turned = _padded(rows, tile).swapaxes(0, 1)
     d_products = _padded(d_products, tile)
     return tgmm(turned, d_products, sizes, rows.dtype, tiling, interpret=interpret)
 
 
 def _tile_rows(rows: int, groups: int) -> int:
-    """Return about the rows of a group, a power of two: tiles at borders are computed twice."""
+    """Return the number of rows per tile: about the mean size of a group, as a power of two.
+
+    Larger tiles would waste work, because a tile with rows of two groups is computed twice.
+    """
     each = 1 << max(rows // groups - 1, 0).bit_length()
     return min(max(each, LANES), _ROWS)
 
 
 def _of_matrix(dtype, *sizes: int) -> list[int]:
-    """Return the rows and columns of a tile of a matrix with this dtype."""
+    """Return the numbers of rows and columns of a tile of a matrix with this dtype."""
     return [min(_BYTES // jnp.dtype(dtype).itemsize, size) for size in sizes]
 
 

@@ -1,4 +1,4 @@
-"""Reference of grouped products, with a copy of its group's matrix for each row."""
+"""A reference implementation of grouped products, which copies a group's matrix for each row."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,7 +7,10 @@ from jaxtyping import Array, Float, Int
 def grouped_matmul(
     rows: Float[Array, "M K"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
 ) -> Float[Array, "M N"]:
-    """Compute `rows[m] @ matrices[g]`, and 0 for rows of no group, with at least float32 sums."""
+    """Compute `rows[m] @ matrices[g]` for each row m of group g, with sums in at least float32.
+
+    The products of rows that belong to no group are 0.
+    """
     ends = jnp.cumsum(sizes)
     group = jnp.searchsorted(ends, jnp.arange(len(rows)), side="right")
     dtype = jnp.promote_types(rows.dtype, jnp.float32)

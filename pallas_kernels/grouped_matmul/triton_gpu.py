@@ -1,12 +1,15 @@
-"""Grouped products on a GPU, in Pallas through Triton, for compute capability 8.0 and up.
+"""Products of groups of rows with one matrix per group, in Pallas Triton, for GPUs from sm_80 on.
 
-Each group's rows are divided into tiles of their own, and a program computes one tile and some
-columns. For the matrices' gradient, a program computes one tile of a matrix over all rows of the
-group. So no row meets another group's matrix, whereas XLA's op on GPUs, in JAX 0.10, is as dense as
-if every row were in every group. On an H100 (989 TFLOP/s, 3352 GB/s) at M 65,536, K 2304, N 2048
-and 256 groups in bfloat16: 0.63 ms for the FLOPs, 0.72 ms for the matrices' bytes (2.4 GB) once.
+Each group's rows are divided into separate tiles, and a program computes one tile of rows and some
+columns of the products. For the gradient of the matrices, a program computes one tile of a matrix
+over all rows of its group. So no row is multiplied by the matrix of another group. XLA's op on
+GPUs, in JAX 0.10, costs as much as if every row were in every group.
 
-Sums are float32; a float32 is multiplied as three bfloat16.
+For M = 65,536 rows, K = 2304, N = 2048 and 256 groups in bfloat16 on an H100 (989 TFLOP/s, 3352
+GB/s), the arithmetic takes at least 0.63 ms, and reading the matrices (2.4 GB) once takes at least
+0.72 ms.
+
+Sums are float32. Float32 operands are split into three bfloat16 terms (see `triton.dot`).
 """
 
 from typing import NamedTuple
@@ -21,13 +24,13 @@ from pallas_kernels.triton import dot, no_triton, plgpu
 
 
 class _Blocks(NamedTuple):
-    """The block sizes and launch parameters of a kernel.
+    """The block sizes and launch parameters of a grouped-product kernel.
 
     Attributes:
-      rows, columns: the size of a tile of sums.
-      depth: the number of terms of the sums in one step.
-      warps: warps of 32 threads in a program.
-      stages: the depth of the load pipeline.
+      rows, columns: the numbers of rows and columns of a tile of the result.
+      depth: the number of terms that are added to the sums of a tile in one step.
+      warps: the number of warps (of 32 threads) per program.
+      stages: the number of stages of the software pipeline for loads.
     """
 
     rows: int
@@ -38,7 +41,10 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int, dtype: DTypeLike) -> "_Blocks":
-        """Return blocks with at most this many rows and columns, powers of two and at least 16."""
+        """Return block sizes for a result with this many rows and columns.
+
+        The sides of a tile are powers of two, at least 16, and no larger than the result needs.
+        """
         narrow = jnp.dtype(dtype) == jnp.bfloat16
         fit = lambda size, most: min(most, max(16, pl.next_power_of_2(size)))
         largest, depth, stages = (128, 64, 3) if narrow else (64, 32, 2)
@@ -47,7 +53,7 @@ class _Blocks(NamedTuple):
 
 
 def unsupported(op: str, rows, other, sizes) -> str | None:
-    """Return why the kernels cannot serve this call, in a line; None if they can."""
+    """Return the reason, in one line, why the kernels do not support this call, or None."""
     if why := no_triton():
         return why
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
@@ -66,7 +72,7 @@ def product(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "M _"]:
-    """Compute the products: see the package."""
+    """Multiply each row by the matrix of its group, as `pallas_kernels.grouped_matmul` defines."""
     (M, inner), groups = rows.shape, len(sizes)
     columns = matrices.shape[1 if transposed else 2]
     blocks = _Blocks.of(max(1, M // groups), columns, rows.dtype)
@@ -109,7 +115,7 @@ def of_matrices(
     *,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
-    """Compute the gradient of the matrices: see the package."""
+    """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
     (M, K), N = rows.shape, d_products.shape[1]
     blocks = _Blocks.of(K, N, rows.dtype)
 
@@ -143,9 +149,10 @@ def of_matrices(
 
 
 def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Array, " tiles"]]:
-    """Return for each tile of rows its group, its first row and the end of the group's rows.
+    """Return the group, the first row and the end of the group's rows for each tile of rows.
 
-    There are as many tiles as the groups could need; tiles that are left over have no rows.
+    The number of tiles is static: the maximum that the groups could need. Unused tiles have no
+    rows.
     """
     needed = -(-sizes // height)
     behind, stop = jnp.cumsum(needed), jnp.cumsum(sizes)
@@ -158,7 +165,10 @@ def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Arr
 
 
 def _load(ref, lead, rows, columns, stop=None):
-    """Load a block of `ref[*lead]`, each side (first, size), with 0 outside and from `stop` on."""
+    """Load a block of the matrix `ref[*lead]`, with 0 outside of the matrix and from row `stop` on.
+
+    `rows` and `columns` are pairs (first index, size).
+    """
     at, mask = _block(ref, lead, rows, columns, stop)
     return plgpu.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
 

@@ -1,7 +1,7 @@
-"""Grouped products by XLA's own op.
+"""Products of groups of rows with one matrix per group, by XLA's own op (`ragged_dot_general`).
 
-On a CPU it is a dense product for each group. On a TPU it is a kernel of the compiler, except for
-the gradient of the matrices in JAX 0.10.
+On a CPU, XLA computes a dense product for each group. On a TPU, XLA has a kernel for the products,
+but not for the gradient of the matrices (in JAX 0.10).
 """
 
 import jax
@@ -17,14 +17,14 @@ def product(
     *,
     transposed: bool = False,
 ) -> Float[Array, "M _"]:
-    """Compute the products: see the package."""
+    """Multiply each row by the matrix of its group, as `pallas_kernels.grouped_matmul` defines."""
     return _ragged(rows, matrices, sizes, ((1,), (2 if transposed else 1,)), groups=[0])
 
 
 def of_matrices(
     rows: Float[Array, "M K"], d_products: Float[Array, "M N"], sizes: Int[Array, " G"]
 ) -> Float[Array, "G K N"]:
-    """Compute the gradient of the matrices: see the package."""
+    """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
     return _ragged(rows, d_products, sizes, ((0,), (0,)), groups=[])
 
 

@@ -64,7 +64,7 @@ class Sizes:
     def keeps_operand(self) -> bool:
         """Whether the store keeps the residual, converted to the data's dtype, for the read.
 
-        This is done for int16 residuals, because converting them a second time is slow.
+        The store does so for int16 residuals, because converting them a second time is slow.
         """
         kept = self.residual_dtype == "int16" and self.data_dtype == "bfloat16"
         return kept and self.R > 0 and self.P > 0
@@ -72,7 +72,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """The block sizes of a kernel.
+    """The block sizes of a key-vector TPU kernel.
 
     Attributes:
       tokens: the number of tokens per tile, a multiple of 128.
@@ -133,7 +133,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
     of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
-    # The keys and gains as passed, and a second copy of the gains that is transposed to [V, K].
+    # The keys and the gain as passed, and a second copy of the gain, transposed to [V, K].
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
     if op == "forward":

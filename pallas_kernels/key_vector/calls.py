@@ -2,7 +2,8 @@
 
 If keys are sharded over a mesh axis (the key axis), devices exchange data and cotangents. In this
 module, `data` holds the batch rows of all devices along that axis, and the retrieved vectors hold
-this device's rows. Without a key axis there is only one set of rows, and `read` is None.
+this device's batch rows. Without a key axis, all batch rows are this device's, and `read`, the
+value that `forward` returns for `backward`, is None.
 """
 
 from typing import NamedTuple
@@ -123,10 +124,11 @@ def read_options(call: KeyVectorCall) -> dict:
 
 
 def forward(call: KeyVectorCall, in_place: bool, site: SiteOperands):
-    """Compute a whole site.
+    """Compute a whole site: write to the residual, normalise it and read from it.
 
     Returns:
-      The stored residual, the retrieved vectors, the statistics, and `read` for `backward`.
+      The stored residual, the retrieved vectors, the statistics, and `read`, a value that
+      `backward` takes (a `sharded.Read`, or None without a key axis).
     """
     out = run(call, "forward", site, in_place=in_place, **read_options(call))
     return out.residual, *_of_all_slices(call, site, out)
@@ -136,7 +138,8 @@ def read(call: KeyVectorCall, site: SiteOperands):
     """Compute a read without a store.
 
     Returns:
-      The retrieved vectors, the statistics, and `read` for `backward`.
+      The retrieved vectors, the statistics, and `read`, a value that `backward` takes (a
+      `sharded.Read`, or None without a key axis).
     """
     out = run(call, "forward", site, dtype=call.dtype, **read_options(call))
     return _of_all_slices(call, site, out)
@@ -154,7 +157,7 @@ def _of_all_slices(call, site, out):
 
 
 def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False) -> Gradients:
-    """Compute the backward pass of a whole site.
+    """Return the cotangents of a whole site, that is, of a store followed by a read.
 
     With a key axis, the means that the gradient needs are first computed over all slices of K.
     """

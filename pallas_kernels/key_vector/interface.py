@@ -17,18 +17,19 @@ r the store keys and read keys, y the data, z the retrieved vectors, and dX is t
     dX = dX' + rstd (a - mean(a) - n mean(a n))     dy = w dX         dw = sum y dX^T
     dgain = sum (r^T dz) n                          dr = sum dz (gain n)^T
 
-Halves: a site consists of a store of R vectors and a read of P vectors. If the store keys or the
-read keys are None, the site is only a read or only a store, and the operands and results of the
-missing half are None. The backward pass of a store alone needs no residual.
+Halves: a site (a place between two sublayers) consists of a store of R vectors and a read of P
+vectors. If the store keys are None, the site is a read alone; if the read keys are None, it is a
+store alone. The operands and results of the missing half are None. The backward pass of a store
+alone needs no residual.
 
 Statistics: a read alone can be passed statistics from an earlier read of the same residual, which
 are then not computed again. The read of the residual that a backward pass rebuilds (`Reread`) has
 such statistics too. If a backward pass is passed the `retrieved` vectors of its site, it can
 compute its means from them.
 
-Memory: with `in_place`, a kernel may write the new residual over the old one; XLA decides this by
-itself. If a store alone is passed `empty` and that scalar is true, the old residual is treated as
-zeros, whatever it holds.
+Memory: with `in_place`, a kernel may write the new residual over the old one. Plain JAX ignores
+`in_place`, because XLA makes this decision itself. If a store alone is passed `empty` and that
+scalar is true, the old residual is treated as zeros, whatever it holds.
 
 Sharded keys: if keys, gain and residual are one device's slices along K, the read is computed with
 `scale=False`: the retrieved vectors then lack the factor rstd, and the caller sums them over the
@@ -53,9 +54,9 @@ LEAST_STEPS = 2.0
 
 
 class SiteOperands(NamedTuple):
-    """The operands of a site: the residual, the store's operands and the read's operands.
+    """The operands of a site, which writes to ("stores") and then reads from a residual matrix.
 
-    At most one of the two halves may be missing; its operands are then None.
+    A site may lack either the store or the read. The operands of the missing half are then None.
     """
 
     residual: Shaped[Array, "B N K V"] | None
@@ -104,7 +105,7 @@ class Statistics(NamedTuple):
 
 
 class SiteResults(NamedTuple):
-    """The results of a forward pass.
+    """The results of a site's forward pass.
 
     Attributes:
       residual: the stored residual, in the dtype of the residual operand.
@@ -135,7 +136,7 @@ class Means(NamedTuple):
 class Reread(NamedTuple):
     """The operands of an additional read, from the residual that a backward pass rebuilds.
 
-    `statistics` belong to the rebuilt residual.
+    `statistics` are the statistics of the rebuilt residual.
     """
 
     gain: Float[Array, "K V"] | StackSlice
@@ -144,7 +145,7 @@ class Reread(NamedTuple):
 
 
 class SiteBackward(NamedTuple):
-    """The operands of a backward pass; the module's docstring says which may be None.
+    """The operands of a site's backward pass; the module's docstring says which may be None.
 
     Attributes:
       site: the site's operands, with the stored residual X' as residual.
@@ -167,7 +168,7 @@ class SiteBackward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The cotangents of a site.
+    """The cotangents of a site's operands, and the results of rebuilding the residual.
 
     Attributes:
       residual: the cotangent of the residual before the store, in the dtype of the stored

@@ -107,7 +107,7 @@ def forward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> SiteResults:
-    """Compute `forward` as defined in `interface`.
+    """Write to a residual matrix, normalise it and read from it, as `interface` defines.
 
     For T tokens with E bytes per entry, it takes `2 T (R + P) K V` FLOPs and moves
     `E T V (2 K + R + P)` bytes; a read alone moves `E T V (K + P)`. `in_place` writes X' over X,
@@ -130,7 +130,7 @@ def backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Compute `backward` as defined in `interface`.
+    """Return the cotangents of a write and a read, as `interface` defines.
 
     The gradients of the gain and of the read keys both follow from `dG[v] = sum dz n`, summed over
     tokens, with dz the cotangent of the retrieved vectors and n = norm(X').
@@ -190,7 +190,7 @@ def _forward(
     *,
     in_place: bool = True,
 ) -> SiteResults:
-    """Run the forward kernel for the half or halves (store, read) that the site has."""
+    """Run the kernel for a store, for a read, or for both, depending on the site's operands."""
     s, blocks = call.sizes, call.blocks
     residual, store_keys, data, gain, read_keys = site
     B, N = residual.shape[:2]
@@ -340,7 +340,7 @@ def _backward(call: KeyVectorKernelCall, rebuild: bool, operands: SiteBackward) 
 def _reread_operands(
     call: KeyVectorKernelCall, again: Reread, token: pl.BlockSpec
 ) -> tuple[dict, dict]:
-    """Return the inputs and the scratch memory for the preceding site's read."""
+    """Return the input operands and scratch shapes for a read from the rebuilt residual."""
     of_read, of_keys = read_operands(call, again.gain, again.read_keys)
     of_read["statistics"] = (again.statistics.both, token)
     named = lambda operands: {f"{name}_again": x for name, x in operands.items()}

@@ -11,7 +11,7 @@ from pallas_kernels.target import target
 
 @dataclasses.dataclass(frozen=True)
 class KeyVectorKernelCall:
-    """The static parameters of a kernel, constant during tracing.
+    """The static parameters of a key-vector kernel, constant during tracing.
 
     Attributes:
       sizes, blocks: the sizes that the kernel is specialised to, and its block sizes.
@@ -63,9 +63,9 @@ class Tail(NamedTuple):
     """The last tile along N, if it is only partly filled.
 
     Attributes:
-      tokens: the number of tokens in it.
-      core: the TPU core that processes it; None if every core has such a tile.
-      tile: its index among the tiles of its core.
+      tokens: the number of tokens in the tile.
+      core: the TPU core that processes the tile; None if every core has such a tile.
+      tile: the index of the tile among the tiles of its core.
     """
 
     tokens: int

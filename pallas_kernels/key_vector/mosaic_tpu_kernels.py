@@ -111,9 +111,9 @@ def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
 
 
 def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
-    """Store row v of the residual if there is a write, and add the row to the sums if it is read.
+    """Store the residual at index v if there is a write, and add it to the sums if there is a read.
 
-    Of an int16 residual, the sums also hold the least and the greatest value.
+    For an int16 residual, the sums also hold the smallest and the largest value.
     """
     stores = write is not None
     steps = stores and call.integer
@@ -146,7 +146,7 @@ def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
 
 
 def backward(inputs, outputs, scratch, *, call: KeyVectorKernelCall, tail: Tail | None):
-    """Compute the cotangents of a tile, for the half or halves whose keys are among the inputs.
+    """Compute the cotangents of a tile, for a store and a read if their keys are among the inputs.
 
     With dz the retrieved vectors' cotangents times rstd, a = G^T dz and n = norm(X'):
     `dX = dX' + a - mean(a) - n mean(a n)`. The two means are over all entries of a token, so they

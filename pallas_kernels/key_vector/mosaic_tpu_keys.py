@@ -49,7 +49,10 @@ def read_operands(call: KeyVectorKernelCall, gain, read_keys):
 
 
 class ReadKeys:
-    """The read keys and the gain in a kernel. `first` is the slab's first index along V."""
+    """The read keys and the gain in a kernel, for one slab (a range of indices along V).
+
+    `first` is the first index of the slab.
+    """
 
     def __init__(self, call: KeyVectorKernelCall, inputs, scratch, first):
         self.call, self.read_keys, self.gain = call, inputs["read_keys"], scratch["gain_rows"]

@@ -12,9 +12,9 @@ The costs for T tokens, apart from the statistics, are:
 
 The backward pass sums parameter gradients in each program's registers, and then sums over programs
 in a fixed order. It uses no atomics, so results are bitwise reproducible. If a residual is too
-large for registers, the backward pass reads X' and dX a second time, and moves 5 T K V elements of
-residuals and cotangents instead of 3 T K V. The backward passes of a store alone and of a read
-alone are plain JAX.
+large for registers, the backward pass reads the stored residual X' and its cotangent dX a second
+time, and moves 5 T K V elements of residuals and cotangents instead of 3 T K V. The backward passes
+of a store alone and of a read alone are plain JAX.
 
 Operands of matrix products have the data's dtype, and sums are float32: bfloat16 products use
 tensor cores, and float32 products have full precision. Triton multiplies blocks whose sides are
@@ -138,7 +138,7 @@ def _is_plain(op: str, site: SiteOperands) -> bool:
 
 
 def _name(site: SiteOperands) -> str:
-    """Return the name of the forward kernel for the half or halves that the site has."""
+    """Return the name of the forward kernel: for a store, for a read, or for both."""
     halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
     return f"key_vector_{halves[site.stores, site.reads]}"
 
@@ -185,7 +185,7 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> SiteResults:
-    """Compute `forward` as defined in `interface`.
+    """Write to a residual matrix, normalise it and read from it, as `interface` defines.
 
     Statistics that are passed in are not used: computing them again takes this kernel almost no
     time.
@@ -233,7 +233,7 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Compute `backward` as defined in `interface`.
+    """Return the cotangents of a write and a read, as `interface` defines.
 
     The backward pass of a store alone or a read alone is plain JAX. The read `again` from the
     rebuilt residual runs as a separate kernel.

@@ -59,7 +59,7 @@ def forward(
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> SiteResults:
-    """Compute `forward` as defined in `interface`."""
+    """Write to a residual matrix, normalise it and read from it, as `interface` defines."""
     site, statistics = read_slices((site, statistics))
     residual, store_keys, data, gain, read_keys = site
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
@@ -110,7 +110,7 @@ def backward(
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
-    """Compute `backward` as defined in `interface`."""
+    """Return the cotangents of a write and a read, as `interface` defines."""
     site, statistics, d_residual, d_retrieved, means, again, _ = read_slices(operands)
     residual, store_keys, data, *_ = site
     if not site.reads:
@@ -171,8 +171,8 @@ def _norm_backward(
     mean, rstd = both[:, 0], both[:, 1]
     n = (_values(residual, accumulator, fraction_bits) - mean) * rstd
     gain = gain.astype(accumulator)
-    # This is rounded to the data's dtype, because two passes read it, and in float32 it would be
-    # the largest array.
+    # `d_scaled` is rounded to the data's dtype, because two passes read this array, and in float32
+    # it would be the largest array.
     d_scaled = _einsum("pk,bnpv->bnkv", read_keys.astype(dtype), d_retrieved).astype(dtype)
     a = d_scaled * gain
     mean_a, mean_an = means or (None, None)

@@ -274,7 +274,7 @@ SOURCES = {
     ),
     ("tpu", "attention"): (
         2,
-        "ac4168db681100d1",
+        "1c281c84981e7bfb",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "../products.py",
