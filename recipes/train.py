@@ -57,11 +57,11 @@ _joined = threading.Event()  # set if this process is one of several
 
 def main() -> int:
     """Train the run of the flags, and return the exit code."""
-    with signals.between_steps(_end) as at_once:
-        return _train(at_once)
+    with signals.exit_on_signal(_end) as notice:
+        return _train(notice)
 
 
-def _train(at_once: signals.AtOnce) -> int:
+def _train(notice: signals.ExitNotice) -> int:
     name, base = common.model_of_flags(_begun)
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
@@ -88,7 +88,7 @@ def _train(at_once: signals.AtOnce) -> int:
         from_step=_FROM_STEP.value,
         profile_steps=_PROFILE_STEPS.value,
         label=folder.name,
-        all_is_saved=at_once.all_is_saved,
+        on_saved=notice.on_saved,
         check_kernels=_CHECK_KERNELS.value,
     )
     if outcome.stopped_by:

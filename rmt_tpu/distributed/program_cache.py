@@ -16,13 +16,16 @@ def bypass_for_cpu_meshes() -> None:
     jaxlib 0.10 and 0.12). Occasionally, devices then wait for each other in different collectives,
     until XLA aborts the process after 40 s.
     """
-    or_cached = compiler.compile_or_get_cached
+    compile_or_read = compiler.compile_or_get_cached
 
-    @functools.wraps(or_cached)
+    @functools.wraps(compile_or_read)
     def compile(backend, module, devices, options, host_callbacks, executable_devices, *rest):
-        given = options, host_callbacks
         if backend.platform == "cpu" and devices.size > 1:
-            return compiler.backend_compile_and_load(backend, module, executable_devices, *given)
-        return or_cached(backend, module, devices, *given, executable_devices, *rest)
+            return compiler.backend_compile_and_load(
+                backend, module, executable_devices, options, host_callbacks
+            )
+        return compile_or_read(
+            backend, module, devices, options, host_callbacks, executable_devices, *rest
+        )
 
     compiler.compile_or_get_cached = compile

@@ -30,16 +30,16 @@ CHECKPOINTS = "checkpoints"
 _SHARED_SECONDS = 10.0
 
 
-class Opened(NamedTuple):
+class ConfigChanges(NamedTuple):
     """Changes to the config in the run folder that the first process still has to write.
 
     Attributes:
-      changes: one line about each change.
-      anew: whether the run restarts from scratch with another config, as it has no checkpoint.
+      lines: one line about each change.
+      restarts: whether the run restarts from scratch with another config, as it has no checkpoint.
     """
 
-    changes: list[str]
-    anew: bool
+    lines: list[str]
+    restarts: bool
 
 
 def open_checkpoints(folder: Folder, **options: Any) -> Checkpointer:
@@ -53,7 +53,7 @@ def open_workdir(
     *,
     change_config: bool = False,
     other: str | None = None,
-) -> Opened:
+) -> ConfigChanges:
     """Register a run in an unused folder, or check that the folder holds the same run.
 
     The config of a run without a checkpoint may be changed freely. In a run with several processes
@@ -74,23 +74,23 @@ def open_workdir(
       UsageError: the folder cannot be written to, it holds a run with another or a damaged config,
         another process trains there with another config, or processes see different folders.
     """
-    folder, opened = open_folder(workdir), Opened([], anew=False)
+    folder, changes = open_folder(workdir), ConfigChanges([], restarts=False)
     if processes.is_first():
         check_access(folder, write=True)
         found = folder.read(CONFIG)
         if found is None:
             write_config(folder, config)
         else:
-            opened = _compare(folder, found.data, config, change_config)
-            if other and opened.changes:
+            changes = _compare(folder, found.data, config, change_config)
+            if other and changes.lines:
                 raise UsageError(
                     f"--workdir={folder} is in use by {other}, with another config: "
-                    f"{'; '.join(opened.changes[:8])}; wait for it, stop it, or give another "
+                    f"{'; '.join(changes.lines[:8])}; wait for it, stop it, or give another "
                     "--workdir"
                 )
     if processes.num_processes() > 1:
         _check_shared(folder)
-    return opened
+    return changes
 
 
 def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ()) -> None:
@@ -399,7 +399,7 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     return {line: rule for line, rule in rules.items() if rule != "free"}
 
 
-def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> Opened:
+def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> ConfigChanges:
     """Return the differences between the configs, or raise UsageError if one is not allowed."""
     # Parse the old config, so that fields that were added in later versions get their defaults.
     with of_flag("workdir"):
@@ -408,12 +408,12 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     rules = _different(old, config, has_begun=has_begun)
     different = list(rules)
     if not different:
-        return Opened([], anew=False)
+        return ConfigChanges([], restarts=False)
     if not has_begun:
-        return Opened(different, anew=True)
+        return ConfigChanges(different, restarts=True)
     fixed = [line for line in different if rules[line] != "change"]
     if change_config and not fixed:
-        return Opened(different, anew=False)
+        return ConfigChanges(different, restarts=False)
     what = fixed if change_config else different
     shown, more = what[:8], len(what) - 8
     shown += [f"and {more} more"] if more > 0 else []
@@ -530,11 +530,11 @@ def check_workdir(
       UsageError: one of their checks fails, or the folder does not exist and cannot be created in
         its nearest existing parent folder.
     """
-    folder, opened = open_folder(workdir), Opened([], anew=False)
+    folder, changes = open_folder(workdir), ConfigChanges([], restarts=False)
     check_access(folder)
     if found := folder.read(CONFIG):
-        opened = _compare(folder, found.data, config, change_config)
-    step_to_go_back_to(folder, from_step, changes=bool(opened.changes))
+        changes = _compare(folder, found.data, config, change_config)
+    step_to_go_back_to(folder, from_step, changes=bool(changes.lines))
     there = folder.local_path
     while there is not None and not os.path.lexists(there):
         there = there.parent

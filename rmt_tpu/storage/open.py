@@ -25,10 +25,10 @@ def open_folder(url: Location) -> Folder:
     """
     if isinstance(url, Folder):
         return url
-    given, url = url, os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    location, url = url, os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(url, str):
         raise UsageError(
-            f"{shown(given)} is not a string; legal: a local path, or gs://bucket/path"
+            f"{shown(location)} is not a string; legal: a local path, or gs://bucket/path"
         )
     if url.startswith("gs://"):
         return _gcs(url).GcsFolder.open(url)

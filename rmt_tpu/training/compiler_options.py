@@ -14,7 +14,7 @@ _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 _VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v5": 49152, "tpu_v6_lite": 49152, "tpu7x": 49152}
 
 
-def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
+def for_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     """Return `jax.jit` compiler options for a train step on a mesh, or None for the defaults.
 
     A VMEM limit in the environment variable LIBTPU_INIT_ARGS takes precedence.
@@ -25,7 +25,7 @@ def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     return {_VMEM: kib}
 
 
-def of_init(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
+def for_init(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     """Return `jax.jit` compiler options for computing the initial state, or None for the defaults.
 
     On a CPU this selects optimization level 0, because the program runs only once and the default

@@ -18,7 +18,7 @@ from rmt_tpu.layers.parameters import metadata
 Copies = dict[str, Any]
 
 
-def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
+def copied_paths(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
     """Return the paths of the weights for which a train step can read a copy in `dtype` instead.
 
     These are weights of layers. The forward pass reads each of them once, so the gradient of a copy
@@ -26,8 +26,8 @@ def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
     """
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return frozenset()
-    axes, exact = (dict(named(metadata(abstract, name))) for name in ("axes", "exact"))
-    roles = named(metadata(abstract, "role"))
+    axes, exact = (dict(leaves_by_path(metadata(abstract, name))) for name in ("axes", "exact"))
+    roles = leaves_by_path(metadata(abstract, "role"))
     return frozenset(
         path
         for path, role in roles
@@ -35,18 +35,18 @@ def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
     )
 
 
-def copies_of(params: Any, paths: frozenset[str], dtype: jnp.dtype) -> Copies:
+def make_copies(params: Any, paths: frozenset[str], dtype: jnp.dtype) -> Copies:
     """Return copies in `dtype` of the weights at the given paths, by path."""
-    return {path: x.astype(dtype) for path, x in named(params) if path in paths}
+    return {path: x.astype(dtype) for path, x in leaves_by_path(params) if path in paths}
 
 
-def as_read(params: Any, copies: Copies) -> Any:
+def substitute_copies(params: Any, copies: Copies) -> Any:
     """Return the parameters with copies in place of the weights that have copies."""
     name = jax.tree_util.keystr
     return jax.tree_util.tree_map_with_path(lambda at, x: copies.get(name(at), x), params)
 
 
-def named(tree: Any) -> Iterator[tuple[str, Any]]:
+def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each leaf in a tree."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path), leaf

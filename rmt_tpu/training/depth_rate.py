@@ -52,9 +52,9 @@ def factors(config: RunConfig) -> dict[str, float]:
     """
     size = config.model.residual_size
     terms = config.model.mixer.logit_terms(size)
-    if (given := config.train.depth_rate) is not None:
-        least = min(terms.values(), default=1)
-        return {name: given * least / m for name, m in terms.items()}
+    if (factor := config.train.depth_rate) is not None:
+        fewest = min(terms.values(), default=1)
+        return {name: factor * fewest / m for name, m in terms.items()}
     # muP also multiplies the rates of these parameters by this ratio.
     scaled = dict.fromkeys(("query", "project"), config.model.base_model.residual_size / size)
     tokens = config.train.batch_size * config.data.seq_len
@@ -62,7 +62,7 @@ def factors(config: RunConfig) -> dict[str, float]:
     return {name: min(1.0, bound / (m * scaled.get(name, 1))) for name, m in terms.items()}
 
 
-def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
+def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
     """Return `rates` multiplied by the factors, and a tree that is True where a factor applies."""
     found = factors(config)
     over = jax.tree_util.tree_map_with_path(lambda path, _: is_over_depth(config, path), rates)

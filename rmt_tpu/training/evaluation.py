@@ -70,7 +70,7 @@ class HeldOutLoss:
         return HeldOut(*jax.tree.map(lambda total: total / weight, totals))
 
 
-def asked_windows(config: RunConfig) -> int:
+def num_eval_windows(config: RunConfig) -> int:
     """Return the number of held-out windows that the config requests."""
     if config.train.eval_batches:
         return config.train.eval_batches * config.train.batch_size
@@ -97,8 +97,13 @@ class TaskMetrics:
         tasks = find_tasks(filter(None, train.eval_tasks.split(",")), "eval_tasks")
         if bool(tasks) != bool(train.eval_data_dir):
             raise UsageError("--eval_tasks and --eval_data_dir must be given together")
-        given = train.eval_data_dir, train.eval_tasks_limit, "eval_data_dir"
-        self._asked = [ask(read_task(task, *given), tokenizer, seq_len, None) for task in tasks]
+        read = partial(
+            read_task,
+            data_dir=train.eval_data_dir,
+            limit=train.eval_tasks_limit,
+            flag="eval_data_dir",
+        )
+        self._asked = [ask(read(task), tokenizer, seq_len, None) for task in tasks]
         devices = lambda axes: math.prod(run.mesh.shape[axis] for axis in axes)
         parts = (
             (train.microbatches or run.mesh.shape["stage"]) if run.mesh.shape["stage"] > 1 else 1

@@ -55,19 +55,19 @@ class KernelBlocks:
 
 @contextlib.contextmanager
 def pinned_block_sizes(
-    folder: Folder, log: Callable[[str], None], *, anew: bool
+    folder: Folder, log: Callable[[str], None], *, restart: bool
 ) -> Iterator[KernelBlocks]:
     """Make kernels in the body use the block sizes saved in the run folder, on all processes.
 
     Args:
       folder: the run folder.
       log: a function that prints a line.
-      anew: whether the run restarts from scratch, in which case saved block sizes are deleted.
+      restart: whether the run restarts from scratch, in which case saved block sizes are deleted.
     """
     kernel_tables.use_storage()
     text = ""
     if processes.is_first():
-        if anew:
+        if restart:
             folder.delete(FILE)
         text = _read(folder, log).text()
     own = tuned.parse(processes.from_first(text, "block sizes of kernels"), FILE, exact=True)

@@ -45,7 +45,7 @@ def check_kernels(
     folder: Folder,
     log: Callable[[str], None],
     *,
-    anew: bool,
+    restart: bool,
     how: CheckMode = "auto",
 ) -> Iterator[Mapping[str, str]]:
     """Check the run's kernels, and make operations that fail use plain JAX in the body.
@@ -59,13 +59,14 @@ def check_kernels(
       run: the run whose train step is traced to find its kernel calls.
       folder: the run folder.
       log: a function that prints a line.
-      anew: whether the run restarts from scratch, in which case the list in the folder is deleted.
+      restart: whether the run restarts from scratch, in which case the list in the folder is
+        deleted.
       how: "auto" checks the kernels; "off" only applies the list in the folder.
 
     Yields:
       The operations that use plain JAX, each with the reason.
     """
-    if anew and processes.is_first():
+    if restart and processes.is_first():
         folder.delete(FILE)
     platform = _platform()
     if platform is None:
@@ -158,8 +159,8 @@ def cache_folder() -> Path:
     It is $RMT_TPU_CACHE/kernels if the variable is set, and else rmt_tpu/kernels in the user's
     cache folder.
     """
-    if given := os.environ.get(VARIABLE):
-        return Path(given) / "kernels"
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder) / "kernels"
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "rmt_tpu" / "kernels"
 

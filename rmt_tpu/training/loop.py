@@ -18,7 +18,7 @@ from rmt_tpu.residual import fixed_point
 from rmt_tpu.runs.side_files import SideFiles
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import kernel_blocks, signals
-from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
+from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, num_eval_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import PreparedRun
@@ -78,7 +78,7 @@ class Loop:
         self.blocks = blocks
         self.state, self.step, self.windows_read, self.branch, _ = start
         self.throughput = Throughput(self.config, self.model.mesh)
-        windows = asked_windows(self.config)
+        windows = num_eval_windows(self.config)
         self.held_out_loss = HeldOutLoss(self.model, self.datasets.held_out, windows)
         self.evaluated: dict[int, float] = {}  # maps the last evaluated step to its held-out loss
         self.pending: tuple[dict[str, jax.Array], float] | None = None
@@ -87,15 +87,13 @@ class Loop:
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
         self.may_overflow, self.overflowed = may_overflow, False
 
-    def run(
-        self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
-    ) -> Outcome:
+    def run(self, profile_steps: int, folder: Folder, on_saved: Callable[[int], None]) -> Outcome:
         """Run all remaining steps or until a signal arrives, then write the final files.
 
         Args:
           profile_steps: number of steps to profile.
           folder: the run folder, for a message.
-          all_is_saved: see `train`.
+          on_saved: see `train`.
 
         Raises:
           Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
@@ -103,23 +101,23 @@ class Loop:
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
             train_step = self._compile()
-            with signals.after_the_step(self.progress.log) as stop:
+            with signals.stop_after_step(self.progress.log) as stop:
                 stopped_by = self._steps(train_step, profile_steps, stop)
                 if stopped_by is None and self.step < steps:
                     raise Int16Overflow
-                all_is_saved(self.step)
+                on_saved(self.step)
         else:
-            all_is_saved(self.step)
+            on_saved(self.step)
         if stopped_by is not None and self.step < steps:
-            self._leave_side_files()
+            self._write_side_files()
             self.side_files.draw()
             return Outcome(self.step, stopped_by)
         if self.side_files.is_complete(steps):
             self.progress.log(f"{folder} is complete at step {steps}")
         else:
             self._evaluate()
-            self._ask_tasks()
-            self._leave_side_files()
+            self._evaluate_tasks()
+            self._write_side_files()
             self.side_files.complete(steps)
         return Outcome(self.step, None)
 
@@ -147,7 +145,7 @@ class Loop:
                 if step < steps and self._due(self.config.train.eval_every):
                     self._evaluate()
                 if step < steps and self._due(self.config.train.eval_tasks_every):
-                    self._ask_tasks()
+                    self._evaluate_tasks()
                 if (
                     wanted != signals.GO_ON
                     or self.overflowed
@@ -157,8 +155,8 @@ class Loop:
                 if stopped_by is not None or self.overflowed:
                     break
                 if step < steps:
-                    self._leave_side_files()
-        with self._last_good_step_told():
+                    self._write_side_files()
+        with self._naming_last_checkpoint():
             self._say_saved(self.checkpoints.wait())
         return stopped_by
 
@@ -197,7 +195,7 @@ class Loop:
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.pending = None
         # Raise any error of the background save here, so that it is noticed.
-        with self._last_good_step_told():
+        with self._naming_last_checkpoint():
             self._say_saved(self.checkpoints.check())
         in_a_row = int(row.pop("train/skipped_in_a_row"))
         row |= self.throughput.step_ended()
@@ -205,18 +203,18 @@ class Loop:
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
-        most, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
-        if self.may_overflow and has_overflowed(most, in_a_row, skipped, self.step):
+        limit, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
+        if self.may_overflow and has_overflowed(limit, in_a_row, skipped, self.step):
             if not self.overflowed:
                 self.progress.log(
                     f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
                     f"({fixed_point.describe(self.config.model)}) and continues in float32"
                 )
             self.overflowed = True
-        elif in_a_row >= most:
+        elif in_a_row >= limit:
             raise DivergedError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
-                f"{self.step}; {self._last_good_step()}. Try a lower "
+                f"{self.step}; {self._last_checkpoint()}. Try a lower "
                 "--set=train.optimizer.learning_rate"
                 + (", in another --workdir" if self.good_step else "")
                 + _range_hint(self.config)
@@ -237,7 +235,7 @@ class Loop:
         self._report()
         if self.step != self.save_step:
             meta = checkpoint_meta(self.config, self.text, self.windows_read, self.branch)
-            with self._last_good_step_told():
+            with self._naming_last_checkpoint():
                 before = self.checkpoints.begin_save(
                     self.step,
                     self.state._replace(copies={}),
@@ -258,18 +256,18 @@ class Loop:
                 f"s; training waited {saved.blocked_seconds:.3f} s"
             )
 
-    def _last_good_step(self) -> str:
+    def _last_checkpoint(self) -> str:
         if self.good_step is None:
             return "there is no checkpoint yet"
         return f"the last checkpoint is of step {self.good_step}"
 
     @contextlib.contextmanager
-    def _last_good_step_told(self) -> Iterator[None]:
+    def _naming_last_checkpoint(self) -> Iterator[None]:
         """Add the step of the last checkpoint to the message of a RunError from a failed save."""
         try:
             yield
         except RunError as error:
-            raise RunError(f"{error}; {self._last_good_step()}") from None
+            raise RunError(f"{error}; {self._last_checkpoint()}") from None
 
     def _evaluate(self) -> None:
         """Compute the loss on held-out text and write it to the metrics."""
@@ -282,7 +280,7 @@ class Loop:
         self.progress.log(f"step {self.step}: loss on held-out text {loss:.4f}")
         self.throughput.restart()
 
-    def _ask_tasks(self) -> None:
+    def _evaluate_tasks(self) -> None:
         """Evaluate the tasks, if there are any, and write their scores to the metrics."""
         if not self.config.train.eval_tasks:
             return
@@ -294,7 +292,7 @@ class Loop:
         self.progress.log(f"step {self.step}: {', '.join(scores)}")
         self.throughput.restart()
 
-    def _leave_side_files(self) -> None:
+    def _write_side_files(self) -> None:
         """Write the plots and the text sample if they are due at this step.
 
         This is called after the checkpoint of the step was saved.
@@ -314,19 +312,19 @@ class Loop:
         self.throughput.restart()
 
 
-def has_overflowed(most: int, in_a_row: int, skipped: int, step: int) -> bool:
+def has_overflowed(limit: int, in_a_row: int, skipped: int, step: int) -> bool:
     """Return whether so many steps were skipped that the residual must have outgrown int16.
 
-    This holds if the last `most` steps were skipped, or if at least 1% of all steps, and at least
-    `2 * most` steps, were skipped.
+    This holds if the last `limit` steps were skipped, or if at least 1% of all steps, and at least
+    `2 * limit` steps, were skipped.
 
     Args:
-      most: the limit `max_bad_steps` of the config.
+      limit: the limit `max_bad_steps` of the config.
       in_a_row: number of consecutive skipped steps up to now.
       skipped: number of skipped steps in the whole run.
       step: number of steps done.
     """
-    return in_a_row >= most or skipped >= max(2 * most, step / 100)
+    return in_a_row >= limit or skipped >= max(2 * limit, step / 100)
 
 
 def _range_hint(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import compute_dtype, residual_dtype
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
-from rmt_tpu.training.copies import as_read
+from rmt_tpu.training.copies import substitute_copies
 from rmt_tpu.training.run import PreparedRun
 
 _BATCH_BYTES_PER_TOKEN = 16  # bytes per token in a batch: three int32 and a float32
@@ -62,7 +62,7 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     return MemoryLowerBound(
         state=_bytes_per_device(run.abstract, run.state_shardings),
         gradients=_bytes_per_device(
-            as_read(run.abstract.params, run.abstract.copies), run.state_shardings.params
+            substitute_copies(run.abstract.params, run.abstract.copies), run.state_shardings.params
         ),
         activations=activations // run.mesh.size,
         batch=tokens * _BATCH_BYTES_PER_TOKEN // processes.num_processes(),

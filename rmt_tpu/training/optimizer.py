@@ -64,23 +64,23 @@ def make_optimizer(
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     if isinstance(config, Muon):
         rules = jax.tree.map(_rule, roles, axes)
-        of_muon = {*jax.tree.leaves(rules)} - {_ADAM}
-        muon = {rule: _scale_by_muon(config, rule) for rule in of_muon}
+        muon_rules = {*jax.tree.leaves(rules)} - {_ADAM}
+        muon = {rule: _scale_by_muon(config, rule) for rule in muon_rules}
         adam = optax.partition({_ADAM: adam, **muon}, rules)
     adam = [optax.clip_by_global_norm(config.clip_norm), adam]
     rate = optax.scale_by_learning_rate(learning_rate(config, steps))
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
-        return _counting(optax.chain(*adam, rate, scale, decay), roles)
+        return _with_statistics(optax.chain(*adam, rate, scale, decay), roles)
     # `scale` later multiplies the decay by `rates`, so it is divided by `rates` here.
     weights = jax.tree.map(lambda decays, rate: decays * config.weight_decay / rate, decays, rates)
     decay = optax.stateless(
-        lambda updates, params: jax.tree.map(_decayed, updates, params, weights)
+        lambda updates, params: jax.tree.map(_add_decay, updates, params, weights)
     )
-    return _counting(optax.chain(*adam, decay, rate, scale), roles)
+    return _with_statistics(optax.chain(*adam, decay, rate, scale), roles)
 
 
-def _decayed(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
+def _add_decay(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
     return update + weight * param if weight else update
 
 
@@ -96,10 +96,10 @@ def _rule(role: str, axes: tuple[str, ...]) -> str:
 
     The numbers in the name are the negative axes of the parameter's matrices.
     """
-    of_matrix = [n - len(axes) for n, name in enumerate(axes) if name not in OF_MANY]
-    if role != "hidden" or set(axes) & set(_SMALL) or len(of_matrix) != 2:
+    matrix_axes = [n - len(axes) for n, name in enumerate(axes) if name not in OF_MANY]
+    if role != "hidden" or set(axes) & set(_SMALL) or len(matrix_axes) != 2:
         return _ADAM
-    return "muon{}{}".format(*of_matrix)
+    return "muon{}{}".format(*matrix_axes)
 
 
 def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
@@ -136,24 +136,28 @@ def near_orthogonal(
     return wide if x.shape[-2] <= x.shape[-1] else wide.mT
 
 
-def of_weights(gradients: Any, roles: Any) -> Any:
+def zero_statistics(gradients: Any, roles: Any) -> Any:
     """Return the gradients with zeros for parameters that are statistics."""
     return jax.tree.map(lambda g, role: 0 * g if role in STATISTIC_ROLES else g, gradients, roles)
 
 
-def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.GradientTransformation:
+def _with_statistics(
+    optimizer: optax.GradientTransformation, roles: Any
+) -> optax.GradientTransformation:
     """Return `optimizer` extended by the update rules for statistics."""
     if not any(role in STATISTIC_ROLES for role in jax.tree.leaves(roles)):
         return optimizer
 
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(of_weights(gradients, roles), state, params)
-        return jax.tree.map(_ruled, updates, gradients, params, roles), state
+        updates, state = optimizer.update(zero_statistics(gradients, roles), state, params)
+        return jax.tree.map(_statistic_update, updates, gradients, params, roles), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def _ruled(update: jax.Array, shares: jax.Array, param: jax.Array, role: str) -> jax.Array:
+def _statistic_update(
+    update: jax.Array, shares: jax.Array, param: jax.Array, role: str
+) -> jax.Array:
     match role:
         case "balance_steps":  # +1 for experts with less than the mean load, else -1
             return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)

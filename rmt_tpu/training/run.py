@@ -23,7 +23,7 @@ from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import with_float_residual
 from rmt_tpu.training import compiler_options, depth_rate
-from rmt_tpu.training.copies import Copies, copied, copies_of, named
+from rmt_tpu.training.copies import Copies, copied_paths, leaves_by_path, make_copies
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
 from rmt_tpu.training.step import (
@@ -67,12 +67,12 @@ class PreparedRun(NamedTuple):
 
     def jitted_init(self) -> Callable[[], TrainState]:
         """Return `init` jitted such that each device computes only its own part of the state."""
-        options = compiler_options.of_init(self.mesh)
+        options = compiler_options.for_init(self.mesh)
         return jax.jit(self.init, out_shardings=self.state_shardings, compiler_options=options)
 
     def jitted_step(self) -> Callable[..., Any]:
         """Return `step` jitted with the buffers of its state donated, as used for training."""
-        options = compiler_options.of_step(self.mesh)
+        options = compiler_options.for_step(self.mesh)
         return jax.jit(self.step, donate_argnums=0, compiler_options=options)
 
     def with_copies(self, state: TrainState) -> TrainState:
@@ -101,11 +101,11 @@ def resolve_auto(
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
     """
     model = config.model
-    for path, given in {
+    for path, dtype in {
         "model.compute_dtype": model.compute_dtype,
         "model.store.dtype": model.store.dtype,
     }.items():
-        if given == "float64" and not jax.config.jax_enable_x64:
+        if dtype == "float64" and not jax.config.jax_enable_x64:
             raise UsageError(
                 f"{path}='float64' needs JAX_ENABLE_X64=1 in the environment; legal without: auto, "
                 "float32, bfloat16"
@@ -161,10 +161,10 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     # Pipelines use no copies: their stages sum gradients over microbatches, and the gradients of
     # bfloat16 copies would have too few bits for such sums.
     dtype = compute_dtype(config.model.compute_dtype)
-    paths = frozenset() if schedule else copied(abstract, dtype)
-    copies = functools.partial(copies_of, paths=paths, dtype=dtype)
+    paths = frozenset() if schedule else copied_paths(abstract, dtype)
+    copies = functools.partial(make_copies, paths=paths, dtype=dtype)
     roles = metadata(abstract, "role")
-    rates, over_depth = depth_rate.trees(config, _rates(config.model, abstract))
+    rates, over_depth = depth_rate.scale_rates(config, _rates(config.model, abstract))
     optimizer = make_optimizer(
         config.train.optimizer,
         steps=config.train.steps,
@@ -185,15 +185,15 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     placed = jax.tree.map(chunked, names, is_leaf=lambda leaf: isinstance(leaf, tuple))
     specs = sharding.parameter_specs(mesh, placed, state.params)
     batch_sharding = sharding.batch_sharding(mesh)
-    whole, given = PartitionSpec(), (specs, batch_sharding.spec)
+    replicated, in_specs = PartitionSpec(), (specs, batch_sharding.spec)
     gradients = kernels.per_device(
-        make_gradients(config, graphdef, specs, schedule), mesh, given, (specs, whole)
+        make_gradients(config, graphdef, specs, schedule), mesh, in_specs, (specs, replicated)
     )
     loss = kernels.per_device(
-        lambda *given: sharding.add_up(batch_loss(used, *given, schedule=schedule)),
+        lambda params, batch: sharding.add_up(batch_loss(used, params, batch, schedule=schedule)),
         mesh,
-        given,
-        whole,
+        in_specs,
+        replicated,
     )
     return PreparedRun(
         graphdef=used,
@@ -220,9 +220,9 @@ def _scores(
     def scores(params: Any, tokens: jax.Array, targets: jax.Array) -> TokenScores:
         return token_scores(nnx.merge(graphdef, params), tokens, targets, schedule)
 
-    given = sharding.batch_sharding(mesh).spec
-    over = PartitionSpec((*sharding.RULES["batch"], "stage"), sharding.RULES["tokens"])
-    return kernels.per_device(scores, mesh, (specs, given, given), TokenScores(over, over))
+    tokens = sharding.batch_sharding(mesh).spec
+    out = PartitionSpec((*sharding.RULES["batch"], "stage"), sharding.RULES["tokens"])
+    return kernels.per_device(scores, mesh, (specs, tokens, tokens), TokenScores(out, out))
 
 
 def _rates(model: ModelConfig, abstract: Decoder) -> Any:
@@ -274,8 +274,8 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, axis)
         if ring:
             what = f"parts a device, for {core.kind}'s heads are fewer than devices"
-            given = "--seq_len", config.data.seq_len
-            sharding.check_divides(mesh, *given, "tokens", parts=2, what=what)
+            seq_len = config.data.seq_len
+            sharding.check_divides(mesh, "--seq_len", seq_len, "tokens", parts=2, what=what)
     sharding.check_keys(mesh, model.store.has_keys)
     sharding.check_experts(mesh, bool(model.of_kind("experts")))
 
@@ -300,5 +300,5 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
         state.optimizer,
         is_leaf=like_params,
     )
-    of_copies = {path: x for path, x in named(params) if path in state.copies}
+    of_copies = {path: x for path, x in leaves_by_path(params) if path in state.copies}
     return TrainState(params, optimizer, *[replicated] * 4, of_copies)

@@ -41,7 +41,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def after_the_step(log: Callable[[str], None]) -> Iterator[Stop]:
+def stop_after_step(log: Callable[[str], None]) -> Iterator[Stop]:
     """Record the first signal in `STOPS` that arrives during the body; a second ends the process.
 
     After the first signal, further signals that are only warnings are ignored.
@@ -53,57 +53,59 @@ def after_the_step(log: Callable[[str], None]) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    usual = {number: signal.getsignal(number) for number in STOPS.values() if _is_ours(number)}
+    previous = {
+        number: signal.getsignal(number) for number in STOPS.values() if _is_handled(number)
+    }
     wakeup = signal.set_wakeup_fd(-1)
 
-    def put_back() -> None:
-        for number, handler in usual.items():
+    def restore_handlers() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
 
     def on_signal(number: int, frame) -> None:
         stop.wanted = next(key for key, value in STOPS.items() if value == number)
-        put_back()
-        for warning in usual.keys() & set(_WARNINGS):
+        restore_handlers()
+        for warning in previous.keys() & set(_WARNINGS):
             signal.signal(warning, signal.SIG_IGN)
         # Python raises an error if the signal interrupted another write to the same stream.
         with contextlib.suppress(RuntimeError):
             log("stopping after this step; another signal stops at once, without a checkpoint")
 
-    for number in usual:
+    for number in previous:
         signal.signal(number, on_signal)
     try:
         yield stop
     finally:
-        put_back()
+        restore_handlers()
 
 
-def _is_ours(number: int) -> bool:
+def _is_handled(number: int) -> bool:
     return number not in _WARNINGS or signal.getsignal(number) is not signal.SIG_IGN
 
 
-class AtOnce:
+class ExitNotice:
     """The message and exit code for a process that a signal ends outside of the training loop.
 
     Attributes:
-      after: the end of the printed line, which says what state the run is left in.
+      ending: the end of the printed line, which says what state the run is left in.
       saved: whether all progress is saved. The exit code is then 0; otherwise it is the signal's.
     """
 
     def __init__(self):
-        self.after = (
+        self.ending = (
             " at once, without a checkpoint; repeat the command to resume from the last checkpoint"
         )
         self.saved = False
 
-    def all_is_saved(self, step: int) -> None:
+    def on_saved(self, step: int) -> None:
         """Record that a checkpoint of `step` has all progress, so that the exit code becomes 0."""
-        self.after = f"; step {step} is saved; repeat the command to finish what is left"
+        self.ending = f"; step {step} is saved; repeat the command to finish what is left"
         self.saved = True
 
 
 @contextlib.contextmanager
-def between_steps(end: Callable[[str, int], None]) -> Iterator[AtOnce]:
+def exit_on_signal(end: Callable[[str, int], None]) -> Iterator[ExitNotice]:
     """End the process with a one-line message when a signal arrives in the body.
 
     All signals except SIGINT act even while XLA compiles. Python would call a handler only after
@@ -119,54 +121,54 @@ def between_steps(end: Callable[[str, int], None]) -> Iterator[AtOnce]:
     Raises:
       KeyboardInterrupt: Ctrl-C was pressed; the exception has the message.
     """
-    at_once = AtOnce()
+    notice = ExitNotice()
     main = threading.current_thread() is threading.main_thread()
     numbers = set(STOPS.values()) - {signal.SIGINT}
-    usual = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    with _interrupted(at_once):
-        if not main or not usual:
-            yield at_once
+    previous = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    with _interrupted(notice):
+        if not main or not previous:
+            yield notice
             return
-        with _terminated(at_once, end, usual):
-            yield at_once
+        with _terminated(notice, end, previous):
+            yield notice
 
 
 @contextlib.contextmanager
-def _interrupted(at_once: AtOnce) -> Iterator[None]:
+def _interrupted(notice: ExitNotice) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted{at_once.after}") from None
+        raise KeyboardInterrupt(f"interrupted{notice.ending}") from None
 
 
 @contextlib.contextmanager
 def _terminated(
-    at_once: AtOnce, end: Callable[[str, int], None], numbers: list[signal.Signals]
+    notice: ExitNotice, end: Callable[[str, int], None], numbers: list[signal.Signals]
 ) -> Iterator[None]:
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
 
     def wait() -> None:
-        while number := os.read(ours, 1):
+        while number := os.read(read_end, 1):
             if number[0] in numbers:
                 name = signal.Signals(number[0]).name
-                code = 0 if at_once.saved else 128 + number[0]  # as shells report it
-                end(f"stopped by {name}{at_once.after}", code)
+                code = 0 if notice.saved else 128 + number[0]  # as shells report it
+                end(f"stopped by {name}{notice.ending}", code)
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)
     thread.start()
     for number in numbers:
         signal.signal(number, lambda number, frame: None)
-    wakeup = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-        os.close(theirs)
+        os.close(write_end)
         thread.join()
-        os.close(ours)
+        os.close(read_end)
 
 
 def end_process(line: str, code: int) -> None:

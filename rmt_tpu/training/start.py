@@ -62,7 +62,7 @@ def restore_or_init(
     saved: SavedRun,
     text: Text,
     warm_start: WarmStart | ContinuedRun | None,
-    back: int | None,
+    back_step: int | None,
     log: Callable[[str], None],
 ) -> Start:
     """Return the state from which a run starts or resumes.
@@ -75,7 +75,7 @@ def restore_or_init(
       saved: the run's folder, checkpoints and config.
       text: the text on which the run is trained.
       warm_start: the run or model whose weights or state a new run takes over, or None.
-      back: step of the checkpoint to go back to; None is the newest undamaged checkpoint.
+      back_step: step of the checkpoint to go back to; None is the newest undamaged checkpoint.
       log: a function that prints a line.
 
     Raises:
@@ -86,7 +86,7 @@ def restore_or_init(
     if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
         if isinstance(warm_start, ContinuedRun):
             flag = f"--init_from={warm_start.folder}"
-            start = _at(config, run, warm_start, flag, text, None)
+            start = _restore_at(config, run, warm_start, flag, text, None)
             log(f"continuing {warm_start.folder} from step {start.step}, with its optimizer")
             return start._replace(branch=None, is_saved=False)
         state = run.jitted_init()()
@@ -96,11 +96,11 @@ def restore_or_init(
         return Start(state, 0, 0)
     if processes.is_first():
         workdir.check_tokenizer(folder, text.tokenizer, config.data.tokenizer)
-    start = _at(config, run, saved, f"--workdir={folder}", text, back)
-    return start if back is None else start._replace(branch=back)
+    start = _restore_at(config, run, saved, f"--workdir={folder}", text, back_step)
+    return start if back_step is None else start._replace(branch=back_step)
 
 
-def _at(
+def _restore_at(
     config: RunConfig,
     run: PreparedRun,
     saved: SavedRun | ContinuedRun,

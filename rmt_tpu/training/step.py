@@ -15,9 +15,9 @@ from rmt_tpu.cores import Aux, causal
 from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.training import depth_rate
-from rmt_tpu.training.copies import Copies, as_read
+from rmt_tpu.training.copies import Copies, substitute_copies
 from rmt_tpu.training.loss import Loss, next_token_loss
-from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
+from rmt_tpu.training.optimizer import learning_rate, load_metrics, zero_statistics
 
 
 class TrainState(NamedTuple):
@@ -74,8 +74,10 @@ def _batch_loss(decoder, batch, z_loss, schedule):
     kernel, multiplier = decoder.unembedding.kernel[...], decoder.unembedding.multiplier
 
     @jax.named_scope("loss")
-    def loss(*given: Any, aux: Aux | None = None) -> Loss:
-        return next_token_loss(*given, multiplier=multiplier, z_loss=z_loss, aux=aux)
+    def loss(z: Any, kernel: Any, targets: Any, weights: Any, *, aux: Aux | None = None) -> Loss:
+        return next_token_loss(
+            z, kernel, targets, weights, multiplier=multiplier, z_loss=z_loss, aux=aux
+        )
 
     if schedule is None:
         z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids)
@@ -83,8 +85,15 @@ def _batch_loss(decoder, batch, z_loss, schedule):
         return loss(z, kernel, own(batch.targets), own(batch.weights), aux=aux)
     context = causal(batch.inputs.shape[1], None, batch.segment_ids)
     weights = Loss(1.0, 0.0, 0.0), {name: float(name == "loss") for name in decoder.config.aux}
-    given = (decoder, batch.inputs, context, (batch.targets, batch.weights), loss, weights)
-    objective, (sums, aux) = pipelined.loss(*given, schedule)
+    objective, (sums, aux) = pipelined.loss(
+        decoder,
+        batch.inputs,
+        context,
+        (batch.targets, batch.weights),
+        loss,
+        weights,
+        schedule,
+    )
     return sums._replace(objective=objective, aux=aux)
 
 
@@ -165,9 +174,9 @@ def make_train_step(
             return stepped(state, batch)
 
     def stepped(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, loss = gradients(as_read(state.params, state.copies), batch)
+        grads, loss = gradients(substitute_copies(state.params, state.copies), batch)
         with jax.named_scope("optimizer"):
-            grad_norm = optax.tree.norm(of_weights(grads, roles))
+            grad_norm = optax.tree.norm(zero_statistics(grads, roles))
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             finite = jnp.isfinite(loss.cross_entropy) & jnp.isfinite(grad_norm)

@@ -42,7 +42,7 @@ def train(
     from_step: int | None = None,
     profile_steps: int = 0,
     label: str = "train",
-    all_is_saved: Callable[[int], None] = lambda step: None,
+    on_saved: Callable[[int], None] = lambda step: None,
     check_kernels: kernel_checks.CheckMode = "auto",
 ) -> Outcome:
     """Train `config` in `folder`, starting from its last undamaged checkpoint if there is one.
@@ -68,7 +68,7 @@ def train(
         deleted. See `workdir.step_to_go_back_to`.
       profile_steps: number of steps to profile; the trace is written to `<folder>/profile`.
       label: name of the run in the progress display.
-      all_is_saved: a function that is called with the last step of this call once its checkpoint is
+      on_saved: a function that is called with the last step of this call once its checkpoint is
         committed. After that only files for people are written, such as metrics and plots.
       check_kernels: "auto" checks kernels that were not checked on this kind of device before;
         "off" checks none.
@@ -82,21 +82,21 @@ def train(
     if processes.is_first():
         workdir.check_access(folder)
     wants_board(config.train.tensorboard)
-    how = _How(label, all_is_saved, check_kernels)
+    options = _TrainOptions(label, on_saved, check_kernels)
     try:
-        return _train(config, folder, change_config, from_step, profile_steps, how)
+        return _train(config, folder, change_config, from_step, profile_steps, options)
     except Int16Overflow:
         pass
     gc.collect()  # free the arrays of the failed loop before new arrays are made
     config = overrides.apply(config, {"model.store.dtype": "float32"})
-    return _train(config, folder, True, None, 0, how)
+    return _train(config, folder, True, None, 0, options)
 
 
-class _How(NamedTuple):
+class _TrainOptions(NamedTuple):
     """Arguments of `train` that stay the same if the run is restarted in float32."""
 
     label: str
-    all_is_saved: Callable[[int], None]
+    on_saved: Callable[[int], None]
     check_kernels: kernel_checks.CheckMode
 
 
@@ -106,12 +106,12 @@ def _train(
     change_config: bool,
     from_step: int | None,
     profile_steps: int,
-    how: _How,
+    options: _TrainOptions,
 ) -> Outcome:
     may_overflow = config.model.store.dtype == "auto"
     config = resolve_auto(config, workdir.resume_overrides(folder))
     may_overflow = may_overflow and config.model.store.dtype == "int16"
-    progress = TrainingProgress(config.train.steps, how.label, show=processes.is_first())
+    progress = TrainingProgress(config.train.steps, options.label, show=processes.is_first())
     if processes.is_first():
         workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     with (
@@ -119,36 +119,44 @@ def _train(
         memory.report_out_of_memory(memory.TRAIN_ADVICE),
         contextlib.ExitStack() as stack,
     ):
-        inputs, warm_start = _prepare(config, folder, from_step, how.label, progress)
+        inputs, warm_start = _prepare(config, folder, from_step, options.label, progress)
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
             # Announce the run before anything in the folder changes, to protect a run that is
             # still training there.
             other = stack.enter_context(presence.announce_run(folder, progress.log))
-        opened = _open(folder, config, change_config, other, progress.log)
+        changes = _open(folder, config, change_config, other, progress.log)
         checkpoints = _checkpointer(folder, config, progress)
-        back = None
+        back_step = None
         if processes.is_first():
-            back = workdir.step_to_go_back_to(folder, from_step, changes=bool(opened.changes))
-        back = processes.from_first(back, "the step to go back to")
+            back_step = workdir.step_to_go_back_to(folder, from_step, changes=bool(changes.lines))
+        back_step = processes.from_first(back_step, "the step to go back to")
         progress.doing("checking kernels")
         blocks = stack.enter_context(
-            kernel_blocks.pinned_block_sizes(folder, progress.log, anew=opened.anew)
+            kernel_blocks.pinned_block_sizes(folder, progress.log, restart=changes.restarts)
         )
-        given = config, inputs.model, folder, progress.log
-        checks = kernel_checks.check_kernels(*given, anew=opened.anew, how=how.check_kernels)
+        checks = kernel_checks.check_kernels(
+            config,
+            inputs.model,
+            folder,
+            progress.log,
+            restart=changes.restarts,
+            how=options.check_kernels,
+        )
         stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
-        start = restore_or_init(inputs.model, saved, inputs.text, warm_start, back, progress.log)
-        if back is not None:
-            go_back(folder, checkpoints, back, progress.log)
+        start = restore_or_init(
+            inputs.model, saved, inputs.text, warm_start, back_step, progress.log
+        )
+        if back_step is not None:
+            go_back(folder, checkpoints, back_step, progress.log)
         elif start.step and start.is_saved:
             branched = f", a branch from step {from_step}" if from_step is not None else ""
             progress.log(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
-            _write_folder(folder, config, opened, inputs.text.tokenizer)
+            _write_folder(folder, config, changes, inputs.text.tokenizer)
         # Save the copied state at once, so that this run no longer depends on the folder of the
         # other run.
         if not start.is_saved:
@@ -158,7 +166,7 @@ def _train(
             SideFiles(folder, start.step, config.train.tensorboard, progress.log)
         )
         loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
-        return loop.run(profile_steps, folder, how.all_is_saved)
+        return loop.run(profile_steps, folder, options.on_saved)
 
 
 def _prepare(
@@ -196,25 +204,25 @@ def _open(
     change_config: bool,
     other: str | None,
     log: Callable[[str], None],
-) -> workdir.Opened:
+) -> workdir.ConfigChanges:
     """Register this run's config in the folder, and print how it differs from the earlier one."""
-    opened = workdir.open_workdir(folder, config, change_config=change_config, other=other)
-    if opened.changes:
-        how = "starting again" if opened.anew else "continuing"
-        log(f"{how} with another config: {'; '.join(opened.changes)}")
+    changes = workdir.open_workdir(folder, config, change_config=change_config, other=other)
+    if changes.lines:
+        verb = "starting again" if changes.restarts else "continuing"
+        log(f"{verb} with another config: {'; '.join(changes.lines)}")
     if note := _untrained_positions(config):
         log(note)
-    return opened
+    return changes
 
 
 def _write_folder(
-    folder: Folder, config: RunConfig, opened: workdir.Opened, tokenizer: data.Tokenizer
+    folder: Folder, config: RunConfig, changes: workdir.ConfigChanges, tokenizer: data.Tokenizer
 ) -> None:
     """Write the run's config and tokenizer into the folder, on the first process."""
-    if opened.anew:
+    if changes.restarts:
         set_aside(folder)
     folder.delete(DIVERGED)  # may be left from an earlier start
-    workdir.write_config(folder, config, [] if opened.anew else opened.changes)
+    workdir.write_config(folder, config, [] if changes.restarts else changes.lines)
     tokenizer.save(folder)
     text_ends.save(folder, tokenizer)
 

@@ -14,7 +14,7 @@ from rmt_tpu.cores.core import causal
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed
-from rmt_tpu.training.optimizer import load_metrics, make_optimizer, of_weights
+from rmt_tpu.training.optimizer import load_metrics, make_optimizer, zero_statistics
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
@@ -104,7 +104,7 @@ def test_the_bias_moves_load_towards_the_mean(balance):
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradients, state, params)
         metrics = load_metrics(gradients, roles)
-        norm = optax.tree.norm(of_weights(gradients, roles))
+        norm = optax.tree.norm(zero_statistics(gradients, roles))
         return optax.apply_updates(params, updates), state, gradients, metrics, (value, norm)
 
     most = []

@@ -33,8 +33,8 @@ def commit(folder, step=4):
 def test_without_a_checkpoint_any_config_is_taken_and_said(folder):
     config = changed(train__seed=1, model__num_layers=7)
     opened = workdir.open_workdir(folder, config)
-    assert opened.anew
-    assert [line.split(" ")[0] for line in opened.changes] == ["model.num_layers", "train.seed"]
+    assert opened.restarts
+    assert [line.split(" ")[0] for line in opened.lines] == ["model.num_layers", "train.seed"]
     # The folder keeps its config until the new one's state is known to fit.
     assert workdir.read_config(folder) == CONFIG
 
@@ -53,7 +53,7 @@ def test_with_a_checkpoint_it_must_be_the_same(folder):
     with pytest.raises(UsageError, match="--change_config to continue with these"):
         workdir.open_workdir(folder, bigger)
     opened = workdir.open_workdir(folder, bigger, change_config=True)
-    assert opened.changes == ["train.batch_size is 16 there, 128 here"] and not opened.anew
+    assert opened.lines == ["train.batch_size is 16 there, 128 here"] and not opened.restarts
 
 
 def test_paths_of_data_and_tokenizer_are_free(folder):
@@ -101,7 +101,7 @@ def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder, tmp_p
     began = changed(train__init_from="origin", model__vocab_size=300)
     workdir.write_config(folder, began)
     assert workdir.warm_started_config(folder) is None and not workdir.resume_overrides(folder)
-    assert workdir.open_workdir(folder, changed(model__vocab_size=300)).anew
+    assert workdir.open_workdir(folder, changed(model__vocab_size=300)).restarts
     commit(folder)
     for other in "", "origin/", "moved":
         given = overrides.apply(began, {"train.init_from": other})

@@ -7,7 +7,7 @@ import pytest
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.training.copies import as_read
+from rmt_tpu.training.copies import substitute_copies
 from rmt_tpu.training.run import prepare
 from tests import models
 from tests.tiers import later
@@ -76,7 +76,7 @@ def test_gradients_at_copies_are_those_at_weights(store, mixer, cores):
     assert copies and all(x.dtype == jnp.bfloat16 for x in copies.values())
     gradients, batch = as_it_says(run.gradients), models.batch(BATCH, SEQ)
     at_weights, loss = gradients(params, batch)
-    at_copies, loss_of_copies = gradients(as_read(params, copies), batch)
+    at_copies, loss_of_copies = gradients(substitute_copies(params, copies), batch)
     assert loss.cross_entropy == loss_of_copies.cross_entropy
     assert jax.tree.leaves(at_copies)[0].dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, at_copies, at_weights)

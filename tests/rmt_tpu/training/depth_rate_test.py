@@ -100,7 +100,7 @@ def test_they_alone_are_scaled_and_do_not_decay(query, optimizer):
         config = run(mixer=cfg.FullAttention(query=query), optimizer=optimizer, depth_rate=0.25)
         abstract = models.abstract(config.model)
         roles, axes = (metadata(abstract, name) for name in ("role", "axes"))
-        rates, over = depth_rate.trees(config, jax.tree.map(lambda _: 2.0, roles))
+        rates, over = depth_rate.scale_rates(config, jax.tree.map(lambda _: 2.0, roles))
         names = {"static": {"query", "key_gain"}, "scalars": {"logits"}}
         names["input"] = names["static"] | {"project"}
         found = jax.tree_util.tree_leaves_with_path(rates)
@@ -135,7 +135,7 @@ def test_the_optimizers_state_is_what_it_was():
         config = run(mixer=cfg.FullAttention(query="input"), optimizer=optimizer)
         roles, axes = (metadata(models.abstract(config.model), n) for n in ("role", "axes"))
         ones = jax.tree.map(lambda _: 1.0, roles)
-        rates, over = depth_rate.trees(config, ones)
+        rates, over = depth_rate.scale_rates(config, ones)
         params = models.random_parameters(config.model)
         rule = {"roles": roles, "axes": axes, "steps": 1}
         before = make_optimizer(optimizer, rates=ones, **rule)

@@ -11,7 +11,7 @@ import sharding
 from rmt_tpu import data
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.training.evaluation import HeldOutLoss, asked_windows
+from rmt_tpu.training.evaluation import HeldOutLoss, num_eval_windows
 
 SEQ, WINDOWS = 8, 21
 TOKENS = np.random.default_rng(0).integers(0, 250, SEQ * WINDOWS, np.int32)  # the last is padded
@@ -32,7 +32,7 @@ def test_it_is_of_the_same_text_for_every_batch_size(tokens, unannotated):
     expected = np.mean(2.0 * np.sin(7.0 * inputs + targets) + 1)
     for batch_size in 2, 8, 32:
         changes = {"train.batch_size": batch_size, "train.eval_tokens": tokens, "data.seq_len": SEQ}
-        number = asked_windows(overrides.apply(preset_run("rmt-tiny"), changes))
+        number = num_eval_windows(overrides.apply(preset_run("rmt-tiny"), changes))
         given = {"seq_len": SEQ, "batch_size": batch_size, "bos": 256, "seed": 0}
         windows = data.Windows(TOKENS, shuffle=False, **given)
         found = HeldOutLoss(run, windows, number)(np.float32(2))
@@ -41,5 +41,5 @@ def test_it_is_of_the_same_text_for_every_batch_size(tokens, unannotated):
 
 def test_a_preset_reads_as_much_as_it_did():
     config = preset_run("rmt-tiny")
-    assert asked_windows(config) == 8 * config.train.batch_size
-    assert asked_windows(overrides.apply(config, {"train.eval_batches": 3})) == 3 * 16
+    assert num_eval_windows(config) == 8 * config.train.batch_size
+    assert num_eval_windows(overrides.apply(config, {"train.eval_batches": 3})) == 3 * 16

@@ -19,12 +19,12 @@ def on_a_tpu(monkeypatch):
     monkeypatch.setattr(tuned.lookup, "target", lambda: Target("TPU v5 lite"))
 
 
-def start(folder, *tables, anew=False, key=KEY):
+def start(folder, *tables, restart=False, key=KEY):
     """What a start of the run takes, and what it says."""
     said = []
     with (
         tuned.tuned(*tables),
-        kernel_blocks.pinned_block_sizes(folder, said.append, anew=anew) as blocks,
+        kernel_blocks.pinned_block_sizes(folder, said.append, restart=restart) as blocks,
     ):
         chosen = tuned.look_up(KERNEL, key, 512, WholeBlocks(512))
         blocks.write()
@@ -47,7 +47,7 @@ def test_a_new_table_changes_no_run_that_goes_on(tmp_path):
     assert "mine" in {
         e.table for e in tuned.parse(folder.read("kernel_blocks.json").data, "").entries
     }
-    assert start(folder, mine, anew=True)[0] == 256
+    assert start(folder, mine, restart=True)[0] == 256
 
 
 def test_a_damaged_or_refused_file_is_told_and_no_more(tmp_path, monkeypatch):

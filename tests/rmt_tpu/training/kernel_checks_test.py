@@ -84,11 +84,11 @@ def taken_of():
     return {call.name for call in found}
 
 
-def start(folder, *, anew=False, how="auto"):
+def start(folder, *, restart=False, how="auto"):
     """The ops that take kernels in this start of the run, and what is said."""
     said = []
     given = CONFIG, RUN, open_folder(folder), said.append
-    with kernel_checks.check_kernels(*given, anew=anew, how=how):
+    with kernel_checks.check_kernels(*given, restart=restart, how=how):
         return taken_of(), said
 
 
@@ -106,7 +106,7 @@ def test_an_op_that_differs_is_plain_alone_and_stays_so(device, tmp_path, monkey
     monkeypatch.setenv(kernel_checks.VARIABLE, str(tmp_path / "other cache"))
     assert start(tmp_path / "run") == (others, [])
     assert start(tmp_path / "run", how="off") == (others, [])
-    assert start(tmp_path / "run", anew=True) == (CASES.keys(), [])
+    assert start(tmp_path / "run", restart=True) == (CASES.keys(), [])
     assert start(tmp_path / "run") == (CASES.keys(), [])
 
 
@@ -138,7 +138,7 @@ def test_a_cpu_costs_nothing(device, tmp_path, monkeypatch):
     assert jax.default_backend() == "cpu" and kernel_checks._platform() is None
     folder = open_folder(tmp_path)
     monkeypatch.setattr(type(folder), "read", lambda *given: pytest.fail("it was read"))
-    with kernel_checks.check_kernels(CONFIG, RUN, folder, pytest.fail, anew=False) as plain:
+    with kernel_checks.check_kernels(CONFIG, RUN, folder, pytest.fail, restart=False) as plain:
         assert plain == {}
 
 

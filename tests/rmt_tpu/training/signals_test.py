@@ -71,11 +71,11 @@ def test_sigterm_after_the_last_save_says_what_is_saved():
 
 def test_ctrl_c_between_steps_says_what_is_saved():
     with pytest.raises(KeyboardInterrupt, match="interrupted at once, without a checkpoint"):
-        with signals.between_steps(signals.end_process):
+        with signals.exit_on_signal(signals.end_process):
             raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt, match="interrupted; step 400 is saved"):
-        with signals.between_steps(signals.end_process) as at_once:
-            at_once.all_is_saved(400)
+        with signals.exit_on_signal(signals.end_process) as notice:
+            notice.on_saved(400)
             raise KeyboardInterrupt
 
 
@@ -90,8 +90,8 @@ def test_a_warning_in_a_step_waits_for_its_end_however_often_it_comes(name):
     number, said = signal.Signals[name], []
     before = signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may have used nohup
     try:
-        with signals.between_steps(lambda *ended: said.append(ended)):
-            with signals.after_the_step(said.append) as stop:
+        with signals.exit_on_signal(lambda *ended: said.append(ended)):
+            with signals.stop_after_step(said.append) as stop:
                 for _ in range(3):
                     signal.raise_signal(number)
                 assert signals.STOPS[stop.wanted] == number
@@ -104,7 +104,7 @@ def test_a_warning_in_a_step_waits_for_its_end_however_often_it_comes(name):
 def test_what_nohup_ignores_is_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals.between_steps(pytest.fail), signals.after_the_step(pytest.fail) as stop:
+        with signals.exit_on_signal(pytest.fail), signals.stop_after_step(pytest.fail) as stop:
             signal.raise_signal(signal.SIGHUP)
             assert stop.wanted == signals.GO_ON
     finally:

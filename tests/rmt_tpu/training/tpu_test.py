@@ -181,12 +181,14 @@ def test_an_instruction_has_more_vmem_on_some_chips_unless_the_user_says_how_muc
         "data=1", topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
     )
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert compiler_options.of_step(mesh("v4:2x2x1")) is None
+    assert compiler_options.for_step(mesh("v4:2x2x1")) is None
     kib = {"v5e:2x2": 65536, "v5p:2x2x1": 49152, "v6e:2x2": 49152, "tpu7x:2x2x1": 49152}
     for topology, wanted in kib.items():
-        assert compiler_options.of_step(mesh(topology)) == {"xla_tpu_scoped_vmem_limit_kib": wanted}
+        assert compiler_options.for_step(mesh(topology)) == {
+            "xla_tpu_scoped_vmem_limit_kib": wanted
+        }
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
-    assert compiler_options.of_step(mesh("v6e:2x2")) is None
+    assert compiler_options.for_step(mesh("v6e:2x2")) is None
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])

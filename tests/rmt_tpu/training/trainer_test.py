@@ -113,9 +113,7 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
         elsewhere,
         run,
         label="tiny",
-        all_is_saved=lambda step: saved.extend(
-            [step, *Checkpointer(str(run / "checkpoints")).steps()]
-        ),
+        on_saved=lambda step: saved.extend([step, *Checkpointer(str(run / "checkpoints")).steps()]),
     )
     assert saved == [6, 2, 4, 6] and not (run / "samples.txt").exists()
     said = capsys.readouterr().err
@@ -123,7 +121,7 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert "note: no text sample: MemoryError: no room for the cache; the run continues" in said
     assert [row["step"] for row in read_metrics(run, report=order.append)] == list(range(1, 7))
     assert json.loads((run / "config.json").read_text())["data"]["source"].endswith("//text.txt")
-    assert trainer.train(elsewhere, run, all_is_saved=saved.append).step == saved.pop() == 6
+    assert trainer.train(elsewhere, run, on_saved=saved.append).step == saved.pop() == 6
     assert f"{run} is complete at step 6" in capsys.readouterr().err
     assert not (run / "running.json").exists()
 
