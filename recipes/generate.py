@@ -104,7 +104,7 @@ def _one(decoder, tokenizer, sampling) -> int:
     from rmt_tpu.generation import fitting_tokens, generate
 
     with about_flag("prompt", "the text has"):
-        prompt_tokens = len(tokenizer.begun(tokenizer.encode(_PROMPT.value)))
+        prompt_tokens = len(tokenizer.with_bos(tokenizer.encode(_PROMPT.value)))
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)
     if room < sampling.max_tokens:
         print(
@@ -144,7 +144,7 @@ def _file(sampling) -> int:
     decoder, tokenizer = _load()
     for number in sorted({number for number, _ in left}):  # check all before writing
         try:
-            tokens = tokenizer.begun(tokenizer.encode(prompts[number]))
+            tokens = tokenizer.with_bos(tokenizer.encode(prompts[number]))
             fitting_tokens(decoder.config, len(tokens), 1)
         except UsageError as error:
             what = str(error).removeprefix("--prompt ")

@@ -193,7 +193,7 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
         import jax
 
         if isinstance(error, jax.errors.JaxRuntimeError):
-            processes.lost(str(error).split("\n")[0])
+            processes.fail_after_device_error(str(error).split("\n")[0])
         traceback.print_exc()
         processes.fail(f"{type(error).__name__}: {error}", RmtError.exit_code)
 

@@ -293,21 +293,21 @@ def in_flight(
     Yields:
       The array and the result of each job, in order.
     """
-    waiting, held = deque(), 0
+    waiting, bytes_in_flight = deque(), 0
 
     def finish_first() -> tuple[StoredArray, Any]:
-        nonlocal held
+        nonlocal bytes_in_flight
         array, size, future = waiting.popleft()
-        held -= size
+        bytes_in_flight -= size
         with faults(f"array {array.name}: "):
             return array, future.result()
 
     try:
         for array, size, start in jobs:
-            while waiting and held + size > BYTES_IN_FLIGHT:
+            while waiting and bytes_in_flight + size > BYTES_IN_FLIGHT:
                 yield finish_first()
             waiting.append((array, size, start()))
-            held += size
+            bytes_in_flight += size
         while waiting:
             yield finish_first()
     finally:
@@ -325,12 +325,12 @@ def read(
       leaves: the arrays, or objects with their shapes, dtypes and shardings, as which the stored
         arrays are restored, by name.
     """
-    plans = [(array, store, _Plan.of(leaves[array.name], array)) for array, store in stores]
+    plans = [(array, store, _ReadPlan.of(leaves[array.name], array)) for array, store in stores]
     parts = (
         (array, store[slices_of(index)]) for array, store, plan in plans for index in plan.pieces
     )
     jobs = (
-        (array, part.size * part.dtype.numpy_dtype.itemsize, partial(_Reading.start, part))
+        (array, part.size * part.dtype.numpy_dtype.itemsize, partial(_PendingRead.start, part))
         for array, part in parts
     )
     with contextlib.closing(in_flight(jobs)) as hosts:
@@ -343,7 +343,7 @@ def read(
             yield array, pieces
 
 
-class _Reading(NamedTuple):
+class _PendingRead(NamedTuple):
     """A read in progress, into memory that numpy has allocated.
 
     This causes a tenth of the page faults that memory allocated by tensorstore would cause, because
@@ -357,9 +357,9 @@ class _Reading(NamedTuple):
     @classmethod
     def start(cls, part: ts.TensorStore) -> "_Reading":
         dtype = part.dtype.numpy_dtype
-        room = np.empty(part.size * dtype.itemsize + _ALIGNMENT, np.uint8)
-        skip = -room.ctypes.data % _ALIGNMENT
-        host = room[skip : skip + part.size * dtype.itemsize].view(dtype).reshape(part.shape)
+        buffer = np.empty(part.size * dtype.itemsize + _ALIGNMENT, np.uint8)
+        skip = -buffer.ctypes.data % _ALIGNMENT
+        host = buffer[skip : skip + part.size * dtype.itemsize].view(dtype).reshape(part.shape)
         return cls(host, ts.array(host).write(part))
 
     def result(self) -> np.ndarray:
@@ -370,7 +370,7 @@ class _Reading(NamedTuple):
         return self.future.exception()
 
 
-class _Plan(NamedTuple):
+class _ReadPlan(NamedTuple):
     """A plan for reading the requested pieces of an array.
 
     If the layer axes of the stored array differ from the requested ones, all layers are read, and

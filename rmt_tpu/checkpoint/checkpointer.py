@@ -212,7 +212,7 @@ class Checkpointer:
             loss,
             before_commit,
             self._damaged.get(step),
-            self._make_sure_it_went_back,
+            self._finish_going_back,
             self._channel.exchange,
         )
         blocked, slow = time.monotonic() - started, self._note_if_slow(step)
@@ -251,7 +251,7 @@ class Checkpointer:
                 go_back(self.root, step)
         self._has_gone_back = True
 
-    def _make_sure_it_went_back(self) -> None:
+    def _finish_going_back(self) -> None:
         if not self._has_gone_back:
             finish_going_back(self.root)
             self._has_gone_back = True

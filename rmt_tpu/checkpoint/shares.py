@@ -64,7 +64,7 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
       process: number of the process, which is the `process_index` of its devices.
       layouts: the layouts of all arrays.
     """
-    reached = _reached(process, layouts)
+    related = _related_processes(process, layouts)
     own: list[Part] = []
     copies: list[tuple[int, tuple[int, ...], Part]] = []
     written: Counter[int] = Counter()  # maps each process to its assigned bytes
@@ -73,7 +73,7 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
             written[0] += math.prod(layout.shape) * layout.item_bytes
             continue
         for holders, pieces in _holders(layout.sharding, layout.shape).items():
-            if holders[0] not in reached:
+            if holders[0] not in related:
                 continue
             parts = [Part(position, piece, piece) for piece in pieces]
             sizes = [_bytes(part, layouts) for part in parts]
@@ -83,18 +83,18 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
             written[holders[0]] += sum(sizes)
             if holders[0] == process:
                 own += parts
-    total = sum(written[p] for p in reached) + sum(size for size, _, _ in copies)
-    too_much = _COARSE * total / len(reached)
+    total = sum(written[p] for p in related) + sum(size for size, _, _ in copies)
+    split_above = _COARSE * total / len(related)
     shared = [
         (_bytes(part, layouts), holders, part)
         for size, holders, copy in copies
-        for part in (_chunks(copy, layouts[copy.array].chunk) if size > too_much else [copy])
+        for part in (_chunks(copy, layouts[copy.array].chunk) if size > split_above else [copy])
     ]
     # Parts that many processes hold are assigned last, to even out the parts that only few hold.
     shared.sort(key=lambda each: (len(each[1]), -each[0]))
-    idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for size, holders, part in shared:
-        heap = idlest.setdefault(holders, [(0, holder) for holder in holders])
+        heap = heaps.setdefault(holders, [(0, holder) for holder in holders])
         # Update the entries of processes that have since been assigned parts from other heaps.
         while heap[0][0] != (now := written[heap[0][1]]):
             heapq.heapreplace(heap, (now, heap[0][1]))
@@ -109,7 +109,7 @@ def _bytes(part: Part, layouts: tuple[Layout, ...]) -> int:
     return math.prod(stop - start for start, stop in part.index) * layouts[part.array].item_bytes
 
 
-def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
+def _related_processes(process: int, layouts: tuple[Layout, ...]) -> set[int]:
     """Return the processes whose assignments affect the assignment of `process`.
 
     These are the processes that hold copies of its pieces, the processes that hold copies of their
@@ -121,12 +121,12 @@ def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
         if layout.sharding is not None
         for holders in _holders(layout.sharding, layout.shape)
     }
-    reached, near = set(), {process}
+    related, near = set(), {process}
     while near:
-        reached |= near
-        near = {p for holders in groups if not reached.isdisjoint(holders) for p in holders}
-        near -= reached
-    return reached
+        related |= near
+        near = {p for holders in groups if not related.isdisjoint(holders) for p in holders}
+        near -= related
+    return related
 
 
 @lru_cache(maxsize=1024)

@@ -51,7 +51,7 @@ class BpeTokenizer(Tokenizer):
         library.no_truncation()
         library.no_padding()
         there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
-        before = _put_before(library)
+        before = _bos_of_template(library)
         self.template = before is not None
         self._bos_name = before or next(there, "")
         if not self._bos_name:
@@ -107,11 +107,11 @@ class BpeTokenizer(Tokenizer):
             raise _damaged(error) from None
         return cls(name, library)
 
-    def named(self, name: str) -> int | None:
+    def token_id(self, name: str) -> int | None:
         """Return the token that has this name, or None if there is none."""
         return self._library.token_to_id(name)
 
-    def spelled(self, token: int) -> str | None:
+    def token_name(self, token: int) -> str | None:
         """Return the name of a token, or None if it is not in the vocabulary."""
         return self._library.id_to_token(token)
 
@@ -126,7 +126,7 @@ class BpeTokenizer(Tokenizer):
             for text in chunk:
                 utf8(text)
             for text, tokens in zip(chunk, self._encode(chunk), strict=True):
-                yield self._encode_apart(text) if self.bos in tokens else tokens
+                yield self._encode_without_bos(text) if self.bos in tokens else tokens
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
         """Return the tokens' bytes, one after the other."""
@@ -157,10 +157,10 @@ class BpeTokenizer(Tokenizer):
             return self._library.to_str()
         processors = _import().processors
         library = _import().Tokenizer.from_str(self._library.to_str())
-        named = [(self._bos_name, self.bos)]
+        bos_ids = [(self._bos_name, self.bos)]
         pair = f"{self._bos_name} $A {self._bos_name} $B"
         single = f"{self._bos_name} $A"
-        puts = processors.TemplateProcessing(single=single, pair=pair, special_tokens=named)
+        puts = processors.TemplateProcessing(single=single, pair=pair, special_tokens=bos_ids)
         others = [] if library.post_processor is None else [library.post_processor]
         library.post_processor = processors.Sequence([*others, puts])
         return library.to_str()
@@ -169,7 +169,7 @@ class BpeTokenizer(Tokenizer):
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def _encode_apart(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def _encode_without_bos(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Encode a text that contains the name of BOS without producing the BOS token."""
         first, rest = map(re.escape, (self._bos_name[0], self._bos_name[1:]))
         parts = re.split(f"(?<={first})(?={rest})", text)
@@ -215,11 +215,11 @@ class BpeTokenizer(Tokenizer):
         """
         if self._json["model"].get("byte_fallback") and (byte := _FALLBACK.fullmatch(name)):
             return bytes([int(byte[1], 16)])
-        before, length = self._before
+        before, length = self._prefix
         return self._library.decode([*before, token])[length:].encode()
 
     @cached_property
-    def _before(self) -> tuple[list[int], int]:
+    def _prefix(self) -> tuple[list[int], int]:
         """A list with an alphanumeric token to decode before others, and the length of its text.
 
         The list is empty if the vocabulary has no such token.
@@ -242,7 +242,7 @@ def _damaged(error: Exception) -> Unusable:
     return Unusable(f"cannot be loaded ({' '.join(str(error).split())}); legal: undamaged files")
 
 
-def _put_before(library: Any) -> str | None:
+def _bos_of_template(library: Any) -> str | None:
     """Return the name of the single token that the library puts before a text, or None."""
     ids, bare = (library.encode("a", add_special_tokens=added).ids for added in (True, False))
     more = len(ids) - len(bare)

@@ -12,10 +12,10 @@ from rmt_tpu.data.inputs import (
     Problem,
     Span,
     files,
-    opened,
-    problems,
-    readable,
-    unpacked,
+    open_stored,
+    open_unpacked,
+    read_errors,
+    usage_errors,
 )
 from rmt_tpu.errors import UsageError
 
@@ -46,7 +46,7 @@ def documents(source: str, flag: str = "data") -> list[str]:
       UsageError: a path matches no file, a file cannot be read as text, or there is no text.
       RunError: a file was edited while it was read.
     """
-    with problems(flag, source):
+    with usage_errors(flag, source):
         found = [text for span in files(source) for text in read_span(span)]
     if not found:
         raise UsageError(f"--{flag}={source!r} has no text; legal: at least one non-empty document")
@@ -63,7 +63,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     if size <= num_bytes or span.path.lower().endswith((*COMPRESSED, ".py")):
         yield span
         return
-    with readable(span.path), opened(span, look=True) as file:
+    with read_errors(span.path), open_stored(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
             _skip(file, to_separator=False)  # `start + num_bytes` is most likely within a line
@@ -123,7 +123,7 @@ class _Line(NamedTuple):
 def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:
     """Yield the lines in a span, without a byte order mark at the start of the file."""
     packed = span.path.lower().endswith(COMPRESSED)
-    with readable(span.path), unpacked(span, on_block) as file:
+    with read_errors(span.path), open_unpacked(span, on_block) as file:
         offset = reported = span.start
         if offset:
             file.seek(offset)
@@ -201,7 +201,7 @@ def _module(span: Span, on_block: BlockCallback) -> Iterator[str]:
 
     A module that is not UTF-8 is skipped, because the user cannot be expected to correct it.
     """
-    with readable(span.path), opened(span) as file:
+    with read_errors(span.path), open_stored(span) as file:
         content = file.read()
     on_block(content)
     try:
@@ -224,7 +224,7 @@ def _decode(content: bytes | bytearray, span: Span, offset: int) -> str:
 def _line_number(span: Span, offset: int) -> int:
     """Return the line number, from 1, of the byte at `offset` in the decompressed file."""
     number = 1
-    with unpacked(span) as file:
+    with open_unpacked(span) as file:
         while offset > 0 and (block := file.read(min(offset, 2**20))):
             number += block.count(b"\n")
             offset -= len(block)

@@ -37,7 +37,7 @@ BlockCallback = Callable[[bytes], None]
 
 
 class Problem(Exception):
-    """An error in an input file; `problems` turns it into an error about the flag."""
+    """An error in an input file; `usage_errors` turns it into an error about the flag."""
 
 
 class _NoFile(Problem):
@@ -45,7 +45,7 @@ class _NoFile(Problem):
 
 
 @contextlib.contextmanager
-def problems(flag: str, source: str) -> Iterator[None]:
+def usage_errors(flag: str, source: str) -> Iterator[None]:
     """Turn a Problem in the body into a UsageError that names the flag and its value."""
     try:
         yield
@@ -85,7 +85,7 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
       Problem: a path matches no file, or a file has an unknown suffix.
     """
     if source == STDLIB:
-        return [whole(path) for path in _stdlib()]
+        return [whole_span(path) for path in _stdlib()]
     found: dict[str, Span] = {}
     pieces = source.split(",")
     while pieces:
@@ -98,13 +98,13 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
     return list(found.values())
 
 
-def whole(path: str) -> Span:
+def whole_span(path: str) -> Span:
     """Return the span that covers a whole file on a file system.
 
     Raises:
       Problem: the file does not exist, or is not a regular file.
     """
-    with readable(path):
+    with read_errors(path):
         status = os.stat(path)
     # Reading a pipe that nobody writes to would block forever.
     if not stat.S_ISREG(status.st_mode):
@@ -113,7 +113,7 @@ def whole(path: str) -> Span:
 
 
 @contextlib.contextmanager
-def readable(path: str) -> Iterator[None]:
+def read_errors(path: str) -> Iterator[None]:
     """Turn errors in the body that occur while the file is read into a Problem."""
     try:
         yield
@@ -123,7 +123,7 @@ def readable(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
+def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
     """Open a file to read its stored bytes from the start.
 
     Args:
@@ -145,7 +145,7 @@ def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
 
 
 @contextlib.contextmanager
-def unpacked(
+def open_unpacked(
     span: Span, on_block: BlockCallback = lambda block: None
 ) -> Iterator[io.BufferedIOBase]:
     """Open a file to read its content, decompressing it if necessary.
@@ -155,7 +155,7 @@ def unpacked(
       on_block: a function that, for a compressed file, is called with consecutive blocks of its
         stored bytes.
     """
-    with opened(span) as file:
+    with open_stored(span) as file:
         if span.path.lower().endswith(".gz"):
             with gzip.GzipFile(fileobj=_TappedFile(file, on_block)) as content:
                 yield content
@@ -184,7 +184,7 @@ def digest_of(span: Span, on_block: BlockCallback = lambda block: None) -> str:
       Problem: the file cannot be read.
     """
     digest, left = new_digest(), span.stop - span.start
-    with readable(span.path), opened(span) as file:
+    with read_errors(span.path), open_stored(span) as file:
         file.seek(span.start)
         while left and (block := file.read(min(_BLOCK, left))):
             digest.update(block)
@@ -257,11 +257,11 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
         raise Problem(f"{pattern!r} is a folder; write which files in it, such as {globs}")
     if os.path.exists(path):  # the name may contain brackets, so check before globbing
-        return [whole(path)]
+        return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not paths:
         raise _no_file(pattern)
-    return [whole(path) for path in paths]
+    return [whole_span(path) for path in paths]
 
 
 def _in_bucket(pattern: str, buckets: bool) -> list[Span]:

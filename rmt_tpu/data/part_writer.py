@@ -28,7 +28,7 @@ from jaxtyping import Integer
 
 from rmt_tpu.data.batches import cut, rank
 from rmt_tpu.data.corpus import read_span
-from rmt_tpu.data.inputs import Span, check_unchanged, digest_of, new_digest, problems
+from rmt_tpu.data.inputs import Span, check_unchanged, digest_of, new_digest, usage_errors
 from rmt_tpu.data.token_store import (
     MANIFEST,
     SHARD,
@@ -54,7 +54,7 @@ _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 _REPORT_BYTES, _REPORT_SECONDS = 2**18, 0.5
 
 
-class Work(NamedTuple):
+class StoreOptions(NamedTuple):
     """Options that are the same for all parts.
 
     Attributes:
@@ -84,7 +84,7 @@ class DocumentCut(NamedTuple):
     share: float
 
 
-class Job(NamedTuple):
+class PartJob(NamedTuple):
     """The task of writing one part of a store.
 
     Attributes:
@@ -103,7 +103,7 @@ class Job(NamedTuple):
         return sum(span.stop - span.start for span in self.spans)
 
 
-class Done(NamedTuple):
+class WrittenPart(NamedTuple):
     """A valid part, with the facts about it that are needed to complete the store.
 
     Attributes:
@@ -136,10 +136,10 @@ class Done(NamedTuple):
         return cls(**names | {"part": Part.from_json(content["part"])})
 
 
-def read_done(folder: Folder, number: int) -> Done | None:
+def read_part_manifest(folder: Folder, number: int) -> WrittenPart | None:
     """Return the part with this number from its manifest, or None if it has no manifest yet."""
     content = read_sealed(folder, f"{part_name(number)}/{MANIFEST}")
-    return content and Done.from_json(content)
+    return content and WrittenPart.from_json(content)
 
 
 def check_inputs(
@@ -171,24 +171,24 @@ def check_inputs(
             )
 
 
-class Worker:
+class PartWriter:
     """A worker that writes parts of a token store, one after the other."""
 
-    def __init__(self, work: Work, tick: Callable[[int], None]):
+    def __init__(self, options: StoreOptions, tick: Callable[[int], None]):
         """Create the worker.
 
         Args:
-          work: the options of all parts.
+          options: the options of all parts.
           tick: a function that is called with the number of input bytes processed since its last
             call. An error that it raises stops the work.
         """
-        self._work, self._on_progress = work, tick
-        self._below = int(work.eval_fraction * 2**128)
+        self._options, self._on_progress = options, tick
+        self._below = int(options.eval_fraction * 2**128)
         self._unreported, self._reported_at = 0, time.monotonic()
 
     @cached_property
     def _folder(self) -> Folder:
-        return open_folder(self._work.url)
+        return open_folder(self._options.url)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -196,21 +196,21 @@ class Worker:
 
     @cached_property
     def _dtype(self) -> np.dtype:
-        return TokenizerOfStore.of(self._tokenizer).dtype
+        return TokenizerOfStore.key(self._tokenizer).dtype
 
-    def do(self, job: Job) -> Done:
+    def write_part(self, job: PartJob) -> WrittenPart:
         """Write a part unless a valid one exists, and delete files that other attempts left."""
         name = part_name(job.number)
-        if (done := self._finished(job)) is not None:
-            with problems("input", self._work.source):
-                check_inputs(self._work.url, job.spans, done.inputs, self._tick)
+        if (done := self._existing_part(job)) is not None:
+            with usage_errors("input", self._options.source):
+                check_inputs(self._options.url, job.spans, done.inputs, self._tick)
         else:
-            done = self._write(job, _attempt(self._work.plan_id, job))
-            content = {"plan": self._work.plan_id, "cut": job.cut, **done._asdict()}
+            done = self._write(job, _attempt(self._options.plan_id, job))
+            content = {"plan": self._options.plan_id, "cut": job.cut, **done._asdict()}
             content |= {"part": done.part.json(), "kept": True}
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
                 # Another process was faster. Its part is identical, so use that.
-                if (done := self._finished(job)) is None:
+                if (done := self._existing_part(job)) is None:
                     raise RunError(f"{self._folder.url}/{name} is also written by another command")
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
@@ -230,7 +230,7 @@ class Worker:
         self._on_progress(self._unreported)
         self._unreported, self._reported_at = 0, time.monotonic()
 
-    def _finished(self, job: Job) -> Done | None:
+    def _existing_part(self, job: PartJob) -> WrittenPart | None:
         """Return the existing part if it is complete and matches the plan and the cut.
 
         Otherwise delete its manifest and return None.
@@ -244,18 +244,18 @@ class Worker:
         except RmtError:
             content = {}
         with contextlib.suppress(Fault, KeyError, TypeError):
-            same_plan = content.pop("plan") == self._work.plan_id
+            same_plan = content.pop("plan") == self._options.plan_id
             cut_of_part = content.pop("cut")
-            done = Done.from_json(content)
+            done = WrittenPart.from_json(content)
             # If the job has no cut, a part that was written with a cut is accepted, because the
-            # facts about it in `Done` do not depend on the cut.
+            # facts about it in `WrittenPart` do not depend on the cut.
             if same_plan and (job.cut is None or cut_of_part == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)
                 return done
         self._folder.delete(name)
         return None
 
-    def _write(self, job: Job, attempt: str) -> Done:
+    def _write(self, job: PartJob, attempt: str) -> WrittenPart:
         def check() -> None:
             for span in job.spans:
                 check_unchanged(span)
@@ -276,13 +276,13 @@ class Worker:
             for (split, _), tokens in zip(divided, encoded, strict=True):
                 writers[split].append(tokens)
         splits = {split: writer.finish() for split, writer in writers.items()}
-        return Done(Part(attempt, **splits), **vars(statistics), inputs=inputs)
+        return WrittenPart(Part(attempt, **splits), **vars(statistics), inputs=inputs)
 
     def _divide(
         self, text: str, document_cut: DocumentCut | None, statistics: "_Statistics"
     ) -> list[tuple[str, str]]:
         """Return pairs of a split's name and a text: one for the document, or two if it is cut."""
-        rank_of_text = rank(text, self._work.seed)
+        rank_of_text = rank(text, self._options.seed)
         is_below = int.from_bytes(rank_of_text) < self._below
         statistics.count(text, rank_of_text.hex(), is_below)
         if document_cut and rank_of_text.hex() == document_cut.rank:
@@ -295,7 +295,7 @@ class Worker:
         By the time the last batch is yielded, the digest of each span has been appended to
         `inputs`.
         """
-        with problems("input", self._work.source):
+        with usage_errors("input", self._options.source):
             texts: list[str] = []
             size = 0
             for span in spans:
@@ -315,14 +315,14 @@ class Worker:
             yield texts
 
 
-def _attempt(plan_id: int, job: Job) -> str:
+def _attempt(plan_id: int, job: PartJob) -> str:
     """Return the name of the attempt for a job, which is the same in every process."""
-    of = json.dumps([plan_id, job.number, job.cut])
-    return hashlib.blake2b(of.encode(), digest_size=6).hexdigest()
+    key = json.dumps([plan_id, job.number, job.cut])
+    return hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
 
 
 class _Statistics:
-    """Statistics of the documents in a part; `Done` describes the attributes of the same names."""
+    """Statistics of the documents in a part, with attributes that `WrittenPart` describes."""
 
     def __init__(self):
         self.characters = self.below = self.lowest_characters = 0

@@ -10,13 +10,15 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from rmt_tpu.data.part_writer import Done, Job, Work, Worker
+from rmt_tpu.data.part_writer import PartJob, PartWriter, StoreOptions, WrittenPart
 from rmt_tpu.errors import RunError
 
 _POLL_SECONDS = 0.2
 
 
-def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], None]) -> list[Done]:
+def run(
+    work: StoreOptions, jobs: list[PartJob], workers: int, progress: Callable[[int], None]
+) -> list[WrittenPart]:
     """Run the jobs, and stop all started processes before returning or raising an error.
 
     Args:
@@ -41,18 +43,18 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
             finished += count
             progress(finished)
 
-        worker = Worker(work, tick)
-        return [worker.do(job) for job in jobs]
+        worker = PartWriter(work, tick)
+        return [worker.write_part(job) for job in jobs]
     spawn = multiprocessing.get_context("spawn")  # tensorstore's threads would not survive a fork
     finished, stop = spawn.Value("Q"), spawn.Event()
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (work, finished, stop))
     try:
-        with _interrupts_later():
-            futures = [pool.submit(_do_in_worker, job) for job in jobs]
+        with _interrupts_blocked():
+            futures = [pool.submit(_write_in_worker, job) for job in jobs]
         waiting = set(futures)
         while waiting:
-            over, waiting = wait(waiting, _POLL_SECONDS)
-            for future in over:
+            finished_jobs, waiting = wait(waiting, _POLL_SECONDS)
+            for future in finished_jobs:
                 future.result()
             progress(finished.value)
         return [future.result() for future in futures]
@@ -67,7 +69,7 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
 
 
 @contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
+def _interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in processes started in the body, because this process tells them to stop."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -76,7 +78,7 @@ def _interrupts_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(work: Work, finished: Any, stop: Any) -> None:
+def _start_worker(work: StoreOptions, finished: Any, stop: Any) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per CPU
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -87,15 +89,15 @@ def _start_worker(work: Work, finished: Any, stop: Any) -> None:
         with finished.get_lock():
             finished.value += count
 
-    _worker = Worker(work, tick)
+    _worker = PartWriter(work, tick)
 
 
 _worker: "Worker | None" = None
 
 
-def _do_in_worker(job: Job) -> Done:
+def _write_in_worker(job: PartJob) -> WrittenPart:
     assert _worker is not None
-    return _worker.do(job)
+    return _worker.write_part(job)
 
 
 def _end_with_parent() -> None:

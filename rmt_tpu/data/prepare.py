@@ -12,8 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rmt_tpu.data import plan as plans
-from rmt_tpu.data.inputs import Span, files, problems
-from rmt_tpu.data.part_writer import DocumentCut, Done, Job, Work, check_inputs, read_done
+from rmt_tpu.data.inputs import Span, files, usage_errors
+from rmt_tpu.data.part_writer import (
+    DocumentCut,
+    PartJob,
+    StoreOptions,
+    WrittenPart,
+    check_inputs,
+    read_part_manifest,
+)
 from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
 from rmt_tpu.data.tokenizer import Tokenizer, digest
@@ -132,16 +139,16 @@ def prepare(
     if workers is not None and workers < 1:
         raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
     tokenizer = load_tokenizer(tokenizer_spec)
-    with problems("input", source):
+    with usage_errors("input", source):
         found = files(source, buckets=True)
         part_bytes = part_bytes or plans.usual_part_bytes(sum(file.stop for file in found))
         parts = list(plans.parts(found, part_bytes))
     plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed)
     with of_flag("output"):
         folder = open_folder(output)
-    _agree(group, plan, parts)
+    _check_same_plan(group, plan, parts)
     if group.number == 0:
-        _begin(folder, plan, tokenizer)
+        _write_plan(folder, plan, tokenizer)
     group.gather("", "writing the plan")
     _check_shared(folder, plan, group)
     workers = workers or os.cpu_count() or 1
@@ -150,8 +157,8 @@ def prepare(
         _compare(folder.url, source, parts, complete["inputs"], own, workers, progress)
         group.gather("", COMPARING)
         return _totals([Part.from_json(value) for value in complete["parts"]], len(parts))
-    work = Work(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
-    jobs = [Job(number, parts[number], None) for number in own]
+    work = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
+    jobs = [PartJob(number, parts[number], None) for number in own]
     done = dict(zip(own, _run(work, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
     if cut := _document_to_cut(list(done.values()), eval_fraction, group):
@@ -159,7 +166,7 @@ def prepare(
         rewritten = _run(work, rewrites, workers, progress, HOLDING_OUT)
         done |= {job.number: result for job, result in zip(rewrites, rewritten, strict=True)}
         kept = sum(d.kept for d in done.values())
-    with problems("input", source):
+    with usage_errors("input", source):
         if files(source, buckets=True) != found:
             raise RunError(
                 f"--input={source!r} was edited during the command; restore its content and repeat "
@@ -174,7 +181,7 @@ def prepare(
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
 
 
-def _begin(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Write the plan and the tokenizer to the store, or check that the store has this plan.
 
     Raises:
@@ -193,7 +200,9 @@ def _begin(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
 # Together -------------------------------------------------------------------------------------
 
 
-def _agree(group: ProcessGroup, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> None:
+def _check_same_plan(
+    group: ProcessGroup, plan: dict[str, Any], parts: list[tuple[Span, ...]]
+) -> None:
     """Check that all processes of the group have the same plan.
 
     Raises:
@@ -246,7 +255,7 @@ def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
 
 
 def _document_to_cut(
-    done: list[Done], eval_fraction: int | float, group: ProcessGroup
+    done: list[WrittenPart], eval_fraction: int | float, group: ProcessGroup
 ) -> DocumentCut | None:
     """Return which document to cut if no document is held out, or None; equal on all processes.
 
@@ -262,38 +271,38 @@ def _document_to_cut(
         "lowest": lowest,
         "lowest_characters": sum(d.lowest_characters for d in done if d.lowest == lowest),
     }
-    every = list(map(json.loads, group.gather(json.dumps(own), "tokenising the text")))
-    lowest = min((each["lowest"] for each in every if each["lowest"]), default="")
-    if not lowest or any(each["below"] for each in every):
+    found = list(map(json.loads, group.gather(json.dumps(own), "tokenising the text")))
+    lowest = min((each["lowest"] for each in found if each["lowest"]), default="")
+    if not lowest or any(each["below"] for each in found):
         return None
-    characters = sum(each["lowest_characters"] for each in every if each["lowest"] == lowest)
-    share = eval_fraction * sum(each["characters"] for each in every) / characters
+    characters = sum(each["lowest_characters"] for each in found if each["lowest"] == lowest)
+    share = eval_fraction * sum(each["characters"] for each in found) / characters
     return DocumentCut(lowest, min(share, 0.5))
 
 
 def _complete(
-    folder: Folder, plan: dict[str, Any], done: dict[int, Done], kept: int, source: str
+    folder: Folder, plan: dict[str, Any], done: dict[int, WrittenPart], kept: int, source: str
 ) -> Totals:
     """Create the manifest of the store from the parts of this process and of all others."""
 
-    def read_part(number: int) -> Done:
+    def wait_for_part(number: int) -> WrittenPart:
         if number in done:
             return done[number]
         until = time.monotonic() + _SHARED_SECONDS
-        while (found := read_done(folder, number)) is None:
+        while (found := read_part_manifest(folder, number)) is None:
             if time.monotonic() > until:
                 raise RunError(f"{folder.url} lacks part {number}, which another process wrote")
             time.sleep(0.1)
         return found
 
     with ThreadPoolExecutor(_READERS) as pool:
-        every = list(pool.map(read_part, range(plan["num_parts"])))
-    totals = _totals([d.part for d in every], kept)
+        found = list(pool.map(wait_for_part, range(plan["num_parts"])))
+    totals = _totals([d.part for d in found], kept)
     _check_totals(source, plan["eval_fraction"], plan["seed"], totals)
     content = {
         "plan": plan,
-        "parts": [d.part.json() for d in every],
-        "inputs": [d.inputs for d in every],
+        "parts": [d.part.json() for d in found],
+        "inputs": [d.inputs for d in found],
     }
     if not folder.create(MANIFEST, seal(content)):
         plans.check_same(folder, (read_sealed(folder, MANIFEST) or {}).get("plan"), plan)
@@ -303,7 +312,9 @@ def _complete(
 # This process's share -------------------------------------------------------------------------
 
 
-def _run(work: Work, jobs: list[Job], workers: int, progress: Progress, what: str) -> list[Done]:
+def _run(
+    work: StoreOptions, jobs: list[PartJob], workers: int, progress: Progress, what: str
+) -> list[WrittenPart]:
     total = sum(job.num_bytes for job in jobs)
     return run(work, jobs, workers, lambda finished: progress(finished, total, what))
 
@@ -327,7 +338,7 @@ def _compare(
 
     pool = ThreadPoolExecutor(workers)
     try:
-        with problems("input", source):
+        with usage_errors("input", source):
             for _ in pool.map(lambda n: check_inputs(url, parts[n], digests[n], tick), own):
                 pass
     finally:

@@ -46,17 +46,17 @@ class Tokenizer(ABC):
     template: bool = True
     gaps: tuple[int, ...] = ()
 
-    def begun(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
+    def with_bos(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
         """Return the tokens of a text, with BOS in front if `starts` is True or it is empty."""
         before = [self.bos] if self.starts or not len(tokens) else []
         return np.array([*before, *tokens], np.int32)
 
-    def named(self, name: str) -> int | None:
+    def token_id(self, name: str) -> int | None:
         """Return the token that has this name in `tokenizer.json`, or None if there is none."""
         del name
         return None
 
-    def spelled(self, token: int) -> str | None:
+    def token_name(self, token: int) -> str | None:
         """Return the name of a token in `tokenizer.json`, or None if it has none."""
         del token
         return None

@@ -107,7 +107,7 @@ def initialize(
     )
     gloo.scatter_sums_by_all_reduce()
     _timeout = timeout
-    _watch = _Watch()
+    _watch = _FailureWatcher()
     # Exit handlers run in reverse order of registration, so this one runs before JAX's handler,
     # which removes the client.
     atexit.register(_watch.stop)
@@ -164,7 +164,7 @@ class Channel:
         client, folder = global_state.client, self._folder(self._calls)
         try:
             client.key_value_set(f"{folder}{process_id()}", value)
-            self._meet(client, folder, what, timeout)
+            self._wait_at_barrier(client, folder, what, timeout)
             values = _read(client, folder)
             if is_first():  # all processes have read the values of the call before the previous one
                 client.key_value_delete(self._folder(self._calls - 2))
@@ -173,7 +173,7 @@ class Channel:
             raise RunError(f"process 0 cannot be reached at '{what}': {reason}") from None
         return [values[p] for p in range(count)]
 
-    def _meet(self, client: Any, folder: str, what: str, timeout: int | float) -> None:
+    def _wait_at_barrier(self, client: Any, folder: str, what: str, timeout: int | float) -> None:
         barrier, count = f"rmt/barrier/{self._name}/{self._calls}", num_processes()
         try:
             client.wait_at_barrier(barrier, round(timeout * 1000))
@@ -212,7 +212,7 @@ def _read(client: Any, folder: str) -> dict[int, str]:
     return {int(k.rpartition("/")[2]): value for k, value in client.key_value_dir_get(folder)}
 
 
-class Highest:
+class DelayedMax:
     """The maximum of a number over all processes, with the result delayed by one call.
 
     All processes get the same result in the same training step. A call dispatches a maximum over
@@ -226,7 +226,7 @@ class Highest:
         self._shape = (mesh.size,)
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._max = jax.jit(jnp.max, out_shardings=everywhere)
-        self._before: jax.Array | None = None
+        self._previous: jax.Array | None = None
 
     def __call__(self, number: int) -> int:
         """Return the maximum from the previous call, or 0 in the first call.
@@ -238,8 +238,8 @@ class Highest:
             return number
         own = lambda index: np.full(len(range(*index[0].indices(*self._shape))), number, np.int32)
         votes = jax.make_array_from_callback(self._shape, self._sharding, own)
-        before, self._before = self._before, self._max(votes)
-        return 0 if before is None else int(before)
+        previous, self._previous = self._previous, self._max(votes)
+        return 0 if previous is None else int(previous)
 
 
 def finish(timeout: int | float = 3600.0) -> None:
@@ -294,7 +294,7 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
     os._exit(code)
 
 
-def lost(reason: str) -> NoReturn:
+def fail_after_device_error(reason: str) -> NoReturn:
     """Stop after the devices' communication has broken, usually because another process died."""
     time.sleep(3 * _LOOK_SECONDS)  # that process's own report of the cause is better
     fail(
@@ -303,7 +303,7 @@ def lost(reason: str) -> NoReturn:
     )
 
 
-class _Watch:
+class _FailureWatcher:
     """A thread that stops this process soon after another process has reported a failure."""
 
     def __init__(self):

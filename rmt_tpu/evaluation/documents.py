@@ -11,7 +11,7 @@ import numpy as np
 
 from rmt_tpu import data
 from rmt_tpu.data.corpus import objects
-from rmt_tpu.data.inputs import Problem, digest_of, files, problems
+from rmt_tpu.data.inputs import Problem, digest_of, files, usage_errors
 from rmt_tpu.errors import RunError, UsageError, one_line, unknown
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Request
@@ -77,11 +77,11 @@ def read_task(
     if data_dir == HUB:
         digest, lines = f"hub/{'/'.join(map(str, task.hub))}", _from_hub(task)
     else:
-        with problems(flag, data_dir):
+        with usage_errors(flag, data_dir):
             span = _find(task, data_dir)
             digest, lines = digest_of(span), objects(span)
     documents = []
-    with problems(flag, data_dir):
+    with usage_errors(flag, data_dir):
         for number, line in itertools.islice(lines, limit):
             try:
                 documents.append(task.document(line))
@@ -231,7 +231,7 @@ def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int 
                 f"--tasks={source.name}: with this tokenizer, the continuation "
                 f"{continuation!r:.80} adds no token to its context"
             )
-        requests.append(Request(tokenizer.begun(whole[:before]), whole[before:]))
+        requests.append(Request(tokenizer.with_bos(whole[:before]), whole[before:]))
     return Asked(source, requests, owners)
 
 

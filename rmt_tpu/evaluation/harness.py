@@ -129,7 +129,7 @@ class RmtTpu(TemplateLM):
         asked = []
         for _, context, continuation in requests:
             there = context[:1] == [self.prefix_token_id]
-            before = np.array(context, np.int32) if there else self._tokenizer.begun(context)
+            before = np.array(context, np.int32) if there else self._tokenizer.with_bos(context)
             asked.append(Request(before, np.array(continuation, np.int32)))
         return self._asked(asked, [strings for strings, _, _ in requests])
 

@@ -174,6 +174,6 @@ def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _request(decoder, tokenizer, prompt, sampling) -> Request:
-    tokens = tokenizer.begun(tokenizer.encode(prompt))
+    tokens = tokenizer.with_bos(tokenizer.encode(prompt))
     room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
     return Request(tokens, replace(sampling, max_tokens=room))

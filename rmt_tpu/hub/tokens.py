@@ -32,7 +32,7 @@ def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
 
 def config_of(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
     """Return the tokenizer_config.json for an exported model; empty if its tokens have no names."""
-    names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
+    names = [tokenizer.token_name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return {}
     return {
@@ -58,11 +58,11 @@ def _ends(
         return described.ends
     named = values.get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    token = tokenizer.named(named) if isinstance(named, str) else None
+    token = tokenizer.token_id(named) if isinstance(named, str) else None
     if token is not None and token < described.model.vocab_size:
         return (token,)
     usual = described.usual_end
-    if usual is not None and usual < tokenizer.vocab_size and tokenizer.spelled(usual):
+    if usual is not None and usual < tokenizer.vocab_size and tokenizer.token_name(usual):
         if not tokenizer.decode_bytes([usual]):
             return (usual,)
     return tokenizer.ends

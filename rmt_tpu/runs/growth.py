@@ -47,11 +47,11 @@ from rmt_tpu.checkpoint import Checkpointer, StoredArray
 from rmt_tpu.config import ModelConfig, overrides
 from rmt_tpu.errors import UsageError
 
-New = Literal["turned", "zeros", "ones"]
+SlotContent = Literal["turned", "zeros", "ones"]
 
 # Maps the name of a parameter to its axes of size D_k, as negative numbers, and to the content of
 # the new slots: "turned" multiplies the old slots by A.
-KEYED: dict[str, tuple[tuple[int, ...], New]] = {
+KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
     "read_keys": ((-1,), "zeros"),
@@ -63,17 +63,17 @@ KEYED: dict[str, tuple[tuple[int, ...], New]] = {
     "project": ((-4, -2), "zeros"),
 }
 # Config fields that may differ between the two models: D_k, dtypes, and remat.
-_FREE = ("store", "compute_dtype", "remat")
+_MAY_DIFFER = ("store", "compute_dtype", "remat")
 
 
-def grow(tree: Any, before: ModelConfig, after: ModelConfig) -> Any:
-    """Grow the arrays in `tree` from the D_k of the model `before` to the D_k of the model `after`.
+def grow(tree: Any, old_model: ModelConfig, new_model: ModelConfig) -> Any:
+    """Grow the arrays in `tree` from the D_k of `old_model` to the D_k of `new_model`.
 
     Args:
       tree: a tree of numpy arrays. It consists of the parameters, as returned by `nnx.to_pure_dict`
         and stacked in any way, or of a TrainState with parameters and Adam's moments.
-      before: the config of the model that `tree` belongs to.
-      after: the config of the same model with a larger D_k.
+      old_model: the config of the model that `tree` belongs to.
+      new_model: the config of the same model with a larger D_k.
 
     Returns:
       The grown tree with the same dtypes. New slots follow the old slots, separately in each head
@@ -82,8 +82,8 @@ def grow(tree: Any, before: ModelConfig, after: ModelConfig) -> Any:
     Raises:
       UsageError: the models differ in more than D_k, or no exact growth to that size is known.
     """
-    slots = _Slots(before, after)
-    return jax.tree_util.tree_map_with_path(slots.grown, tree)
+    slots = _Slots(old_model, new_model)
+    return jax.tree_util.tree_map_with_path(slots.grow_leaf, tree)
 
 
 def restore_grown(
@@ -118,19 +118,19 @@ def restore_grown(
     """
     slots: _Slots | None = None
 
-    def ungrown(stored: Mapping[str, StoredArray]) -> Any:
+    def tree_before_growth(stored: Mapping[str, StoredArray]) -> Any:
         nonlocal slots
         slots, size = None, key_dim(stored)
         if not model.store.has_keys or size in (None, model.store.key_dim):
             return like
         store = dataclasses.replace(model.store, key_dim=size)
         slots = _Slots(dataclasses.replace(model, store=store), model)
-        return jax.tree_util.tree_map_with_path(slots.ungrown, like)
+        return jax.tree_util.tree_map_with_path(slots.leaf_before_growth, like)
 
-    step, tree, meta = checkpoints.restore(ungrown, step, partial=partial)
+    step, tree, meta = checkpoints.restore(tree_before_growth, step, partial=partial)
     if slots is None:
         return step, tree, meta
-    place = lambda path, leaf, read: _placed(slots.grown(path, read), leaf, read)
+    place = lambda path, leaf, read: _put_like(slots.grow_leaf(path, read), leaf, read)
     return step, jax.tree_util.tree_map_with_path(place, like, tree), meta
 
 
@@ -140,7 +140,7 @@ def key_dim(stored: Mapping[str, StoredArray]) -> int | None:
     return keys.shape[-1] if keys and len(keys.shape) == 2 else None
 
 
-def turn(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
+def growth_matrix(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
     """Return the matrix A for K = `slots` and J = `new` in float64; it depends only on the sizes.
 
     A maps the all-ones vector to the all-ones vector, and vectors orthogonal to it to vectors
@@ -162,74 +162,78 @@ class _Slots:
     The slots are split into `parts` of equal size, which grow separately.
     """
 
-    def __init__(self, before: ModelConfig, after: ModelConfig):
-        _check(before, after)
-        self.parts = getattr(after.mixer, "num_heads", 1)
-        self.size, self.size_after = before.store.key_dim, after.store.key_dim
-        self.vector_dim = after.data_shape[1]
-        part, part_after = self.size // self.parts, self.size_after // self.parts
-        self.turn = turn(part, part_after - part) if part_after > part else np.zeros((0, part))
+    def __init__(self, old_model: ModelConfig, new_model: ModelConfig):
+        _check(old_model, new_model)
+        self.parts = getattr(new_model.mixer, "num_heads", 1)
+        self.size, self.new_size = old_model.store.key_dim, new_model.store.key_dim
+        self.vector_dim = new_model.data_shape[1]
+        part, new_part = self.size // self.parts, self.new_size // self.parts
+        self.matrix = (
+            growth_matrix(part, new_part - part) if new_part > part else np.zeros((0, part))
+        )
 
-    def ungrown(self, path: Sequence[Any], leaf: Any) -> Any:
+    def leaf_before_growth(self, path: Sequence[Any], leaf: Any) -> Any:
         """Return the array to restore for a leaf of the grown model.
 
         For a leaf with an axis of size D_k it is a numpy array with the smaller D_k.
         """
-        if not _is_keyed(path):
+        if not _has_key_axis(path):
             return leaf
-        axes, _ = KEYED[_name(path)]
-        shape = list(self._with_slots(path, leaf.shape, self.size_after))
+        axes, _ = KEY_AXES[_name(path)]
+        shape = list(self._split_projection_axes(path, leaf.shape, self.new_size))
         for axis in axes:
             shape[axis] = self.size
         # Only the shape and dtype matter, so the array is a broadcast of a single number.
-        return np.broadcast_to(np.zeros((), leaf.dtype), self._stored(path, shape))
+        return np.broadcast_to(np.zeros((), leaf.dtype), self._merge_projection_axes(path, shape))
 
-    def grown(self, path: Sequence[Any], x: Any) -> Any:
+    def grow_leaf(self, path: Sequence[Any], x: Any) -> Any:
         """Return an array of the smaller model after growth to the larger model."""
-        if not _is_keyed(path):
+        if not _has_key_axis(path):
             return x
-        axes, new = KEYED[_name(path)]
+        axes, new = KEY_AXES[_name(path)]
         moment = next((_key(part) for part in path if _key(part) in ("mu", "nu")), None)
-        shape = self._with_slots(path, x.shape, self.size)
+        shape = self._split_projection_axes(path, x.shape, self.size)
         y = np.asarray(x, np.float64).reshape(shape)
         for axis in axes:
-            y = self._extended(y, axis, {"mu": "zeros", "nu": "squared"}.get(moment, new))
-        return y.reshape(self._stored(path, y.shape)).astype(x.dtype)
+            y = self._append_slots(y, axis, {"mu": "zeros", "nu": "squared"}.get(moment, new))
+        return y.reshape(self._merge_projection_axes(path, y.shape)).astype(x.dtype)
 
-    def _extended(self, x: np.ndarray, axis: int, new: str) -> np.ndarray:
+    def _append_slots(self, x: np.ndarray, axis: int, new: str) -> np.ndarray:
         """Return `x` with new slots along `axis`, which follow the old slots of each part."""
         x = np.moveaxis(x, axis, -1)
         old = x.reshape(*x.shape[:-1], self.parts, -1)
         match new:
             case "turned":
-                more = old @ self.turn.T
+                more = old @ self.matrix.T
             case "squared":
-                more = old @ np.square(self.turn).T
+                more = old @ np.square(self.matrix).T
             case "zeros" | "ones":
-                more = np.full((*old.shape[:-1], len(self.turn)), float(new == "ones"))
+                more = np.full((*old.shape[:-1], len(self.matrix)), float(new == "ones"))
         y = np.concatenate([old, more], axis=-1)
         return np.moveaxis(y.reshape(*x.shape[:-1], -1), -1, axis)
 
-    def _with_slots(self, path: Sequence[Any], shape: Sequence[int], size: int) -> tuple[int, ...]:
+    def _split_projection_axes(
+        self, path: Sequence[Any], shape: Sequence[int], size: int
+    ) -> tuple[int, ...]:
         if _name(path) != "project":
             return tuple(shape)
         return (*shape[:-2], *2 * (size, self.vector_dim))
 
-    def _stored(self, path: Sequence[Any], shape: Sequence[int]) -> tuple[int, ...]:
+    def _merge_projection_axes(self, path: Sequence[Any], shape: Sequence[int]) -> tuple[int, ...]:
         if _name(path) != "project":
             return tuple(shape)
         return (*shape[:-4], math.prod(shape[-4:-2]), math.prod(shape[-2:]))
 
 
-def _check(before: ModelConfig, after: ModelConfig) -> None:
-    if not (before.store.has_keys and after.store.has_keys):
+def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
+    if not (old_model.store.has_keys and new_model.store.has_keys):
         raise UsageError("only the residual of a matrix store has a D_k that can be grown")
-    old, new = overrides.to_json(before), overrides.to_json(after)
-    different = overrides.differences(old, new | {name: old[name] for name in _FREE}, "model")
+    old, new = overrides.to_json(old_model), overrides.to_json(new_model)
+    different = overrides.differences(old, new | {name: old[name] for name in _MAY_DIFFER}, "model")
     if different:
         raise UsageError(f"a checkpoint can grow only in D_k: {'; '.join(different)}")
-    size, wanted = before.store.key_dim, after.store.key_dim
-    parts = getattr(after.mixer, "num_heads", 1)
+    size, wanted = old_model.store.key_dim, new_model.store.key_dim
+    parts = getattr(new_model.mixer, "num_heads", 1)
     if wanted != size and size % parts:
         raise UsageError(
             f"model.store.key_dim={size} cannot be grown with mixer.num_heads={parts}, whose parts "
@@ -243,7 +247,7 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
         )
 
 
-def _placed(grown: Any, like: Any, read: Any) -> Any:
+def _put_like(grown: Any, like: Any, read: Any) -> Any:
     """Return a grown array as the same type of array as `like`, with the same sharding."""
     if grown is read or isinstance(like, np.ndarray):
         return grown
@@ -252,9 +256,9 @@ def _placed(grown: Any, like: Any, read: Any) -> Any:
     return jax.make_array_from_callback(grown.shape, like.sharding, lambda index: grown[index])
 
 
-def _is_keyed(path: Sequence[Any]) -> bool:
+def _has_key_axis(path: Sequence[Any]) -> bool:
     # Gains within cores have other axes.
-    return bool(path) and _name(path) in KEYED and "core" not in map(_key, path)
+    return bool(path) and _name(path) in KEY_AXES and "core" not in map(_key, path)
 
 
 def _name(path: Sequence[Any]) -> str:

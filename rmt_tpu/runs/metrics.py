@@ -47,15 +47,15 @@ class MetricsWriter:
         report: Callable[[str], None] = logging.warning,
     ):
         folder = open_folder(workdir)
-        self._rows, self._board = _Growing(folder, FILE, report), None
+        self._rows, self._board = _AppendedFile(folder, FILE, report), None
         if board:
-            self._board = _Growing(folder, tensorboard.new_file(), report)
+            self._board = _AppendedFile(folder, tensorboard.new_file(), report)
             self._board.add(tensorboard.header(first_step))
         self._closed, self._thread = threading.Event(), None
-        _drop_from(folder, first_step, report)
+        _delete_rows_from(folder, first_step, report)
         if folder.local_path is None:
             self._thread = threading.Thread(
-                target=self._append_now_and_then, name="metrics", daemon=True
+                target=self._append_periodically, name="metrics", daemon=True
             )
             self._thread.start()
 
@@ -66,11 +66,11 @@ class MetricsWriter:
         if self._board:
             self._board.add(tensorboard.scalars(step, values))
         if self._thread is None:
-            self._append(soon=True)
+            self._append(unless_failed=True)
 
     def flush(self) -> None:
         """Append all pending rows to the files if they can be written; any thread may call this."""
-        self._append(soon=False)
+        self._append(unless_failed=False)
 
     def close(self) -> None:
         """Write the remaining rows and stop the thread."""
@@ -78,52 +78,52 @@ class MetricsWriter:
         if self._thread:
             self._thread.join()
         # Do not try again if the bucket has just failed to answer for minutes.
-        self._append(soon=self._thread is not None)
+        self._append(unless_failed=self._thread is not None)
 
-    def _append(self, *, soon: bool) -> None:
+    def _append(self, *, unless_failed: bool) -> None:
         for file in (self._rows, self._board):
-            if file and not (soon and file.waits()):
+            if file and not (unless_failed and file.is_backing_off()):
                 file.append()
 
-    def _append_now_and_then(self) -> None:
+    def _append_periodically(self) -> None:
         while not self._closed.wait(_APPEND_SECONDS):
-            self._append(soon=True)
+            self._append(unless_failed=True)
 
 
-class _Growing:
+class _AppendedFile:
     """A file that is only appended to, with the data that is still to be appended."""
 
     def __init__(self, folder: Folder, name: str, report: Callable[[str], None]):
         self._folder, self._name, self._report = folder, name, report
-        self._lacks: list[bytes] = []
+        self._pending: list[bytes] = []
         self._lock, self._appending = threading.Lock(), threading.Lock()
-        self._try_again = -math.inf
+        self._retry_at = -math.inf
 
     def add(self, data: bytes) -> None:
         with self._lock:
-            self._lacks.append(data)
+            self._pending.append(data)
 
-    def waits(self) -> bool:
+    def is_backing_off(self) -> bool:
         """Return whether an attempt failed so recently that it is not yet retried."""
-        return time.monotonic() < self._try_again
+        return time.monotonic() < self._retry_at
 
     def append(self) -> None:
         """Append the pending data to the file."""
         with self._appending:
             with self._lock:
-                lacks = list(self._lacks)
-            if not lacks:
+                pending = list(self._pending)
+            if not pending:
                 return
             try:
-                self._folder.append(self._name, b"".join(lacks))
+                self._folder.append(self._name, b"".join(pending))
             except Fault as fault:
-                if self._try_again == -math.inf:
+                if self._retry_at == -math.inf:
                     self._report(f"note: {fault}; the run continues, and retries this")
-                self._try_again = time.monotonic() + _APPEND_SECONDS
+                self._retry_at = time.monotonic() + _APPEND_SECONDS
                 return
-            self._try_again = -math.inf
+            self._retry_at = -math.inf
             with self._lock:
-                del self._lacks[: len(lacks)]
+                del self._pending[: len(pending)]
 
 
 def read_metrics(
@@ -177,7 +177,7 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _drop_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
+def _delete_rows_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
     """Delete the rows for `first_step` and later steps, and a last line that has no newline.
 
     The run has gone back to an earlier step and will repeat these steps, and nothing else would
@@ -188,10 +188,10 @@ def _drop_from(folder: Folder, first_step: int, report: Callable[[str], None]) -
         if (found := folder.read(FILE, limit=_LARGEST)) is None:
             return
         lines = [line + b"\n" for line in found.data.split(b"\n")[:-1]]
-        kept = b"".join(
+        remaining = b"".join(
             line for line in lines if (row := _parsed(line)) is None or row["step"] < first_step
         )
-        if kept != found.data:
-            folder.write(FILE, kept)
+        if remaining != found.data:
+            folder.write(FILE, remaining)
     except Fault as fault:
         report(f"note: {fault}; the run continues")

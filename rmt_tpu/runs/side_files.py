@@ -53,7 +53,7 @@ class SideFiles:
                 start = json.dumps({"from_step": step} | describe())
                 folder.append(STARTS, f"{start}\n".encode())
             with self._harmless(f"the samples after step {step} cannot be deleted"):
-                self._forget_samples(step)
+                self._delete_samples_after(step)
                 if (done := self._completed()) is not None and done > step:
                     folder.delete(COMPLETE)
 
@@ -128,7 +128,7 @@ class SideFiles:
         found = self._folder.read(COMPLETE)
         return found and json.loads(found.data)["step"]
 
-    def _forget_samples(self, step: int) -> None:
+    def _delete_samples_after(self, step: int) -> None:
         """Delete the samples from steps after `step`, because these steps will be repeated."""
         found = self._folder.read(SAMPLES)
         if found is None:
@@ -173,7 +173,7 @@ def wants_board(choice: str) -> bool:
     return choice != "off" and tensorboard.is_installed()
 
 
-def set_aside(folder: Folder) -> None:
+def archive_metrics(folder: Folder) -> None:
     """Move the metrics of an earlier start without a checkpoint to `metrics.old.jsonl`."""
     if (found := folder.read(FILE)) is not None:
         folder.write(_OLD_METRICS, found.data)

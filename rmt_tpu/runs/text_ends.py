@@ -9,7 +9,7 @@ from rmt_tpu.hub.tokens import tokenizer_of
 from rmt_tpu.storage import Folder
 
 
-def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
+def load(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the end tokens of the run in a folder; BOS alone if no file lists them.
 
     Args:
@@ -33,7 +33,7 @@ def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def save(folder: Folder, tokenizer: Tokenizer) -> None:
-    """Write the end tokens to a file in Hugging Face format, from which `saved` reads them.
+    """Write the end tokens to a file in Hugging Face format, from which `load` reads them.
 
     If BOS is the only end token, there is no file.
     """
@@ -57,12 +57,12 @@ def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
     path = folder.local_path
     try:
         if is_hub(path):
-            theirs = tokenizer_of(path, describe(path))
+            other = tokenizer_of(path, describe(path))
         else:
-            theirs = load_saved(folder)
-            theirs.ends = saved(folder, theirs)
+            other = load_saved(folder)
+            other.ends = load(folder, other)
     except UsageError:
         return tokenizer.ends
-    if theirs.fingerprint() != tokenizer.fingerprint():
+    if other.fingerprint() != tokenizer.fingerprint():
         return tokenizer.ends
-    return tuple(dict.fromkeys((*theirs.ends, tokenizer.bos)))
+    return tuple(dict.fromkeys((*other.ends, tokenizer.bos)))

@@ -276,7 +276,7 @@ def _prompt(given: Any, served: Served) -> Prompt:
         if len(tokens) and (largest := int(tokens.max())) >= served.legal_tokens:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {largest}; {legal}", "prompt")
-        return Prompt(tokenizer.begun(tokens), len(tokens), given)
+        return Prompt(tokenizer.with_bos(tokens), len(tokens), given)
     if not isinstance(given, list) or not given or not all(map(_is(int), given)):
         raise Refusal(
             f"prompt={shown(given)} must be text, a list of tokens, a list of texts, or a list of "
@@ -290,7 +290,7 @@ def _prompt(given: Any, served: Served) -> Prompt:
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
     # As in training, the model reads exactly one start token at the beginning of a text.
-    whole = tokens if tokens[0] == tokenizer.bos else tokenizer.begun(tokens)
+    whole = tokens if tokens[0] == tokenizer.bos else tokenizer.with_bos(tokens)
     return Prompt(whole, len(tokens), tokenizer.decode(tokens))
 
 

@@ -81,18 +81,18 @@ class GcsFolder(Folder):
           UsageError: they cannot.
         """
         with _one_line_errors(self.url, UsageError):
-            _within(_CHECK_SECONDS, lambda: self._look(write))
+            _with_deadline(_CHECK_SECONDS, lambda: self._probe(write))
 
-    def _look(self, write: bool) -> None:
-        patience = _patience(_CHECK_SECONDS / 2)
+    def _probe(self, write: bool) -> None:
+        retry_options = _retry_options(_CHECK_SECONDS / 2)
         found = self._client.list_blobs(
-            self._bucket_name, prefix=self._prefix, max_results=1, **patience
+            self._bucket_name, prefix=self._prefix, max_results=1, **retry_options
         )
         next(iter(found), None)
         if write:
             probe = self._blob(f".write_probe-{uuid.uuid4().hex[:8]}")
-            probe.upload_from_string(b"", **patience)
-            probe.delete(**patience)
+            probe.upload_from_string(b"", **retry_options)
+            probe.delete(**retry_options)
 
     def kvstore(self) -> dict[str, Any]:
         """Return the spec of tensorstore's `gcs` driver."""
@@ -112,18 +112,18 @@ class GcsFolder(Folder):
         Raises:
           Fault: the object has more than `limit` bytes.
         """
-        with _one_line_errors(self._of(name)):
-            blob = self._bucket.get_blob(self._key(name), **_patience())
+        with _one_line_errors(self._url_of(name)):
+            blob = self._bucket.get_blob(self._key(name), **_retry_options())
             if blob is None:
                 return None
             # The size is checked before memory is allocated.
             if blob.size > limit:
-                raise Fault(f"{self._of(name)} has {blob.size} bytes, more than {limit}")
+                raise Fault(f"{self._url_of(name)} has {blob.size} bytes, more than {limit}")
             try:
                 # The download is raw, because decompression could yield more bytes than the stated
                 # size.
                 data = blob.download_as_bytes(
-                    if_generation_match=blob.generation, raw_download=True, **_patience()
+                    if_generation_match=blob.generation, raw_download=True, **_retry_options()
                 )
             except (NotFound, PreconditionFailed):  # it was deleted or replaced in between
                 return self.read(name, limit=limit)
@@ -131,12 +131,12 @@ class GcsFolder(Folder):
 
     def write(self, name: str, data: bytes) -> None:
         """Upload an object, replacing any earlier one."""
-        with _one_line_errors(self._of(name)):
+        with _one_line_errors(self._url_of(name)):
             self._upload(self._blob(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Upload an object on the condition that there is none; see `Folder.create`."""
-        with _one_line_errors(self._of(name)):
+        with _one_line_errors(self._url_of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
@@ -146,7 +146,7 @@ class GcsFolder(Folder):
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
         """Upload an object on the condition of its generation; see `Folder.replace`."""
-        with _one_line_errors(self._of(name)):
+        with _one_line_errors(self._url_of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
@@ -160,33 +160,35 @@ class GcsFolder(Folder):
         Raises:
           Fault: another writer changes the object at the same time.
         """
-        with _one_line_errors(self._of(name)):
-            whole = self._bucket.get_blob(self._key(name), **_patience())
+        with _one_line_errors(self._url_of(name)):
+            whole = self._bucket.get_blob(self._key(name), **_retry_options())
             if whole is None:
                 if not self.create(name, data):
-                    raise Fault(f"{self._of(name)}: another writer appends to it")
+                    raise Fault(f"{self._url_of(name)}: another writer appends to it")
                 return
             tail = self._blob(f"{name}.tail-{uuid.uuid4().hex[:8]}")
             self._upload(tail, data)
             longer = self._blob(name)
             longer.content_type = whole.content_type
             try:
-                longer.compose([whole, tail], if_generation_match=whole.generation, **_patience())
+                longer.compose(
+                    [whole, tail], if_generation_match=whole.generation, **_retry_options()
+                )
             except (NotFound, PreconditionFailed):
-                now = self._bucket.get_blob(self._key(name), **_patience())
+                now = self._bucket.get_blob(self._key(name), **_retry_options())
                 # The size is right if only the response was lost: then the first request had
                 # succeeded, and its retry was refused.
                 if now is None or now.size != whole.size + len(data):
-                    raise Fault(f"{self._of(name)}: another writer appends to it") from None
+                    raise Fault(f"{self._url_of(name)}: another writer appends to it") from None
             finally:
                 with contextlib.suppress(Exception):  # a leftover of a few bytes does no harm
-                    tail.delete(**_patience())
+                    tail.delete(**_retry_options())
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
         """Delete an object; return whether it does not exist any more."""
-        with _one_line_errors(self._of(name)):
+        with _one_line_errors(self._url_of(name)):
             try:
-                self._blob(name).delete(if_generation_match=generation, **_patience())
+                self._blob(name).delete(if_generation_match=generation, **_retry_options())
             except NotFound:
                 return True
             except PreconditionFailed:
@@ -196,9 +198,9 @@ class GcsFolder(Folder):
     def names(self, name: str = "") -> list[str]:
         """Return the sorted names after the prefix; pieces of unfinished appends are left out."""
         prefix = self._key(name) + "/" if name else self._prefix
-        with _one_line_errors(self._of(name)):
+        with _one_line_errors(self._url_of(name)):
             listing = self._client.list_blobs(
-                self._bucket_name, prefix=prefix, delimiter="/", **_patience()
+                self._bucket_name, prefix=prefix, delimiter="/", **_retry_options()
             )
             files = [blob.name for blob in listing]
         found = (n.removeprefix(prefix) for n in (*files, *listing.prefixes) if n != prefix)
@@ -206,13 +208,13 @@ class GcsFolder(Folder):
 
     def delete_folder(self, name: str) -> None:
         """Delete all objects whose names continue with `name` and a slash."""
-        with _one_line_errors(self._of(name)):
+        with _one_line_errors(self._url_of(name)):
             # tensorstore's `delete_range` silently deletes nothing where listing is forbidden.
             listing = self._client.list_blobs(
-                self._bucket_name, prefix=self._key(name) + "/", **_patience()
+                self._bucket_name, prefix=self._key(name) + "/", **_retry_options()
             )
             keys = [blob.name for blob in listing]
-        with faults(f"{self._of(name)}: "):
+        with faults(f"{self._url_of(name)}: "):
             spec = {"driver": "gcs", "bucket": self._bucket_name}
             store = ts.KvStore.open(spec, context=self.context()).result()
             for deleted in [store.write(key, None) for key in keys]:
@@ -228,12 +230,12 @@ class GcsFolder(Folder):
     def _blob(self, name: str) -> Any:
         return self._bucket.blob(self._key(name))
 
-    def _of(self, name: str) -> str:
+    def _url_of(self, name: str) -> str:
         return f"{self.url}/{name}".rstrip("/")
 
     def _upload(self, blob: Any, data: bytes, **conditions) -> None:
         kind = mimetypes.guess_type(blob.name)[0] or "application/octet-stream"
-        blob.upload_from_string(data, content_type=kind, **conditions, **_patience())
+        blob.upload_from_string(data, content_type=kind, **conditions, **_retry_options())
 
 
 def find_objects(url: str) -> list[Object]:
@@ -242,15 +244,15 @@ def find_objects(url: str) -> list[Object]:
     client = _client(url)
     with _one_line_errors(url, UsageError):
         # The exact name is tried before globbing, because a name may contain brackets.
-        patience = _patience(_CHECK_SECONDS / 2)
-        look = lambda: client.bucket(bucket).get_blob(pattern, **patience) if pattern else None
-        if (blob := _within(_CHECK_SECONDS, look)) is not None:
+        retry_options = _retry_options(_CHECK_SECONDS / 2)
+        look = lambda: client.bucket(bucket).get_blob(pattern, **retry_options) if pattern else None
+        if (blob := _with_deadline(_CHECK_SECONDS, look)) is not None:
             return [_object(bucket, blob)]
         parts, prefix = pattern.split("/"), re.split(r"[*?\[]", pattern)[0]
         # If only the last part of the name is a glob, subfolders need not be listed.
         flat = not any(re.search(r"[*?\[]", part) for part in parts[:-1]) and parts[-1] != "**"
         listed = client.list_blobs(
-            bucket, prefix=prefix, delimiter="/" if flat else None, **_patience()
+            bucket, prefix=prefix, delimiter="/" if flat else None, **_retry_options()
         )
         return [_object(bucket, b) for b in listed if _matches(b.name.split("/"), parts)]
 
@@ -326,7 +328,7 @@ class ObjectReader(io.RawIOBase):
                 raw_download=True,
                 checksum=None,  # the stored checksum covers the whole object, not a range
                 retry=None,
-                timeout=_patience()["timeout"],
+                timeout=_retry_options()["timeout"],
             )
         except GoogleAPICallError as error:
             if error.response is not None:
@@ -379,7 +381,7 @@ def _client_of(emulator: str | None) -> Any:
         else:
             # Without configured credentials the client asks the machine's metadata server, which
             # may be slow.
-            client = _within(_CHECK_SECONDS, lambda: storage.Client(project=None))
+            client = _with_deadline(_CHECK_SECONDS, lambda: storage.Client(project=None))
     except (GoogleAuthError, TimeoutError):
         file = os.environ.get(_KEY_FILE)
         instead = f"{_KEY_FILE}={file} cannot be used" if file else "none were found"
@@ -391,7 +393,7 @@ def _client_of(emulator: str | None) -> Any:
     return client
 
 
-def _patience(seconds: float = _SECONDS) -> dict[str, Any]:
+def _retry_options(seconds: float = _SECONDS) -> dict[str, Any]:
     """Return the request options that limit retries to `seconds`.
 
     All requests of this module may be repeated. A repeated write stores the same bytes under the
@@ -400,7 +402,7 @@ def _patience(seconds: float = _SECONDS) -> dict[str, Any]:
     return {"retry": DEFAULT_RETRY.with_timeout(seconds), "timeout": min(seconds, 60.0)}
 
 
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
+def _with_deadline(seconds: float, function: Callable[[], Any]) -> Any:
     """Call `function` with a time limit, and return its result or raise its error.
 
     After `seconds` this raises TimeoutError, although the function continues to run in its thread.

@@ -87,7 +87,7 @@ class LocalFolder(Folder):
             # The size is checked before memory is allocated.
             path = self.local_path / join(name)
             if path.is_file() and (size := path.stat().st_size) > limit:
-                raise Fault(f"{self._of(name)} has {size} bytes, more than {limit}")
+                raise Fault(f"{self._url_of(name)} has {size} bytes, more than {limit}")
             found = self._kv.read(name).result()
         if found.state == "missing":
             return None
@@ -166,17 +166,17 @@ class LocalFolder(Folder):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(folder)
 
-    def _of(self, name: str) -> str:
+    def _url_of(self, name: str) -> str:
         return os.path.join(self.url, name)
 
     @contextlib.contextmanager
     def _one_line_errors(self, name: str) -> Iterator[None]:
         try:
-            with faults(f"{self._of(name)}: "):
+            with faults(f"{self._url_of(name)}: "):
                 yield
         except OSError as error:
             kind = Unavailable if isinstance(error, PermissionError) else Fault
-            raise kind(f"{self._of(name)}: {error.strerror or error}") from None
+            raise kind(f"{self._url_of(name)}: {error.strerror or error}") from None
 
 
 def _check_path(url: str, path: str) -> None:

@@ -125,7 +125,7 @@ class Loop:
         """Run steps until the last step or a signal; return the signal, or None."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
-        highest = processes.Highest(self.model.mesh)
+        highest = processes.DelayedMax(self.model.mesh)
         stopped_by = None
         self.progress.begin(self.step)
         self.throughput.restart()

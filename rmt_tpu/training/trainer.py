@@ -16,7 +16,7 @@ from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import presence, text_ends, workdir
-from rmt_tpu.runs.side_files import DIVERGED, SideFiles, set_aside, wants_board
+from rmt_tpu.runs.side_files import DIVERGED, SideFiles, archive_metrics, wants_board
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, memory_check
@@ -194,7 +194,7 @@ def _prepare(
     if warm_start is not None:
         tokenizer.ends = text_ends.after_warm_start(open_folder(config.train.init_from), tokenizer)
     elif config.train.init_from:
-        tokenizer.ends = text_ends.saved(folder, tokenizer)
+        tokenizer.ends = text_ends.load(folder, tokenizer)
     return LoopInputs(config, run, text, datasets, tasks), warm_start
 
 
@@ -220,7 +220,7 @@ def _write_folder(
 ) -> None:
     """Write the run's config and tokenizer into the folder, on the first process."""
     if changes.restarts:
-        set_aside(folder)
+        archive_metrics(folder)
     folder.delete(DIVERGED)  # may be left from an earlier start
     workdir.write_config(folder, config, [] if changes.restarts else changes.lines)
     tokenizer.save(folder)

@@ -238,7 +238,10 @@ def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
     monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(os, "_exit", leave)
     watch = SimpleNamespace(_stop=threading.Event())
-    ends = [lambda: processes.fail("the line", code), lambda: processes._Watch._look(watch)]
+    ends = [
+        lambda: processes.fail("the line", code),
+        lambda: processes._FailureWatcher._look(watch),
+    ]
     for process, end, wanted in zip((1, 0), ends, (code, others), strict=True):
         monkeypatch.setattr(processes, "_ending", threading.Lock())
         monkeypatch.setattr(processes.global_state, "process_id", process)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rmt_tpu.data import documents
 from rmt_tpu.data.corpus import divide, read_span
-from rmt_tpu.data.inputs import Problem, whole
+from rmt_tpu.data.inputs import Problem, whole_span
 from rmt_tpu.errors import UsageError
 
 
@@ -218,8 +218,8 @@ def test_spans_have_every_document_once_in_order(tmp_path_factory, texts, size, 
     separator = "<|endoftext|>\n"
     content = lines(*({"text": t} for t in texts)) if kind == "jsonl" else separator.join(texts)
     path.write_bytes(("\ufeff" * bom + content).encode())
-    of_whole = list(read_span(whole(str(path))))
-    parts = list(divide(whole(str(path)), size))
+    of_whole = list(read_span(whole_span(str(path))))
+    parts = list(divide(whole_span(str(path)), size))
     assert [text for part in parts for text in read_span(part)] == of_whole
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert (parts[0].start, parts[-1].stop) == (0, path.stat().st_size)
@@ -233,20 +233,20 @@ def test_spans_are_about_as_large_as_asked_for(write):
         "a.txt": "<|endoftext|>\n".join([document] * 100),
         "a.jsonl": lines(*({"text": document} for _ in range(100))),
     }.items():
-        sizes = [part.stop - part.start for part in divide(whole(write(name, content)), 1000)]
+        sizes = [part.stop - part.start for part in divide(whole_span(write(name, content)), 1000)]
         assert len(sizes) >= 8 and all(1000 <= size <= 1300 for size in sizes[:-1])
 
 
 def test_a_compressed_file_and_a_single_document_are_one_span(write):
     document = "line\n" * 1000
-    assert len(list(divide(whole(write("a.txt", document)), 100))) == 1
+    assert len(list(divide(whole_span(write("a.txt", document)), 100))) == 1
     packed = write("b.txt.gz", gzip.compress(document.encode()))
-    assert len(list(divide(whole(packed), 10))) == 1
+    assert len(list(divide(whole_span(packed), 10))) == 1
 
 
 def test_a_bad_line_of_a_later_span_has_its_number_in_the_file(write):
     name = write("a.jsonl", lines(*({"text": "good"} for _ in range(40))) + "[1]\n")
-    *good, last = divide(whole(name), 100)
+    *good, last = divide(whole_span(name), 100)
     assert good
     with pytest.raises(Problem, match="'a.jsonl' line 41 is a JSON list"):
         list(read_span(last))
@@ -259,7 +259,7 @@ def test_all_bytes_are_seen_once_and_in_order(write):
         "a.jsonl.gz": gzip.compress(content.encode()),
         "a.jsonl.zst": zstandard.compress(content.encode()),
     }.items():
-        for span in divide(whole(write(name, packed)), 2000):
+        for span in divide(whole_span(write(name, packed)), 2000):
             seen = []
             list(read_span(span, seen.append))
             assert b"".join(seen) == packed[span.start : span.stop]

@@ -105,7 +105,7 @@ def test_a_reader_is_told_while_much_is_unpacked(here, monkeypatch):
     monkeypatch.setattr(corpus, "_SIGN_OF_LIFE", 10_000)
     (here / "a.txt.gz").write_bytes(gzip.compress(b"line\n" * 20_000))
     told = []
-    list(corpus.read_span(inputs.whole("a.txt.gz"), told.append))
+    list(corpus.read_span(inputs.whole_span("a.txt.gz"), told.append))
     assert told.count(b"") > 8 and b"".join(told) == (here / "a.txt.gz").read_bytes()
 
 
@@ -114,7 +114,7 @@ def test_a_long_line_is_passed_over_in_pieces(here, monkeypatch):
     monkeypatch.setattr(corpus, "_SKIP_BYTES", 15)
     text = "x" * 90 + "<|endoftext|>\n" + "y" * 90 + "\n<|endoftext|>\n" + "z" * 90
     (here / "a.txt").write_text(text)
-    whole = inputs.whole("a.txt")
+    whole = inputs.whole_span("a.txt")
     for size in (1, 30, 75, 100, 200):
         spans = list(corpus.divide(whole, size))
         assert [d for span in spans for d in corpus.read_span(span)] == list(

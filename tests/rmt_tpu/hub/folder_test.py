@@ -324,8 +324,8 @@ def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
         library.save(str(tmp_path / "tokenizer.json"))
         tokenizer = tokenizer_of(tmp_path, Description(model(), 64, False))
         assert tokenizer.starts == starts
-        assert tokenizer.begun([0, 0]).tolist() == [1] * starts + [0, 0]
-        assert tokenizer.begun([]).tolist() == [1]
+        assert tokenizer.with_bos([0, 0]).tolist() == [1] * starts + [0, 0]
+        assert tokenizer.with_bos([]).tolist() == [1]
         assert load_tokenizer(str(tmp_path)).starts
         tokenizer.save(tmp_path / "run")
         assert load_saved(tmp_path / "run").starts

@@ -14,7 +14,7 @@ from rmt_tpu import preset
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.parameters import metadata
-from rmt_tpu.runs.growth import KEYED, grow, restore_grown, turn
+from rmt_tpu.runs.growth import KEY_AXES, grow, growth_matrix, restore_grown
 from rmt_tpu.training.run import prepare
 from tests import models
 from tests.models import random_parameters
@@ -121,7 +121,7 @@ def test_logits_of_presets_are_the_same(name):
 
 def test_new_gains_let_what_is_new_be_learned():
     """A gain of 0 beside a query of 0: neither would ever have a gradient."""
-    assert {name: new for name, (_, new) in KEYED.items() if "gain" in name} == {
+    assert {name: new for name, (_, new) in KEY_AXES.items() if "gain" in name} == {
         "gain": "ones",
         "key_gain": "ones",
     }
@@ -158,11 +158,11 @@ def test_growing_twice_is_the_same_function():
 
 @pytest.mark.parametrize(("slots", "new"), [(1, 1), (5, 5), (6, 13), (64, 64), (64, 448)])
 def test_turn_keeps_mean_and_mean_square(slots, new):
-    a = turn(slots, new)
+    a = growth_matrix(slots, new)
     np.testing.assert_allclose(a.T @ a, new / slots * np.eye(slots), atol=1e-12)
     np.testing.assert_allclose(a.sum(axis=0), new / slots, atol=1e-12)
     np.testing.assert_allclose(a.sum(axis=1), 1, atol=1e-12)
-    np.testing.assert_array_equal(a, turn(slots, new))
+    np.testing.assert_array_equal(a, growth_matrix(slots, new))
 
 
 @pytest.mark.slow
@@ -181,11 +181,11 @@ def test_all_axes_of_slots_are_known():
         assert len(leaves) == len(axes) == len(others)
         for (path, leaf), names, other in zip(leaves, axes, others, strict=True):
             name = path[-1].key
-            keyed = name in KEYED and "core" not in [getattr(part, "key", None) for part in path]
+            keyed = name in KEY_AXES and "core" not in [getattr(part, "key", None) for part in path]
             assert (leaf.shape != other.shape) == keyed, path
             if keyed and name != "project":
                 assert [i - len(names) for i, n in enumerate(names) if n == "key"] == list(
-                    KEYED[name][0]
+                    KEY_AXES[name][0]
                 )
         grown = grow(random_parameters(config), config, resized(config, 2 * config.store.key_dim))
         assert [x.shape for x in jax.tree.leaves(grown)] == [x.shape for x in others]
@@ -243,7 +243,7 @@ def test_moments_of_new_entries(small):
     before, after = run_config(SLOTS).model, run_config(2 * SLOTS).model
     adam = grow(host(state), before, after).optimizer[1]
     old = host(state).optimizer[1]
-    a = turn(SLOTS, SLOTS)
+    a = growth_matrix(SLOTS, SLOTS)
     for name, axis in (("store_keys", -1), ("read_keys", -1), ("gain", -2)):
         at = lambda tree, name=name, axis=axis: np.moveaxis(
             tree["stacks"][0][0]["site"][name], axis, -1
@@ -278,7 +278,7 @@ def test_new_slots_are_trained(small):
     # Twenty steps at a rate of 1e-2; the least of all entries has moved.
     assert moved.min() > 1e-5 and np.median(moved) > 1e-3
     # What the new slots hold is no longer a copy of the old ones.
-    copies = stored(later)[..., :SLOTS] @ turn(SLOTS, SLOTS).T
+    copies = stored(later)[..., :SLOTS] @ growth_matrix(SLOTS, SLOTS).T
     assert size(stored(later)[..., SLOTS:] - copies) > 1e-2
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rmt_tpu.errors import DivergedError, UsageError
 from rmt_tpu.runs import tensorboard
-from rmt_tpu.runs.side_files import SideFiles, set_aside, wants_board
+from rmt_tpu.runs.side_files import SideFiles, archive_metrics, wants_board
 from rmt_tpu.storage import open_folder
 
 
@@ -94,7 +94,7 @@ def test_each_start_leaves_what_it_was_started_with(tmp_path, told):
 def test_metrics_without_a_checkpoint_are_set_aside(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for _ in range(2):
-        set_aside(open_folder(tmp_path))
+        archive_metrics(open_folder(tmp_path))
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "metrics.old.jsonl").read_text() == '{"step": 1}\n'
 

@@ -115,13 +115,13 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
     tokenizer.ends = text_ends.after_warm_start(open_folder(hub), tokenizer)
     assert tokenizer.ends == (7, 9, 256)
     text_ends.save(folder, tokenizer)
-    assert text_ends.saved(folder, ByteTokenizer()) == (7, 9, 256)
+    assert text_ends.load(folder, ByteTokenizer()) == (7, 9, 256)
     text_ends.save(folder, ByteTokenizer())
-    assert text_ends.saved(folder, ByteTokenizer()) == (256,)
+    assert text_ends.load(folder, ByteTokenizer()) == (256,)
     for wrong, said in (("[", "is damaged"), ('{"eos_token_id": 257}', "eos_token_id=257 is not")):
         folder.write("generation_config.json", wrong.encode())
         with pytest.raises(UsageError, match=f"generation_config.json.* {said}"):
-            text_ends.saved(folder, ByteTokenizer())
+            text_ends.load(folder, ByteTokenizer())
     other = BpeTokenizer("x", tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0}, [])))
     assert text_ends.after_warm_start(open_folder(hub), other) == (0,)
 
