@@ -196,7 +196,7 @@ class PartWriter:
 
     @cached_property
     def _dtype(self) -> np.dtype:
-        return TokenizerOfStore.key(self._tokenizer).dtype
+        return TokenizerOfStore.of(self._tokenizer).dtype
 
     def write_part(self, job: PartJob) -> WrittenPart:
         """Write a part unless a valid one exists, and delete files that other attempts left."""

@@ -17,12 +17,12 @@ _POLL_SECONDS = 0.2
 
 
 def run(
-    work: StoreOptions, jobs: list[PartJob], workers: int, progress: Callable[[int], None]
+    options: StoreOptions, jobs: list[PartJob], workers: int, progress: Callable[[int], None]
 ) -> list[WrittenPart]:
     """Run the jobs, and stop all started processes before returning or raising an error.
 
     Args:
-      work: the options of all parts.
+      options: the options of all parts.
       jobs: the jobs, each of which writes one part.
       workers: number of processes; 1 runs the jobs in this process.
       progress: a function that is called from time to time with the number of input bytes processed
@@ -43,11 +43,11 @@ def run(
             finished += count
             progress(finished)
 
-        worker = PartWriter(work, tick)
+        worker = PartWriter(options, tick)
         return [worker.write_part(job) for job in jobs]
     spawn = multiprocessing.get_context("spawn")  # tensorstore's threads would not survive a fork
     finished, stop = spawn.Value("Q"), spawn.Event()
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (work, finished, stop))
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (options, finished, stop))
     try:
         with _interrupts_blocked():
             futures = [pool.submit(_write_in_worker, job) for job in jobs]
@@ -78,7 +78,7 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(work: StoreOptions, finished: Any, stop: Any) -> None:
+def _start_worker(options: StoreOptions, finished: Any, stop: Any) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per CPU
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -89,7 +89,7 @@ def _start_worker(work: StoreOptions, finished: Any, stop: Any) -> None:
         with finished.get_lock():
             finished.value += count
 
-    _worker = PartWriter(work, tick)
+    _worker = PartWriter(options, tick)
 
 
 _worker: "Worker | None" = None

@@ -157,13 +157,13 @@ def prepare(
         _compare(folder.url, source, parts, complete["inputs"], own, workers, progress)
         group.gather("", COMPARING)
         return _totals([Part.from_json(value) for value in complete["parts"]], len(parts))
-    work = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
+    options = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
     jobs = [PartJob(number, parts[number], None) for number in own]
-    done = dict(zip(own, _run(work, jobs, workers, progress, TOKENISING), strict=True))
+    done = dict(zip(own, _run(options, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
     if cut := _document_to_cut(list(done.values()), eval_fraction, group):
         rewrites = [job._replace(cut=cut) for job in jobs if done[job.number].lowest == cut.rank]
-        rewritten = _run(work, rewrites, workers, progress, HOLDING_OUT)
+        rewritten = _run(options, rewrites, workers, progress, HOLDING_OUT)
         done |= {job.number: result for job, result in zip(rewrites, rewritten, strict=True)}
         kept = sum(d.kept for d in done.values())
     with usage_errors("input", source):
@@ -313,10 +313,10 @@ def _complete(
 
 
 def _run(
-    work: StoreOptions, jobs: list[PartJob], workers: int, progress: Progress, what: str
+    options: StoreOptions, jobs: list[PartJob], workers: int, progress: Progress, what: str
 ) -> list[WrittenPart]:
     total = sum(job.num_bytes for job in jobs)
-    return run(work, jobs, workers, lambda finished: progress(finished, total, what))
+    return run(options, jobs, workers, lambda finished: progress(finished, total, what))
 
 
 def _compare(

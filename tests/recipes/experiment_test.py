@@ -26,7 +26,7 @@ def train(config, folder, *, label, change_config=False):
     rate = config.train.optimizer.learning_rate
     loss = 2 + abs(rate - 0.028) + config.train.seed - 0.01 * slots
     row = {"step": config.train.steps, "eval/loss": loss}
-    config = json.dumps(overrides.to_json(sweep.resolved(config)))
+    config = json.dumps(overrides.to_json(sweep.resolve_auto(config)))
     folder.write("config.json", config.encode())
     folder.write("metrics.jsonl", (json.dumps(row) + "\\n").encode())
     folder.write("complete.json", json.dumps({"step": row["step"]}).encode())

@@ -16,7 +16,7 @@ def end(line, code):
     signals.end_process(line, code)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
-with signals.between_steps(end) as at_once:
+with signals.exit_on_signal(end) as notice:
     {inside}
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
@@ -28,12 +28,12 @@ DEAF = """
 """
 AFTER_THE_LAST_SAVE = (
     """
-    at_once.all_is_saved(400)
+    notice.on_saved(400)
 """
     + DEAF
 )
 IN_A_STEP = """
-    with signals.after_the_step(print) as stop:
+    with signals.stop_after_step(print) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0)
         assert signals.STOPS[stop.wanted] == signal.SIGTERM
