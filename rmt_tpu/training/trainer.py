@@ -128,23 +128,15 @@ def _train(
             other = stack.enter_context(presence.announce_run(folder, progress.log))
         changes = _open(folder, config, change_config, other, progress.log)
         checkpoints = _checkpointer(folder, config, progress)
-        back_step = None
-        if processes.is_first():
-            back_step = workdir.step_to_go_back_to(folder, from_step, changes=bool(changes.lines))
-        back_step = processes.from_first(back_step, "the step to go back to")
+        back_step = _back_step(folder, from_step, changes)
         progress.doing("checking kernels")
         blocks = stack.enter_context(
             kernel_blocks.pinned_block_sizes(folder, progress.log, restart=changes.restarts)
         )
-        checks = kernel_checks.check_kernels(
-            config,
-            inputs.model,
-            folder,
-            progress.log,
-            restart=changes.restarts,
-            how=options.check_kernels,
+        how = {"restart": changes.restarts, "how": options.check_kernels}
+        stack.enter_context(
+            kernel_checks.check_kernels(config, inputs.model, folder, progress.log, **how)
         )
-        stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
         start = restore_or_init(
@@ -196,6 +188,14 @@ def _prepare(
     elif config.train.init_from:
         tokenizer.ends = text_ends.load(folder, tokenizer)
     return LoopInputs(config, run, text, datasets, tasks), warm_start
+
+
+def _back_step(folder: Folder, from_step: int | None, changes: workdir.ConfigChanges) -> int | None:
+    """Return the result of `workdir.step_to_go_back_to` on process 0, on every process."""
+    step = None
+    if processes.is_first():
+        step = workdir.step_to_go_back_to(folder, from_step, changes=bool(changes.lines))
+    return processes.from_first(step, "the step to go back to")
 
 
 def _open(
