@@ -102,7 +102,7 @@ def main() -> int:
 def _subject(workdir: str, step: int | None = None):
     from rmt_tpu.evaluation import subjects
 
-    return subjects.of_run(
+    return subjects.run_subject(
         workdir,
         step,
         mesh=flags.FLAGS.mesh,

@@ -263,9 +263,9 @@ def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) ->
 
 def _tasks(experiment: Experiment) -> list[str]:
     """Return the experiment's tasks for which --data_dir has data."""
-    from rmt_tpu.evaluation.documents import there
+    from rmt_tpu.evaluation.documents import available_tasks
 
-    return there(experiment.tasks, _DATA_DIR.value) if experiment.tasks else []
+    return available_tasks(experiment.tasks, _DATA_DIR.value) if experiment.tasks else []
 
 
 def _report(command: list[str], experiment: Experiment) -> str:

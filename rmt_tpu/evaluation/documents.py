@@ -85,14 +85,14 @@ def read_task(
         for number, line in itertools.islice(lines, limit):
             try:
                 documents.append(task.document(line))
-            except Malformed as what:
-                raise Problem(f"{number} {what}; legal: {task.fields}") from None
+            except Malformed as error:
+                raise Problem(f"{number} {error}; legal: {task.fields}") from None
         if not documents:
             raise Problem(f"{task.name} has no documents")
     return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
 
 
-def there(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
+def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
     """Return the names of the tasks for which a folder has data; "hub" has data for all tasks.
 
     Raises:
@@ -101,17 +101,17 @@ def there(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[s
     names = list(names)
     if data_dir == HUB:
         return names
-    found = []
+    available = []
     for task in find_tasks(names):
         with contextlib.suppress(Problem):
             _find(task, data_dir)
-            found.append(task.name)
-    if not found:
+            available.append(task.name)
+    if not available:
         raise UsageError(
             f"--{flag}={data_dir!r} has no data for {', '.join(names)}; legal: a folder with "
             f"<task>.jsonl for at least one task, or {HUB}"
         )
-    return found
+    return available
 
 
 def _find(task: Task, data_dir: str):
@@ -134,13 +134,13 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
         ) from None
     path, name, split = task.hub
     try:
-        found = datasets.load_dataset(path, name, split=split)
+        dataset = datasets.load_dataset(path, name, split=split)
     except Exception as error:  # many libraries may raise: no network, no such dataset, no access
         raise RunError(
             f"--data_dir={HUB}: {path} cannot be loaded: {one_line(error)[:200]}; a folder of "
             "files needs no network"
         ) from None
-    return ((f"{path} {split} {number}", line) for number, line in enumerate(found))
+    return ((f"{path} {split} {number}", line) for number, line in enumerate(dataset))
 
 
 def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
@@ -170,7 +170,7 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
 # Requests ------------------------------------------------------------------------------------
 
 
-class Asked(NamedTuple):
+class SourceRequests(NamedTuple):
     """The documents of a source as scoring requests in tokens.
 
     Attributes:
@@ -184,7 +184,9 @@ class Asked(NamedTuple):
     owners: np.ndarray
 
 
-def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None) -> Asked:
+def ask(
+    source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None
+) -> SourceRequests:
     """Return the scoring requests of all documents of a source.
 
     A context gets a start token if the tokenizer puts one before texts. As in the harness, at least
@@ -215,29 +217,29 @@ def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int 
         requests, owners = [w[0] for w in windows], [w[1] for w in windows]
         if not requests:
             raise UsageError("--text has no tokens to score")
-        return Asked(source, requests, np.array(owners))
-    pairs = [_moved(*pair) for document in source.documents for pair in document.pairs]
+        return SourceRequests(source, requests, np.array(owners))
+    pairs = [_strip_context(*pair) for document in source.documents for pair in document.pairs]
     owners = np.repeat(
         np.arange(len(source.documents)), [len(document.pairs) for document in source.documents]
     )
     contexts = list(dict.fromkeys(context for context, _ in pairs))
-    of_context = dict(zip(contexts, tokenizer.encode_all(contexts), strict=True))
-    wholes = tokenizer.encode_all([context + continuation for context, continuation in pairs])
+    context_tokens = dict(zip(contexts, tokenizer.encode_all(contexts), strict=True))
+    texts = tokenizer.encode_all([context + continuation for context, continuation in pairs])
     requests = []
-    for (context, continuation), whole in zip(pairs, wholes, strict=True):
-        before = len(of_context[context])
-        if len(whole) <= before:
+    for (context, continuation), text in zip(pairs, texts, strict=True):
+        prefix = len(context_tokens[context])
+        if len(text) <= prefix:
             raise UsageError(
                 f"--tasks={source.name}: with this tokenizer, the continuation "
                 f"{continuation!r:.80} adds no token to its context"
             )
-        requests.append(Request(tokenizer.with_bos(whole[:before]), whole[before:]))
-    return Asked(source, requests, owners)
+        requests.append(Request(tokenizer.with_bos(text[:prefix]), text[prefix:]))
+    return SourceRequests(source, requests, owners)
 
 
-def _moved(context: str, continuation: str) -> tuple[str, str]:
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
+def _strip_context(context: str, continuation: str) -> tuple[str, str]:
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
 
 
 def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Request]:
@@ -274,19 +276,21 @@ class Total(NamedTuple):
         )
 
 
-def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
+def _text_metrics(source_requests: SourceRequests, nats: np.ndarray) -> list[Metric]:
     """Return the perplexities of texts per word, byte and token, and their bits per byte.
 
     If there is only one text, its windows take the place of documents, so that there is a standard
     error.
     """
-    documents = asked.source.documents
-    lengths = np.array([len(request.continuation) for request in asked.requests], float)
+    documents = source_requests.source.documents
+    lengths = np.array([len(request.continuation) for request in source_requests.requests], float)
     if len(documents) == 1:
         shares = lengths / lengths.sum()
         words, sizes = documents[0].words * shares, documents[0].bytes * shares
     else:
-        nats, lengths = (np.bincount(asked.owners, x, len(documents)) for x in (nats, lengths))
+        nats, lengths = (
+            np.bincount(source_requests.owners, x, len(documents)) for x in (nats, lengths)
+        )
         words, sizes = (
             np.array([getattr(d, name) for d in documents], float) for name in ("words", "bytes")
         )
@@ -298,13 +302,13 @@ def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
     ]
 
 
-def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
+def metrics(source_requests: SourceRequests, totals: list[Total]) -> list[Metric]:
     """Return the metrics of a source, defined as in the harness, from the totals of its requests.
 
     A task with choices also gets the bits per byte of the right choice. This metric tells small
     models apart even while their choices are no better than chance.
     """
-    documents, kind = asked.source.documents, asked.source.kind
+    documents, kind = source_requests.source.documents, source_requests.source.kind
     logs = np.array([total.log_probability for total in totals])
     greedy = np.array([total.greedy for total in totals], float)
     ones = np.ones(len(documents))
@@ -315,18 +319,18 @@ def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
             mean("acc", greedy),
         ]
     if kind == "text":
-        return _of_texts(asked, -logs)
-    of_documents = np.split(logs, np.flatnonzero(np.diff(asked.owners)) + 1)
+        return _text_metrics(source_requests, -logs)
+    document_logs = np.split(logs, np.flatnonzero(np.diff(source_requests.owners)) + 1)
     right, right_by_length, gold, sizes = [], [], [], []
-    for document, of_choices in zip(documents, of_documents, strict=True):
-        right.append(np.argmax(of_choices) == document.gold)
-        gold.append(-of_choices[document.gold])
+    for document, choice_logs in zip(documents, document_logs, strict=True):
+        right.append(np.argmax(choice_logs) == document.gold)
+        gold.append(-choice_logs[document.gold])
         sizes.append(len(document.pairs[document.gold][1].encode()))
         if document.lengths:
-            per_character = of_choices / np.array(document.lengths)
+            per_character = choice_logs / np.array(document.lengths)
             right_by_length.append(np.argmax(per_character) == document.gold)
-    found = [mean("acc", right)]
+    accuracies = [mean("acc", right)]
     if right_by_length:
-        found.append(mean("acc_norm", right_by_length))
+        accuracies.append(mean("acc_norm", right_by_length))
     bits = Metric("gold_bits_per_byte", "byte", "bits", np.array(gold), np.array(sizes, float))
-    return [*found, bits]
+    return [*accuracies, bits]

@@ -12,11 +12,11 @@ _READ = {"until", "max_gen_toks", "do_sample"}
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
-def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
+def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
     """Return the sampling settings for a request's text.
 
     Args:
-      how: the request's arguments, as normalized by the harness.
+      arguments: the request's arguments, as normalized by the harness.
       ordinal: the number of the request. It is added to the seed, so that repeated requests give
         different texts.
 
@@ -24,25 +24,27 @@ def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
       UsageError: an argument is not legal; the message gives its name, its value and the legal
         values.
     """
-    given = {name: how[name] for name in SAMPLED if how.get(name) is not None}
-    seed = given.pop("seed", 0)
+    settings = {name: arguments[name] for name in SAMPLED if arguments.get(name) is not None}
+    seed = settings.pop("seed", 0)
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise UsageError(f"gen_kwargs: seed={seed} must be a whole number from 0 to {2**32 - 1}")
-    samples = how.get("do_sample")
-    usual = 1.0 if samples else 0.0
-    given["temperature"] = 0.0 if samples is False else float(given.get("temperature", usual))
+    samples = arguments.get("do_sample")
+    default = 1.0 if samples else 0.0
+    settings["temperature"] = (
+        0.0 if samples is False else float(settings.get("temperature", default))
+    )
     seed = (seed + ordinal) % 2**32
     try:
-        return Sampling(max_tokens=how["max_gen_toks"], seed=seed, **given)
+        return Sampling(max_tokens=arguments["max_gen_toks"], seed=seed, **settings)
     except UsageError as error:
         raise UsageError(str(error).replace("Sampling.", "gen_kwargs: ")) from None
 
 
-def unknown_of(how: Mapping[str, Any]) -> dict[str, Any]:
+def unsupported_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a request that would change its text but are not supported here."""
-    known = _READ | {*SAMPLED}
+    supported = _READ | {*SAMPLED}
     return {
         name: value
-        for name, value in how.items()
-        if name not in known and value is not None and _NEUTRAL.get(name) != value
+        for name, value in arguments.items()
+        if name not in supported and value is not None and _NEUTRAL.get(name) != value
     }

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.evaluation.documents import Asked, Source, Total, ask, metrics
+from rmt_tpu.evaluation.documents import Source, SourceRequests, Total, ask, metrics
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Scorer
 from rmt_tpu.generation.files import Output
@@ -106,56 +106,60 @@ def evaluate(
     Raises:
       UsageError: a text cannot be encoded, or a continuation is longer than the model can read.
     """
-    asked = [
+    source_requests = [
         ask(source, subject.tokenizer, subject.scorer.max_length, stride) for source in sources
     ]
-    for one in asked:
-        subject.scorer.check(one.source.name, one.requests)
-    open_ones = [_Open(subject, one, stride) for one in asked]
-    with _Progress(subject.name, sum(len(one.requests) for one in asked)) as progress:
-        progress.add(sum(len(one.kept) for one in open_ones))
-        for one in open_ones:
-            if one.left and one.cut:
+    for source, requests, _ in source_requests:
+        subject.scorer.check(source.name, requests)
+    pending = [_PendingSource(subject, requests, stride) for requests in source_requests]
+    with _Progress(subject.name, sum(len(source.requests) for source in pending)) as progress:
+        progress.add(sum(len(source.lines) for source in pending))
+        for source in pending:
+            if source.unanswered and source.cut:
                 progress.log(
-                    f"note: {one.source.name}: {one.cut} of {len(one.requests)} contexts exceed "
-                    f"--max_length={subject.scorer.max_length} tokens; their beginnings are cut off"
+                    f"note: {source.source.name}: {source.cut} of {len(source.requests)} contexts "
+                    f"exceed --max_length={subject.scorer.max_length} tokens; their beginnings are "
+                    "cut off"
                 )
-        _answer(subject.scorer, open_ones, progress)
-    return [one.result() for one in open_ones]
+        _answer(subject.scorer, pending, progress)
+    return [source.result() for source in pending]
 
 
-class _Open:
+class _PendingSource:
     """A source that is being evaluated, and its answers so far.
 
     Attributes:
-      kept: the answered lines by request number; they are in the source's file or will be written
+      lines: the answered lines by request number; they are in the source's file or will be written
         there.
-      left: the numbers of the requests that had no stored answer.
+      unanswered: the numbers of the requests that had no stored answer.
       seconds: the time spent on computing answers.
     """
 
-    def __init__(self, subject: Subject, asked: Asked, stride: int | None):
-        self.asked, self.source, self.requests = asked, asked.source, asked.requests
-        self.of_text = self.source.kind == "text"
-        self.identity = subject.identity | ({"stride": stride} if self.of_text else {})
-        told = [self.source.name, self.source.digest, self.identity]
-        key = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+    def __init__(self, subject: Subject, source_requests: SourceRequests, stride: int | None):
+        self.source_requests = source_requests
+        self.source, self.requests, _ = source_requests
+        self.is_text = self.source.kind == "text"
+        self.identity = subject.identity | ({"stride": stride} if self.is_text else {})
+        key_parts = [self.source.name, self.source.digest, self.identity]
+        key = hashlib.blake2b(
+            json.dumps(key_parts, sort_keys=True).encode(), digest_size=6
+        ).hexdigest()
         location = f"{subject.folder}/{ANSWERS}/{self.source.name}-{key}.jsonl"
         self._output, self._new, self.seconds = Output(location), [], 0.0
         count = len(self.requests)
         lines = self._output.lines
-        self.kept = {line["number"]: line for line in lines if 0 <= line["number"] < count}
-        self.left = [number for number in range(count) if number not in self.kept]
+        self.lines = {line["number"]: line for line in lines if 0 <= line["number"] < count}
+        self.unanswered = [number for number in range(count) if number not in self.lines]
         self.cut = subject.scorer.cut(self.requests)
 
-    def put(self, number: int, answer: Answer, seconds: float) -> None:
-        """Record an answer and its share of the computing time; `add` writes it to the file."""
-        line = {"number": number, **_line(answer, self.of_text)}
-        self.kept[number] = line
+    def record(self, number: int, answer: Answer, seconds: float) -> None:
+        """Record an answer and its share of the computing time; `flush` writes it to the file."""
+        line = {"number": number, **_line(answer, self.is_text)}
+        self.lines[number] = line
         self._new.append(line)
         self.seconds += seconds
 
-    def add(self) -> None:
+    def flush(self) -> None:
         """Append all new lines to the file in a single write.
 
         Appending is costly in a bucket, where each addition becomes a separate object.
@@ -166,64 +170,64 @@ class _Open:
 
     def result(self) -> Result:
         """Return the result, once all requests have answers."""
-        lines = (self.kept[number] for number in range(len(self.requests)))
+        lines = (self.lines[number] for number in range(len(self.requests)))
         totals = [Total(line["log_probability"], line["greedy"]) for line in lines]
         return Result(
             self.source,
-            metrics(self.asked, totals),
+            metrics(self.source_requests, totals),
             self.identity,
             requests=len(self.requests),
             cut=self.cut,
             tokens=sum(len(request.continuation) for request in self.requests),
-            answered=len(self.left),
+            answered=len(self.unanswered),
             seconds=self.seconds,
-            by_position=_by_position(self.asked, self.kept) if self.of_text else None,
+            by_position=_by_position(self.source_requests, self.lines) if self.is_text else None,
         )
 
 
-def _answer(scorer: Scorer, sources: list[_Open], progress: "_Progress") -> None:
+def _answer(scorer: Scorer, sources: list[_PendingSource], progress: "_Progress") -> None:
     """Answer the open requests of all sources together, so that batches are full.
 
     New answers are written to their files every few seconds, and also before an error propagates.
     """
-    left = [(source, number) for source in sources for number in source.left]
+    unanswered = [(source, number) for source in sources for number in source.unanswered]
     last = added = time.monotonic()
     try:
-        for some in scorer.answers([source.requests[number] for source, number in left]):
+        for answers in scorer.answers([source.requests[number] for source, number in unanswered]):
             now = time.monotonic()
-            for at, answer in some.items():
-                source, number = left[at]
-                source.put(number, answer, (now - last) / len(some))
+            for index, answer in answers.items():
+                source, number = unanswered[index]
+                source.record(number, answer, (now - last) / len(answers))
             last = now
-            progress.add(len(some))
+            progress.add(len(answers))
             if now - added > _SECONDS:
                 added = now
                 for source in sources:
-                    source.add()
+                    source.flush()
     finally:
         for source in sources:
-            source.add()
+            source.flush()
 
 
-def _line(answer: Answer, each: bool) -> dict[str, Any]:
-    """Return an answer's line for the file; if `each`, with the log-probability of each token."""
+def _line(answer: Answer, per_token: bool) -> dict[str, Any]:
+    """Return an answer as a JSON object; `per_token` adds the log-probability of each token."""
     total = Total.of(answer)
     line = {"log_probability": total.log_probability, "greedy": total.greedy}
-    if each:
+    if per_token:
         # Write the shortest decimal that identifies each float32.
         line["log_probabilities"] = [float(str(x)) for x in answer.log_probabilities]
     return line
 
 
-def _by_position(asked: Asked, kept: dict[int, dict[str, Any]]) -> np.ndarray:
+def _by_position(source_requests: SourceRequests, lines: dict[int, dict[str, Any]]) -> np.ndarray:
     """Return sums of nats and numbers of tokens, [2, positions], by position in the window.
 
     The position of a token is the number of tokens that precede it.
     """
-    longest = max(request.length for request in asked.requests) + 1
+    longest = max(request.length for request in source_requests.requests) + 1
     sums = np.zeros((2, longest))
-    for number, request in enumerate(asked.requests):
-        line, begin = kept[number], len(request.context)
+    for number, request in enumerate(source_requests.requests):
+        line, begin = lines[number], len(request.context)
         logs = line["log_probabilities"]
         sums[0, begin : begin + len(logs)] -= logs
         sums[1, begin : begin + len(logs)] += 1

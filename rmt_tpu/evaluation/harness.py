@@ -3,8 +3,8 @@
     from rmt_tpu.evaluation import harness
 
     args = {"workdir": "runs/a"}
-    kept = harness.cache_path("cache", **args)
-    lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=kept)
+    cache = harness.cache_path("cache", **args)
+    lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=cache)
 
 This module needs the package's extra `lm-eval`. It does not import torch itself.
 """
@@ -24,12 +24,12 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.evaluation.documents import Source, Total, rolling
-from rmt_tpu.evaluation.draws import SAMPLED, sampling_of, unknown_of
+from rmt_tpu.evaluation.draws import SAMPLED, request_sampling, unsupported_arguments
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
 from rmt_tpu.generation import complete
 from rmt_tpu.runs.workdir import identity
 
-_TOLD = logging.getLogger("rmt_tpu")
+_LOG = logging.getLogger("rmt_tpu")
 
 
 @register_model("rmt_tpu")
@@ -71,7 +71,7 @@ class RmtTpu(TemplateLM):
     ):
         super().__init__()
         del max_batch_size, device
-        subject = subjects.of_run(
+        subject = subjects.run_subject(
             workdir,
             step,
             mesh=mesh.replace(";", ",") if mesh else None,
@@ -81,7 +81,7 @@ class RmtTpu(TemplateLM):
         self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
         self._decoder = subject.decoder
         if not self._tokenizer.starts:
-            _TOLD.warning(
+            _LOG.warning(
                 "texts are scored without a start token, because the model's tokenizer adds none"
             )
         self._max_gen_toks = max_gen_toks
@@ -126,32 +126,34 @@ class RmtTpu(TemplateLM):
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         del disable_tqdm, kwargs
-        asked = []
+        scored_requests = []
         for _, context, continuation in requests:
-            there = context[:1] == [self.prefix_token_id]
-            before = np.array(context, np.int32) if there else self._tokenizer.with_bos(context)
-            asked.append(Request(before, np.array(continuation, np.int32)))
-        return self._asked(asked, [strings for strings, _, _ in requests])
+            has_start = context[:1] == [self.prefix_token_id]
+            start_and_context = (
+                np.array(context, np.int32) if has_start else self._tokenizer.with_bos(context)
+            )
+            scored_requests.append(Request(start_and_context, np.array(continuation, np.int32)))
+        return self._score(scored_requests, [strings for strings, _, _ in requests])
 
-    def _asked(
+    def _score(
         self, requests: list[Request], strings: list[tuple[str, str]]
     ) -> list[tuple[float, bool]]:
         if not requests:
             return []
         self._scorer.check("the task", requests)
         if cut := self._scorer.cut(requests):
-            _TOLD.warning(
+            _LOG.warning(
                 "%d of %d contexts exceed max_length=%d tokens; their beginnings are cut off",
                 cut,
                 len(requests),
                 self.max_length,
             )
-        found: dict[int, tuple[float, bool]] = {}
-        for some in self._scorer.answers(requests):
-            for number, answer in some.items():
-                found[number] = tuple(Total.of(answer))
-                self.cache_hook.add_partial("loglikelihood", strings[number], found[number])
-        return [found[number] for number in range(len(requests))]
+        totals: dict[int, tuple[float, bool]] = {}
+        for batch in self._scorer.answers(requests):
+            for number, answer in batch.items():
+                totals[number] = tuple(Total.of(answer))
+                self.cache_hook.add_partial("loglikelihood", strings[number], totals[number])
+        return [totals[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text.
@@ -159,15 +161,15 @@ class RmtTpu(TemplateLM):
         It is summed over windows of up to `max_length` tokens that score each token once.
         """
         del disable_tqdm
-        asked, owners = [], []
+        scored_requests, owners = [], []
         for number, request in enumerate(requests):
             tokens = [self.prefix_token_id, *self.tok_encode(request.args[0])]
             windows = list(rolling(np.array(tokens, np.int32), self.max_length, self.max_length))
-            asked += windows
+            scored_requests += windows
             owners += [number] * len(windows)
         totals = [0.0] * len(requests)
-        for some in self._scorer.answers(asked):
-            for number, answer in some.items():
+        for batch in self._scorer.answers(scored_requests):
+            for number, answer in batch.items():
                 totals[owners[number]] += Total.of(answer).log_probability
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -182,39 +184,47 @@ class RmtTpu(TemplateLM):
         del disable_tqdm
         by_stops, unknown = defaultdict(list), set()
         for number, request in enumerate(requests):
-            how = normalize_gen_kwargs(request.args[1], self._max_gen_toks)
-            by_stops[tuple(filter(None, how["until"]))].append((number, how))
-            unknown |= {f"{name}={value}" for name, value in unknown_of(how).items()}
+            arguments = normalize_gen_kwargs(request.args[1], self._max_gen_toks)
+            by_stops[tuple(filter(None, arguments["until"]))].append((number, arguments))
+            unknown |= {
+                f"{name}={value}" for name, value in unsupported_arguments(arguments).items()
+            }
         if unknown:
-            _TOLD.warning(
+            _LOG.warning(
                 "gen_kwargs %s are ignored; legal: until, max_gen_toks, do_sample, %s",
                 ", ".join(sorted(unknown)),
                 ", ".join(SAMPLED),
             )
         texts = [""] * len(requests)
-        for stops, some in by_stops.items():
+        for stops, group in by_stops.items():
             prompts = [
-                (self._fitting(requests[number].args[0], how), sampling_of(how, number))
-                for number, how in some
+                (
+                    self._truncate(requests[number].args[0], arguments),
+                    request_sampling(arguments, number),
+                )
+                for number, arguments in group
             ]
-            given = (self._decoder, self._tokenizer, prompts)
-            for one in complete(*given, stop=stops, slots=self._slots):
-                number = some[one.number][0]
-                texts[number] = one.text
-                self.cache_hook.add_partial("generate_until", requests[number].args, one.text)
+            for completion in complete(
+                self._decoder, self._tokenizer, prompts, stop=stops, slots=self._slots
+            ):
+                number = group[completion.number][0]
+                texts[number] = completion.text
+                self.cache_hook.add_partial(
+                    "generate_until", requests[number].args, completion.text
+                )
         return texts
 
-    def _fitting(self, prompt: str, how: dict[str, Any]) -> str:
+    def _truncate(self, prompt: str, arguments: dict[str, Any]) -> str:
         """Return the end of a prompt, short enough to leave room for the generated text."""
         learned = self._decoder.config.learned_positions
         tokens = self._tokenizer.encode(prompt)
-        if learned is None or len(tokens) + how["max_gen_toks"] < learned.max_length:
+        if learned is None or len(tokens) + arguments["max_gen_toks"] < learned.max_length:
             return prompt
-        kept = max(learned.max_length - 1 - how["max_gen_toks"], 1)
-        return self._tokenizer.decode(tokens[-kept:])
+        room = max(learned.max_length - 1 - arguments["max_gen_toks"], 1)
+        return self._tokenizer.decode(tokens[-room:])
 
 
-def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) -> str:
+def cache_path(path: str, workdir: str, step: int | None = None, **options: Any) -> str:
     """Return a path for the harness's `use_cache` that is unique to the model.
 
     The harness's cache keys contain texts but not the model, so each model needs a cache file of
@@ -222,14 +232,14 @@ def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) 
 
     Args:
       path: the beginning of the path, to which the checkpoint's identity is appended.
-      workdir, step, others: the arguments of `RmtTpu`.
+      workdir, step, options: the arguments of `RmtTpu`.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
     """
     step, weights = identity(workdir, step)
-    known = json.dumps([weights, sorted(others.items())], default=str)
-    return f"{path}-{step}-{hashlib.blake2b(known.encode(), digest_size=6).hexdigest()}"
+    model_key = json.dumps([weights, sorted(options.items())], default=str)
+    return f"{path}-{step}-{hashlib.blake2b(model_key.encode(), digest_size=6).hexdigest()}"
 
 
 def write_tasks(sources: list[Source], folder: Path) -> None:
@@ -289,11 +299,15 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}
             for d in source.documents
         ]
-        of_lines = {"doc_to_text": "gold", "doc_to_choice": "beginnings", "doc_to_target": "ending"}
-        return lines, {"output_type": "multiple_choice", **of_lines, **metrics("acc")}
+        task_fields = {
+            "doc_to_text": "gold",
+            "doc_to_choice": "beginnings",
+            "doc_to_target": "ending",
+        }
+        return lines, {"output_type": "multiple_choice", **task_fields, **metrics("acc")}
     lines = [
         {"context": d.pairs[0][0], "choices": [c[1:] for _, c in d.pairs], "gold": d.gold}
         for d in source.documents
     ]
-    of_lines = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "gold"}
-    return lines, {"output_type": "multiple_choice", **of_lines, **metrics("acc", "acc_norm")}
+    task_fields = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "gold"}
+    return lines, {"output_type": "multiple_choice", **task_fields, **metrics("acc", "acc_norm")}

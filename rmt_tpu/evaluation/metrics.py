@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-Told = Literal["share", "perplexity", "bits"]
+Display = Literal["share", "perplexity", "bits"]
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class Metric:
     Attributes:
       name: the harness's name for the metric.
       unit: the unit of the denominator, such as "word" or "byte".
-      told: how the rate is reported: "share" reports it unchanged, "perplexity" as exp(rate), with
-        the rate in nats, and "bits" as rate / ln 2.
+      display: how the rate is reported: "share" reports the rate unchanged, "perplexity" reports
+        exp(rate) of a rate in nats, and "bits" reports rate / ln 2.
       total: the numerator's term for each document.
       weight: the denominator's term for each document; ones for a mean over documents.
     """
 
     name: str
     unit: str
-    told: Told
+    display: Display
     total: Float[np.ndarray, " documents"]
     weight: Float[np.ndarray, " documents"]
 
@@ -42,9 +42,9 @@ class Metric:
     @property
     def value(self) -> float:
         """The rate as the report shows it: as a share, in nats, as a perplexity or in bits."""
-        if self.told == "perplexity":
+        if self.display == "perplexity":
             return math.exp(min(self.rate, 700.0))  # the largest float is e^709
-        return self.rate / math.log(2) if self.told == "bits" else self.rate
+        return self.rate / math.log(2) if self.display == "bits" else self.rate
 
     @property
     def error(self) -> float | None:
@@ -55,7 +55,7 @@ class Metric:
         error = _error(self.influence)
         if error is None:
             return None
-        slope = {"share": 1.0, "perplexity": self.value, "bits": 1 / math.log(2)}[self.told]
+        slope = {"share": 1.0, "perplexity": self.value, "bits": 1 / math.log(2)}[self.display]
         return slope * error
 
     def json(self) -> dict[str, Any]:
@@ -87,29 +87,29 @@ class Difference(NamedTuple):
     p: float | None
 
 
-def difference(one: Metric, other: Metric) -> Difference:
+def difference(first: Metric, second: Metric) -> Difference:
     """Return the difference of two models' metrics on the same documents.
 
     Raises:
       ValueError: the metrics have different names or numbers of documents.
     """
-    if one.name != other.name or len(one.total) != len(other.total):
+    if first.name != second.name or len(first.total) != len(second.total):
         raise ValueError(
             "two models can only be compared by the same metric over the same documents"
         )
-    error = _error(one.influence - other.influence)
-    apart = [_error(m.influence) for m in (one, other)]
-    unpaired = None if error is None else math.hypot(*apart)
-    value = one.rate - other.rate
-    return Difference(value, error, unpaired, _p(one, other, value, error))
+    error = _error(first.influence - second.influence)
+    errors = [_error(m.influence) for m in (first, second)]
+    unpaired = None if error is None else math.hypot(*errors)
+    value = first.rate - second.rate
+    return Difference(value, error, unpaired, _p(first, second, value, error))
 
 
-def _p(one: Metric, other: Metric, value: float, error: float | None) -> float | None:
+def _p(first: Metric, second: Metric, value: float, error: float | None) -> float | None:
     from scipy import stats
 
-    if one.told == "share":
-        better = int(np.sum(one.total > other.total))
-        worse = int(np.sum(one.total < other.total))
+    if first.display == "share":
+        better = int(np.sum(first.total > second.total))
+        worse = int(np.sum(first.total < second.total))
         if better + worse == 0:
             return 1.0
         return float(stats.binomtest(better, better + worse).pvalue)

@@ -27,13 +27,15 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
     text = table(results[first])
     for other in others:
         text += "\n" + comparison(first, results[first], other, results[other])
-    content = {name: [result.json() for result in of_name] for name, of_name in results.items()}
+    content = {
+        name: [result.json() for result in model_results] for name, model_results in results.items()
+    }
     for other in others:
         pairs = zip(results[first], results[other], strict=True)
         content[f"{first} - {other}"] = [
-            {"task": a.source.name, "metric": metric.name, **apart._asdict()}
+            {"task": a.source.name, "metric": metric.name, **gap._asdict()}
             for a, b in pairs
-            for metric, _, apart in _differences(a, b)
+            for metric, _, gap in _differences(a, b)
         ]
     folder.write(FILE, (json.dumps(content, indent=2) + "\n").encode())
     folder.write(TABLE, text.encode())
@@ -52,7 +54,7 @@ def table(results: Sequence[Result]) -> str:
         for number, metric in enumerate(result.metrics):
             seconds = f"{result.seconds:.1f}" if number == 0 and result.answered else ""
             lines.append(
-                f"| {result.source.name} | {metric.name} | {_told(metric)} | {_error(metric)} | "
+                f"| {result.source.name} | {metric.name} | {_value(metric)} | {_error(metric)} | "
                 f"{len(result.source.documents):,} | {metric.unit} | {_paper(result, metric)} | "
                 f"{seconds} |"
             )
@@ -69,11 +71,11 @@ def comparison(
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for result, other in zip(results, others, strict=True):
-        for one, of_other, apart in _differences(result, other):
+        for a, b, gap in _differences(result, other):
             lines.append(
-                f"| {result.source.name} | {one.name} | {_told(one)} | {_told(of_other)} | "
-                f"{_signed(one, apart.value)} | {_of(one, apart.error)} | "
-                f"{_of(one, apart.unpaired)} | {_p(apart)} | {_paper(result, one)} |"
+                f"| {result.source.name} | {a.name} | {_value(a)} | {_value(b)} | "
+                f"{_signed(a, gap.value)} | {_unsigned(a, gap.error)} | "
+                f"{_unsigned(a, gap.unpaired)} | {_p(gap)} | {_paper(result, a)} |"
             )
     return "\n".join(lines) + (
         "\n\nDifferences of shares are in percentage points, those between perplexities in nats. "
@@ -83,35 +85,35 @@ def comparison(
     )
 
 
-def _differences(one: Result, other: Result) -> list[tuple[Metric, Metric, Difference]]:
-    pairs = zip(one.metrics, other.metrics, strict=True)
+def _differences(a: Result, b: Result) -> list[tuple[Metric, Metric, Difference]]:
+    pairs = zip(a.metrics, b.metrics, strict=True)
     # Leave out per-token metrics if the tokenizers differ: their tokens are not a common unit.
-    same = one.identity["tokenizer"] == other.identity["tokenizer"]
-    return [(a, b, difference(a, b)) for a, b in pairs if same or a.unit != "token"]
+    same_tokenizer = a.identity["tokenizer"] == b.identity["tokenizer"]
+    return [(a, b, difference(a, b)) for a, b in pairs if same_tokenizer or a.unit != "token"]
 
 
-def _told(metric: Metric) -> str:
-    return f"{100 * metric.value:.2f}%" if metric.told == "share" else f"{metric.value:,.4g}"
+def _value(metric: Metric) -> str:
+    return f"{100 * metric.value:.2f}%" if metric.display == "share" else f"{metric.value:,.4g}"
 
 
 def _error(metric: Metric) -> str:
     if metric.error is None:
         return ""
-    return f"{100 * metric.error:.2f}" if metric.told == "share" else f"{metric.error:,.2g}"
+    return f"{100 * metric.error:.2f}" if metric.display == "share" else f"{metric.error:,.2g}"
 
 
 def _signed(metric: Metric, value: float) -> str:
-    return f"{100 * value:+.2f}" if metric.told == "share" else f"{value:+.4f}"
+    return f"{100 * value:+.2f}" if metric.display == "share" else f"{value:+.4f}"
 
 
-def _of(metric: Metric, error: float | None) -> str:
+def _unsigned(metric: Metric, error: float | None) -> str:
     return "" if error is None else _signed(metric, error).removeprefix("+")
 
 
-def _p(apart: Difference) -> str:
-    if apart.p is None:
+def _p(gap: Difference) -> str:
+    if gap.p is None:
         return ""
-    return f"{apart.p:.2g}" if apart.p >= 1e-99 else "<1e-99"
+    return f"{gap.p:.2g}" if gap.p >= 1e-99 else "<1e-99"
 
 
 def _paper(result: Result, metric: Metric) -> str:
@@ -119,7 +121,7 @@ def _paper(result: Result, metric: Metric) -> str:
     printed = task.papers.get(metric.name) if task else None
     if printed is None:
         return ""
-    share = metric.told == "share"
+    share = metric.display == "share"
     return ", ".join(f"{100 * x:.1f}%" if share else f"{x:.2f}" for x in printed)
 
 
@@ -133,8 +135,8 @@ def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
     shares = _bars(results)
     texts = {
         f"{name} {result.source.name}": result
-        for name, of_name in results.items()
-        for result in of_name
+        for name, model_results in results.items()
+        for result in model_results
         if result.by_position is not None
     }
     panels = [bool(shares), bool(texts)]
@@ -152,13 +154,13 @@ def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
 
 def _bars(results: Mapping[str, list[Result]]) -> dict[tuple[str, str], list[Metric]]:
     """Return all models' metrics for each (task, metric name) that is reported as a share."""
-    found: dict[tuple[str, str], list[Metric]] = {}
-    for of_name in results.values():
-        for result in of_name:
+    bars: dict[tuple[str, str], list[Metric]] = {}
+    for model_results in results.values():
+        for result in model_results:
             for metric in result.metrics:
-                if metric.told == "share":
-                    found.setdefault((result.source.name, metric.name), []).append(metric)
-    return found
+                if metric.display == "share":
+                    bars.setdefault((result.source.name, metric.name), []).append(metric)
+    return bars
 
 
 def _draw_shares(

@@ -25,7 +25,7 @@ from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import with_float_residual
 
 BATCH_TOKENS = 16384  # tokens per batch, for each of the devices over which rows are sharded
-_LEAST = 32  # minimum number of tokens per row
+_MIN_ROW = 32  # minimum number of tokens per row
 
 
 class Request(NamedTuple):
@@ -96,18 +96,21 @@ class Scorer(NamedTuple):
             return cls(scores, max_length, batch_tokens=batch_tokens, vocab_size=vocab_size)
         sharding.check_divides(mesh, "--max_length", max_length, "tokens")
         specs = jax.tree.map(lambda x: x.sharding.spec, params)
-        given = PartitionSpec(sharding.RULES["batch"])
-        over = PartitionSpec(sharding.RULES["batch"], sharding.RULES["tokens"])
+        batch_spec = PartitionSpec(sharding.RULES["batch"])
+        token_spec = PartitionSpec(sharding.RULES["batch"], sharding.RULES["tokens"])
         run = kernels.per_device(
-            partial(_scores, graphdef), mesh, (specs, given, given), TokenScores(over, over)
+            partial(_scores, graphdef),
+            mesh,
+            (specs, batch_spec, batch_spec),
+            TokenScores(token_spec, token_spec),
         )
         # The result is replicated, so that every process has it.
         compiled = jax.jit(run, out_shardings=sharding.replicated(mesh))
-        put = partial(jax.device_put, device=NamedSharding(mesh, given))
+        shard = partial(jax.device_put, device=NamedSharding(mesh, batch_spec))
         rows = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
         tokens = math.prod(mesh.shape[axis] for axis in sharding.RULES["tokens"])
         return cls(
-            lambda *given: compiled(params, *map(put, given)),
+            lambda tokens, targets: compiled(params, shard(tokens), shard(targets)),
             max_length,
             rows,
             2 * tokens if tokens > 1 else 1,  # in ring attention, a device has two parts of a row
@@ -134,15 +137,15 @@ class Scorer(NamedTuple):
             for size, numbers in sorted(by_length.items(), reverse=True)
             for start in range(0, len(numbers), self._rows(size))
         )
-        before = None
+        running = None
         for size, numbers in batches:
             # The host makes the next batch while the devices compute this one.
             begun = numbers, self._begin(size, [requests[number] for number in numbers])
-            if before is not None:
-                yield _answers(*before, requests)
-            before = begun
-        if before is not None:
-            yield _answers(*before, requests)
+            if running is not None:
+                yield _answers(*running, requests)
+            running = begun
+        if running is not None:
+            yield _answers(*running, requests)
 
     def check(self, name: str, requests: Sequence[Request]) -> None:
         """Raise UsageError if a continuation of the task `name` is too long."""
@@ -159,8 +162,8 @@ class Scorer(NamedTuple):
 
     def _size(self, length: int) -> int:
         """Return the row length for `length` tokens: a power of two, or 3/4 of one."""
-        size = max(_LEAST, 1 << (length - 1).bit_length())
-        if length <= size * 3 // 4 and size > _LEAST:
+        size = max(_MIN_ROW, 1 << (length - 1).bit_length())
+        if length <= size * 3 // 4 and size > _MIN_ROW:
             size = size * 3 // 4
         return min(size + -size % self.tokens, self.max_length)
 
@@ -172,9 +175,9 @@ class Scorer(NamedTuple):
         shape = self._rows(size), size
         tokens, targets = np.zeros(shape, np.int32), np.full(shape, NONE, np.int32)
         for row, request in enumerate(requests):
-            whole = np.concatenate(request)[-(self.max_length + 1) :]
-            read, scored = len(whole) - 1, len(request.continuation)
-            tokens[row, :read] = whole[:-1]
+            text = np.concatenate(request)[-(self.max_length + 1) :]
+            read, scored = len(text) - 1, len(request.continuation)
+            tokens[row, :read] = text[:-1]
             targets[row, read - scored : read] = request.continuation
         return self.scores(tokens, targets)
 
@@ -198,11 +201,11 @@ def fingerprint(decoder: Decoder) -> str:
     sums = jax.jit(partial(jax.tree.map, _digest))(params)
     flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(sums))
     shapes = [list(x.shape) for x in jax.tree.leaves(params)]
-    told = [
+    entries = [
         [jax.tree_util.keystr(path), shape, int(value)]
         for (path, value), shape in zip(flat, shapes, strict=True)
     ]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8).hexdigest()
 
 
 def _digest(x: jax.Array) -> jax.Array:
@@ -211,10 +214,10 @@ def _digest(x: jax.Array) -> jax.Array:
     The sum does not depend on the order of additions.
     """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    weight = (place * jnp.uint32(2654435761)) | jnp.uint32(1)
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    weight = (index * jnp.uint32(2654435761)) | jnp.uint32(1)
     return jnp.sum(bits * weight, dtype=jnp.uint32)
 
 
@@ -229,6 +232,8 @@ def _answers(
     limit = scores.greedy.shape[1]
     for row, number in enumerate(numbers):
         stop = min(requests[number].length, limit)
-        of_row = slice(stop - len(requests[number].continuation), stop)
-        answers[number] = Answer(scores.log_probability[row, of_row], scores.greedy[row, of_row])
+        positions = slice(stop - len(requests[number].continuation), stop)
+        answers[number] = Answer(
+            scores.log_probability[row, positions], scores.greedy[row, positions]
+        )
     return answers

@@ -15,7 +15,7 @@ from rmt_tpu.layers.data_vectors import concatenate
 
 # Maximum number of logits in memory at a time (2^25 float32 logits are 128 MiB), and minimum number
 # of tokens per chunk.
-_LOGITS, _LEAST = 2**25, 64
+_LOGITS, _MIN_CHUNK = 2**25, 64
 
 # The target that marks a position as not scored.
 NONE = -1
@@ -71,31 +71,31 @@ def token_scores(
     z, _ = decoder.features(tokens, schedule=schedule)
     targets = sharding.own_part(targets, "stage", axis=0)
     targets = sharding.own_part(targets, sharding.token_axes(), axis=1)
-    x, wanted = concatenate(z).reshape(targets.size, -1), targets.reshape(-1)
+    x, flat_targets = concatenate(z).reshape(targets.size, -1), targets.reshape(-1)
     unembedding = decoder.unembedding
     kernel = sharding.gather(unembedding.kernel[...].astype(x.dtype), "fsdp", axis=0)
-    chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _LEAST))
+    chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _MIN_CHUNK))
     dtype = jnp.result_type(x, jnp.float32)
 
     # Sort the requested positions to the front, and fill up with out-of-range positions.
-    room = targets.size + -targets.size % chunk
-    places = jnp.nonzero(wanted >= 0, size=room, fill_value=targets.size)[0]
+    size = targets.size + -targets.size % chunk
+    places = jnp.nonzero(flat_targets >= 0, size=size, fill_value=targets.size)[0]
 
     def score(number, scores):
         at = jax.lax.dynamic_slice_in_dim(places, number * chunk, chunk)
-        target = wanted.at[at].get(mode="fill", fill_value=0)
-        of_chunk = x.at[at].get(mode="fill", fill_value=0)
-        logits = jnp.dot(of_chunk, kernel, preferred_element_type=dtype)
+        target = flat_targets.at[at].get(mode="fill", fill_value=0)
+        inputs = x.at[at].get(mode="fill", fill_value=0)
+        logits = jnp.dot(inputs, kernel, preferred_element_type=dtype)
         logits = unembedding.multiplier * logits
-        of_target = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        log_probability = of_target - jax.nn.logsumexp(logits, axis=1)
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        log_probability = target_logits - jax.nn.logsumexp(logits, axis=1)
         return TokenScores(
             scores.log_probability.at[at].set(log_probability, mode="drop"),
             scores.greedy.at[at].set(jnp.argmax(logits, axis=1) == target, mode="drop"),
         )
 
-    chunks = -(-jnp.sum(wanted >= 0) // chunk)
+    chunks = -(-jnp.sum(flat_targets >= 0) // chunk)
     none = TokenScores(jnp.zeros(targets.size, dtype), jnp.zeros(targets.size, bool))
     with jax.named_scope("scores"):
         scores = jax.lax.fori_loop(0, chunks, score, none)
-    return TokenScores(*(of.reshape(targets.shape) for of in scores))
+    return TokenScores(*(array.reshape(targets.shape) for array in scores))

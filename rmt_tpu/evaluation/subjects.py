@@ -24,7 +24,7 @@ UNTRAINED, UNIGRAM = "untrained", "unigram"
 _COUNTED = 2**24  # maximum number of training tokens that are counted for the unigram model
 
 
-def of_run(
+def run_subject(
     workdir: Location,
     step: int | None = None,
     *,
@@ -56,7 +56,7 @@ def of_run(
     identity = {"weights": fingerprint(decoder), "step": step, "dtype": decoder.dtype.name}
     decoder = cast_once(decoder)
     scorer = Scorer.of(decoder, max_length, batch_tokens)
-    identity |= _read(tokenizer, scorer)
+    identity |= _input_identity(tokenizer, scorer)
     return Subject(folder.name, scorer, tokenizer, identity, folder, decoder)
 
 
@@ -83,22 +83,22 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
     config, tokenizer = read_config(workdir), subject.tokenizer
     batch = dataclasses.replace(config.train, batch_size=1, accumulate=1)
     stream = load_datasets(dataclasses.replace(config, train=batch), tokenizer).train.stream
-    read = stream.read(np.zeros(1, np.int64), min(len(stream), _COUNTED))[0]
+    tokens = stream.read(np.zeros(1, np.int64), min(len(stream), _COUNTED))[0]
     counts = (
-        np.bincount(read, minlength=tokenizer.vocab_size) + 1.0
+        np.bincount(tokens, minlength=tokenizer.vocab_size) + 1.0
     )  # add one to each count, so that none is 0
     logs, likeliest = np.log(counts) - math.log(counts.sum()), int(np.argmax(counts))
 
     def scores(tokens: np.ndarray, targets: np.ndarray) -> TokenScores:
-        asked = targets >= 0
-        return TokenScores(np.where(asked, logs[targets], 0), asked & (targets == likeliest))
+        scored = targets >= 0
+        return TokenScores(np.where(scored, logs[targets], 0), scored & (targets == likeliest))
 
     scorer = Scorer(scores, subject.scorer.max_length)
     identity = subject.identity | {"weights": f"{UNIGRAM}-{stream.checksum():08x}", "step": None}
     return subject._replace(name=UNIGRAM, scorer=scorer, identity=identity, decoder=None)
 
 
-def _read(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
+def _input_identity(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
     """Return the part of a subject's identity that says how texts are tokenized and batched."""
     starts = {} if tokenizer.starts else {"starts": False}
     return starts | {

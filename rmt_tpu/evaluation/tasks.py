@@ -77,8 +77,8 @@ class Task:
 def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str):
-        there = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise Malformed(f"has no text field {name!r}; its fields: {there}")
+        names = ", ".join(map(repr, list(line)[:8])) or "none"
+        raise Malformed(f"has no text field {name!r}; its fields: {names}")
     return value
 
 
@@ -98,8 +98,8 @@ def _choices(context: str, choices: list[str], gold: int) -> Document:
 
 def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
     value = line.get(name)
-    good = isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value)
-    if not good:
+    valid = isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value)
+    if not valid:
         raise Malformed(f"has no field {name!r} with a list of texts")
     return value
 
@@ -137,8 +137,8 @@ def _without_marks(text: str) -> str:
 def _hellaswag(line: Mapping[str, Any]) -> Document:
     if "query" in line:
         return _query(line)
-    begins = f"{_text(line, 'ctx_a')} {_text(line, 'ctx_b').capitalize()}"
-    query = _without_marks(f"{_text(line, 'activity_label')}: {begins}")
+    beginning = f"{_text(line, 'ctx_a')} {_text(line, 'ctx_b').capitalize()}"
+    query = _without_marks(f"{_text(line, 'activity_label')}: {beginning}")
     endings = _listed(line, "endings")
     gold = _index(line, "label", len(endings))
     return _choices(query, list(map(_without_marks, endings)), gold)
@@ -158,14 +158,14 @@ def _winogrande(line: Mapping[str, Any]) -> Document:
     The beginnings are the contexts, and the common rest of the sentence is the continuation.
     """
     sentence, answer = _text(line, "sentence"), line.get("answer")
-    before, blank, after = sentence.partition("_")
+    prefix, blank, suffix = sentence.partition("_")
     if not blank:
         raise Malformed("has no '_' in 'sentence'")
     if str(answer) not in ("1", "2"):
         raise Malformed(f"has 'answer'={shown(answer)}; legal: '1' or '2'")
-    begins = [before + _text(line, name) for name in ("option1", "option2")]
-    rest = f" {after.strip()}"
-    return Document(tuple((b, rest) for b in begins), int(answer) - 1)
+    beginnings = [prefix + _text(line, name) for name in ("option1", "option2")]
+    continuation = f" {suffix.strip()}"
+    return Document(tuple((b, continuation) for b in beginnings), int(answer) - 1)
 
 
 def _lambada(line: Mapping[str, Any]) -> Document:

@@ -101,7 +101,7 @@ def asked_by_the_harness(harness, trained, sources, tmp_path_factory):
 
 def test_its_numbers_are_ours(harness, trained, sources, asked_by_the_harness):
     theirs = asked_by_the_harness(model=harness.RmtTpu(str(trained), max_length=LENGTH))
-    for result in evaluate(subjects.of_run(trained, max_length=LENGTH), sources[0]):
+    for result in evaluate(subjects.run_subject(trained, max_length=LENGTH), sources[0]):
         name = result.source.name
         samples = sorted(theirs["samples"][name], key=lambda sample: sample["doc_id"])
         for metric in result.metrics:
@@ -140,14 +140,14 @@ def test_texts(harness, trained):
     text = " ".join(WORDS * 3)
     (found,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
     source = documents.Source("text", "text", [documents.whole_text(text)], "")
-    (result,) = evaluate(subjects.of_run(trained), [source])
+    (result,) = evaluate(subjects.run_subject(trained), [source])
     assert found == pytest.approx(-result.metrics[0].total.sum(), rel=1e-6)
     greedy = {"until": ["."], "max_gen_toks": 30}
     drawn = {"until": ["z"], "do_sample": True, "temperature": 0.9, "max_gen_toks": 5}
     given = [("the quick", greedy), ("the", drawn), ("x" * 80, greedy)]
     asked = [Instance("generate_until", {}, args, 0) for args in given]
     texts = model.generate_until(asked)
-    decoder, tokenizer = subjects.of_run(trained).decoder, model._tokenizer
+    decoder, tokenizer = subjects.run_subject(trained).decoder, model._tokenizer
     how = Sampling(temperature=0.0, max_tokens=30)
     # Of the last one the room for its text is left: 64 positions.
     prompts = [("the quick", how), ("x" * 33, how)]

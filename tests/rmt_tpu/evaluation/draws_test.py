@@ -3,23 +3,23 @@
 import pytest
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.evaluation.draws import sampling_of, unknown_of
+from rmt_tpu.evaluation.draws import request_sampling, unsupported_arguments
 
 HOW = {"until": ["x"], "max_gen_toks": 9, "do_sample": True, "temperature": 1.0, "top_k": 5}
 
 
 def test_repeats_of_a_request_have_seeds_of_their_own():
-    drawn = [sampling_of(HOW, number) for number in range(4)]
+    drawn = [request_sampling(HOW, number) for number in range(4)]
     assert [how.seed for how in drawn] == [0, 1, 2, 3]
     assert (drawn[0].top_k, drawn[0].max_tokens, drawn[0].temperature) == (5, 9, 1.0)
-    assert sampling_of(HOW | {"seed": 2**32 - 1}, 2).seed == 1
+    assert request_sampling(HOW | {"seed": 2**32 - 1}, 2).seed == 1
     for changes, temperature in (
         ({}, 0.0),
         ({"do_sample": True}, 1.0),
         ({"do_sample": False, "temperature": 0.7}, 0.0),
         ({"temperature": 0.7}, 0.7),
     ):
-        assert sampling_of({"max_gen_toks": 3} | changes, 0).temperature == temperature
+        assert request_sampling({"max_gen_toks": 3} | changes, 0).temperature == temperature
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,10 @@ def test_repeats_of_a_request_have_seeds_of_their_own():
 )
 def test_what_is_not_legal_is_told(changes, message):
     with pytest.raises(UsageError, match=message):
-        sampling_of(HOW | changes, 0)
+        request_sampling(HOW | changes, 0)
 
 
 def test_what_would_change_the_text_and_does_not_is_told():
-    assert unknown_of(HOW | {"seed": 3, "num_beams": 1, "stop": None}) == {}
-    told = unknown_of(HOW | {"num_beams": 4, "typical_p": 0.5})
+    assert unsupported_arguments(HOW | {"seed": 3, "num_beams": 1, "stop": None}) == {}
+    told = unsupported_arguments(HOW | {"num_beams": 4, "typical_p": 0.5})
     assert told == {"num_beams": 4, "typical_p": 0.5}

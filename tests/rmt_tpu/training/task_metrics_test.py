@@ -51,7 +51,7 @@ def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
     rows = [row for row in read_metrics(tmp_path / "run") if "eval/piqa/acc" in row]
     assert [row["step"] for row in rows] == [2, 3]
     source = read_task(*find_tasks(["piqa"]), str(tmp_path), 10)
-    (result,) = evaluate(subjects.of_run(tmp_path / "run"), [source])
+    (result,) = evaluate(subjects.run_subject(tmp_path / "run"), [source])
     for metric in result.metrics:
         assert rows[-1][f"eval/piqa/{metric.name}"] == pytest.approx(metric.value)
         # Of differences of values, and so as far off as these.
