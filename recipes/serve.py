@@ -86,7 +86,7 @@ def _front():
     import rmt_tpu
     from rmt_tpu.generation import Engine, cast_once
     from rmt_tpu.serving.app import Front
-    from rmt_tpu.serving.protocol import Served
+    from rmt_tpu.serving.protocol import ServedModel
     from rmt_tpu.serving.worker import Worker
     from rmt_tpu.storage import open_folder
 
@@ -99,12 +99,12 @@ def _front():
     if learned is not None:
         longest = min(longest, learned.max_length)
     with memory.report_out_of_memory("use fewer --slots or a smaller --max_length"):
-        known = {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
-        options = known | {"slots": _SLOTS.value, "steps": _STEPS}
+        text_ids = {"text_vocab_size": tokenizer.vocab_size, "gaps": tokenizer.gaps}
+        options = text_ids | {"slots": _SLOTS.value, "steps": _STEPS}
         engine = Engine(cast_once(decoder), tokenizer.ends, **options)
         first = _COMPILE_FIRST.value
         engine.compile(longest if first else 1, scored=first)
-    served = Served(
+    served = ServedModel(
         name=_NAME.value or open_folder(_WORKDIR.value).name,
         tokenizer=tokenizer,
         max_length=longest,

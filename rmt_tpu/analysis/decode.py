@@ -33,7 +33,7 @@ from rmt_tpu.estimator.tuning import target_of
 from rmt_tpu.generation import Engine, Request, Sampling, cast_once
 from rmt_tpu.generation.engine import bucket
 from rmt_tpu.generation.layouts import lay_out, lower_steps
-from rmt_tpu.generation.programs import Model
+from rmt_tpu.generation.programs import ModelSpec
 
 STEPS = 8  # tokens generated per row in one dispatch, as in the engine
 _MOST = 64  # maximum number of tokens generated per row in one repeat of a measurement
@@ -249,7 +249,7 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
         # Ignore this warning, because some kernels support only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, case.batch)
-        return lower_steps(*Model.of(decoder), case.batch, case.capacity, STEPS)
+        return lower_steps(*ModelSpec.of(decoder), case.batch, case.capacity, STEPS)
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def lower_prompt(
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
     decoder = placed_decoder(run.model, mesh)
-    model, _ = programs.Model.of(decoder)
+    model, _ = programs.ModelSpec.of(decoder)
     filled = lambda size: size + -size % model.devices("tokens")
     ints = lambda *shape: _at(jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
     devices = model.devices("batch")
@@ -90,7 +90,7 @@ def lower_prompt(
         # Ignore this warning: some kernels support only calls with many tokens, others only few.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, rows or SLOTS + -SLOTS % devices)
-    model, params = programs.Model.of(decoder)
+    model, params = programs.ModelSpec.of(decoder)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if rows is not None:
             return _lowered_steps(model, params, mesh, rows, filled(bucket(tokens))), sizes_of(mesh)
@@ -105,7 +105,7 @@ def lower_prompt(
 
 
 def _lowered_steps(
-    model: programs.Model, params: nnx.State, mesh: Mesh, rows: int, capacity: int
+    model: programs.ModelSpec, params: nnx.State, mesh: Mesh, rows: int, capacity: int
 ) -> jax.stages.Lowered:
     """Lower (for compilation) a dispatch that generates STEPS tokens per row."""
     of_device = rows // model.devices("batch")
@@ -113,7 +113,7 @@ def _lowered_steps(
     on_mesh = lambda x, spec=None: _at(x, mesh, spec or _REPLICATED)
     row_state = jax.eval_shape(make, params)
     row_state = jax.tree.map(on_mesh, row_state, *(() if model.rows is None else (model.rows,)))
-    used = on_mesh(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
+    used = on_mesh(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.spec(CACHE_RULES["batch"]))
     sampling = jax.tree.map(on_mesh, choice(rows * [Sampling()]))
     shape = lambda sizes, dtype: on_mesh(jax.ShapeDtypeStruct(sizes, dtype))
     ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))

@@ -1,7 +1,7 @@
 """Text generation with a trained decoder, one token at a time."""
 
 from rmt_tpu.generation import files
-from rmt_tpu.generation.engine import Engine, Request, Said, check_slots, check_tokens
+from rmt_tpu.generation.engine import Engine, NewTokens, Request, check_slots, check_tokens
 from rmt_tpu.generation.generate import Completion, Draft, complete, fitting_tokens, generate
 from rmt_tpu.generation.programs import RANKS, Scores, mesh_of
 from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
@@ -14,7 +14,7 @@ __all__ = [
     "Draft",
     "Engine",
     "Request",
-    "Said",
+    "NewTokens",
     "Sampling",
     "Scores",
     "cast_once",

@@ -19,10 +19,18 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.generation.layouts import lay_out
-from rmt_tpu.generation.programs import Asked, Chosen, Ends, Model, Rows, Scores, mesh_of
+from rmt_tpu.generation.programs import (
+    ChosenTokens,
+    Ends,
+    GenerationSettings,
+    ModelSpec,
+    Rows,
+    Scores,
+    mesh_of,
+)
 from rmt_tpu.generation.sampling import Sampling, choice
 
-_LEAST = 32  # size, in tokens, of the smallest programs
+_MIN_SIZE = 32  # size, in tokens, of the smallest programs
 PART = 2048  # maximum number of prompt tokens that are read at a time
 SLOTS = 8  # default number of slots
 
@@ -43,7 +51,7 @@ class Request(NamedTuple):
     scored: bool = False
 
 
-class Said(NamedTuple):
+class NewTokens(NamedTuple):
     """The new tokens of a request since the engine last reported on it.
 
     Attributes:
@@ -71,9 +79,9 @@ class Engine:
       decoder: the model. If its parameters are sharded over a mesh, so is all computation. On TPUs,
         the layouts of its parameters are changed in place: see `layouts`.
       stop: the stop token, or several; any of them ends a text.
-      known: the bound of known token ids: only ids below it decode to text, and other ids are never
-        chosen. None means all ids.
-      gaps: ids below `known` that have no text.
+      text_vocab_size: the bound of the token ids that decode to text; other ids are never chosen.
+        None means all ids.
+      gaps: ids below `text_vocab_size` that have no text.
       slots: the number of slots (rows of the batch).
       steps: the number of decode steps per dispatch, after which the results are read.
       part: the maximum number of prompt tokens that are read at a time.
@@ -88,7 +96,7 @@ class Engine:
         decoder: Decoder,
         stop: int | Sequence[int],
         *,
-        known: int | None = None,
+        text_vocab_size: int | None = None,
         gaps: Sequence[int] = (),
         slots: int = 1,
         steps: int = 8,
@@ -99,12 +107,12 @@ class Engine:
             decoder = repeat_key_heads(decoder, mesh)
         check_slots("slots", slots, mesh)
         lay_out(decoder, slots)
-        self.model, self.params = Model.of(decoder)
+        self.model, self.params = ModelSpec.of(decoder)
         self.vocab_size, self.steps = decoder.config.vocab_size, steps
-        known = self.vocab_size if known is None else known
+        text_vocab_size = self.vocab_size if text_vocab_size is None else text_vocab_size
         stop = np.atleast_1d(np.array(stop, np.int32))
-        there = np.array([i for i in gaps if i < self.vocab_size and i not in stop], np.int32)
-        self.ends = Ends(stop, np.int32(known), there)
+        text_gaps = np.array([i for i in gaps if i < self.vocab_size and i not in stop], np.int32)
+        self.ends = Ends(stop, np.int32(text_vocab_size), text_gaps)
         self.part = self._divisible(part)
         self.slots, self.submitted = slots, 0
         self.reset()
@@ -114,10 +122,10 @@ class Engine:
         self.waiting: dict[int, Request] = {}
         self.numbers: list[int | None] = [None] * self.slots
         self.requests = [Request(np.zeros(1, int), Sampling())] * self.slots
-        self.lengths, self.read = np.zeros(self.slots, int), 0
+        self.lengths, self.prompts_read = np.zeros(self.slots, int), 0
         self._empty()
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Said]:
+    def run(self, requests: Iterable[Request]) -> Iterator[NewTokens]:
         """Yield the new tokens of each request as they are generated.
 
         Requests are numbered in order. If the iterator is closed early, its requests end and their
@@ -129,11 +137,11 @@ class Engine:
                 for _ in range(len(self._free()) - len(self.waiting)):
                     if (request := next(requests, None)) is not None:
                         self.submit(request)
-                if not self.open:
+                if not self.open_requests:
                     return
                 yield from self.step()
         finally:
-            for number in self.open:
+            for number in self.open_requests:
                 self.forget(number)
 
     def compile(self, tokens: int, *, scored: bool = True) -> None:
@@ -149,30 +157,30 @@ class Engine:
         sizes = [bucket(1)]
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
-        kept, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
+        ends, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
         try:  # stop tokens are disabled, so that each text has a second token and runs `steps`
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
             # After the longest prompt, the steps need more room than the program that reads the
             # prompt.
             for length in [*lengths, max(1, tokens - 1)]:
-                how = Sampling(max_tokens=2)
-                self.submit(Request(np.zeros(length, int), how, scored=scored))
-                while self.open:
+                sampling = Sampling(max_tokens=2)
+                self.submit(Request(np.zeros(length, int), sampling, scored=scored))
+                while self.open_requests:
                     self.step()
         finally:
-            self.ends = kept
+            self.ends = ends
         self._compile_moves(sorted({*map(self._size, sizes), self.capacity}))
 
     def _compile_moves(self, sizes: list[int]) -> None:
         """Compile the growth of the cache to each larger size, and inserts of smaller rows."""
         count = self.slots // self.model.devices("batch")
-        for at, size in enumerate(sizes):
+        for index, size in enumerate(sizes):
             rows = programs.empty_rows(self.model, self.params, count, size)
-            for larger in sizes[at + 1 :]:
-                programs.grown(self.model, self.params, rows, larger)
-            for smaller in sizes[: at + 1]:
-                one = programs.empty_rows(self.model, self.params, 1, smaller)
-                rows = programs.insert(self.model, rows, one, np.int32(0))
+            for larger in sizes[index + 1 :]:
+                programs.grow(self.model, self.params, rows, larger)
+            for smaller in sizes[: index + 1]:
+                row = programs.empty_rows(self.model, self.params, 1, smaller)
+                rows = programs.insert(self.model, rows, row, np.int32(0))
 
     def submit(self, request: Request) -> int:
         """Queue a request and return its number, counted from 0; `step` reports its new tokens.
@@ -185,7 +193,7 @@ class Engine:
         self.waiting[number] = request
         return number
 
-    def step(self) -> list[Said]:
+    def step(self) -> list[NewTokens]:
         """Read the longest-waiting prompt if a slot is free; otherwise advance all rows.
 
         After as many successive prompts as there are slots, the rows advance even if prompts are
@@ -193,12 +201,12 @@ class Engine:
         """
         free = self._free()
         rows_run = len(free) < self.slots
-        if self.waiting and free and not (rows_run and self.read >= self.slots):
-            self.read += 1
+        if self.waiting and free and not (rows_run and self.prompts_read >= self.slots):
+            self.prompts_read += 1
             number = next(iter(self.waiting))
-            return [self._begin(free[0], number, self.waiting.pop(number))]
-        self.read = 0
-        return self._go_on() if rows_run else []
+            return [self._start(free[0], number, self.waiting.pop(number))]
+        self.prompts_read = 0
+        return self._decode() if rows_run else []
 
     def forget(self, number: int) -> None:
         """Cancel a request: it reports nothing more, and its slot becomes free."""
@@ -208,7 +216,7 @@ class Engine:
             self.numbers[slot] = None
 
     @property
-    def open(self) -> list[int]:
+    def open_requests(self) -> list[int]:
         """The numbers of all requests that have not ended."""
         return [*self.waiting, *(number for number in self.numbers if number is not None)]
 
@@ -222,27 +230,27 @@ class Engine:
         rows = self.slots // self.model.devices("batch")
         self.rows = programs.empty_rows(self.model, self.params, rows, self.capacity)
 
-    def _begin(self, slot: int, number: int, request: Request) -> Said:
+    def _start(self, slot: int, number: int, request: Request) -> NewTokens:
         """Read a prompt into a slot, and choose its first new token."""
         length = len(request.tokens)
-        one, chosen = self._read(request)
+        row, chosen = self._read(request)
         if len(self._free()) == self.slots and self._size(length) < self.capacity:
             self._empty()  # shrink the cache, so that steps do not read unused room
         self.lengths[slot], self.requests[slot] = length, request
         self._grow(length)
-        self.rows = programs.insert(self.model, self.rows, one, np.int32(slot))
-        left, chosen = jax.device_get((one.left, chosen))
-        ended, stopped = int(left[0]) == 0, int(chosen.token[0]) in self.ends.stop
+        self.rows = programs.insert(self.model, self.rows, row, np.int32(slot))
+        remaining, chosen = jax.device_get((row.remaining, chosen))
+        ended, stopped = int(remaining[0]) == 0, int(chosen.token[0]) in self.ends.stop
         self.numbers[slot] = None if ended else number
         new = slice(0, 0 if stopped else 1)
         scores = chosen.scores((new,), request.ranked)
         prompt = self._score(request) if request.scored else None
-        return Said(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
+        return NewTokens(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
-    def _read(self, request: Request) -> tuple[Rows, Chosen]:
+    def _read(self, request: Request) -> tuple[Rows, ChosenTokens]:
         """Read a prompt into a separate row, in several parts if it is long."""
         tokens, model = request.tokens, (self.model, self.params)
-        asked = Asked(
+        settings = GenerationSettings(
             np.array([len(tokens)], np.int32),
             choice([request.sampling]),
             np.int32(request.sampling.max_tokens),
@@ -250,28 +258,28 @@ class Engine:
             np.bool_(request.ranked),
         )
         if len(tokens) <= self.part:
-            return programs.prefill(*model, _filled(tokens, self._size(len(tokens))), asked)
+            return programs.prefill(*model, _padded(tokens, self._size(len(tokens))), settings)
         cache = programs.empty_cache(*model, 1, self._size(len(tokens)))
         for start in range(0, len(tokens), self.part):
             part = tokens[start : start + self.part]
             lengths = np.array([len(part)], np.int32)
-            logits, cache = programs.extend(*model, _filled(part, self.part), lengths, cache)
+            logits, cache = programs.extend(*model, _padded(part, self.part), lengths, cache)
         seen = np.zeros((1, self.vocab_size), bool)
         seen[0, tokens] = True
-        return programs.first(self.model, logits, cache, seen, asked)
+        return programs.first(self.model, logits, cache, seen, settings)
 
     def _score(self, request: Request) -> Scores:
         length = len(request.tokens)
-        filled = _filled(request.tokens, self._size(length))
-        given = (filled, np.array([length], np.int32), np.bool_(request.ranked))
-        scored = jax.device_get(programs.score(self.model, self.params, *given))
+        padded = _padded(request.tokens, self._size(length))
+        arguments = (padded, np.array([length], np.int32), np.bool_(request.ranked))
+        scored = jax.device_get(programs.score(self.model, self.params, *arguments))
         return scored.scores((slice(0, length - 1),), request.ranked)
 
     def _grow(self, tokens: int) -> None:
         """Ensure that the cache has room for `tokens` tokens per row."""
         if tokens > self.capacity:
             self.capacity = self._size(tokens)
-            self.rows = programs.grown(self.model, self.params, self.rows, self.capacity)
+            self.rows = programs.grow(self.model, self.params, self.rows, self.capacity)
 
     def _size(self, tokens: int) -> int:
         """Return the size of the program that handles `tokens` tokens."""
@@ -281,34 +289,34 @@ class Engine:
         """Round `tokens` up to a multiple of the number of devices that share the tokens."""
         return tokens + -tokens % self.model.devices("tokens")
 
-    def _go_on(self) -> list[Said]:
+    def _decode(self) -> list[NewTokens]:
         """Run one dispatch of decode steps for all rows, and report each row's new tokens."""
         used = np.array([number is not None for number in self.numbers])
         running = np.flatnonzero(used).tolist()
         self._grow(int(self.lengths[running].max()) + self.steps)
         ranked = np.bool_(any(self.requests[slot].ranked for slot in running))
-        how = choice([request.sampling for request in self.requests])
-        given = (used, how, self.ends, ranked, self.steps)
-        self.rows, chosen = programs.steps(self.model, self.params, self.rows, *given)
-        chosen, left = jax.device_get((chosen, self.rows.left))
-        said = []
+        sampling = choice([request.sampling for request in self.requests])
+        arguments = (used, sampling, self.ends, ranked, self.steps)
+        self.rows, chosen = programs.steps(self.model, self.params, self.rows, *arguments)
+        chosen, remaining = jax.device_get((chosen, self.rows.remaining))
+        new_tokens = []
         for slot in running:
-            of_row = chosen.token[:, slot]
-            count = int(np.sum(of_row >= 0))
+            row_tokens = chosen.token[:, slot]
+            count = int(np.sum(row_tokens >= 0))
             self.lengths[slot] += count
-            stopped = bool(np.isin(of_row[:count], self.ends.stop).any())
+            stopped = bool(np.isin(row_tokens[:count], self.ends.stop).any())
             new = slice(0, count - stopped)
-            number, ended = self.numbers[slot], bool(left[slot] == 0)
+            number, ended = self.numbers[slot], bool(remaining[slot] == 0)
             if ended:
                 self.numbers[slot] = None
             scores = chosen.scores((new, slot), self.requests[slot].ranked)
-            said.append(Said(number, of_row[new].tolist(), scores, ended, stopped))
-        return said
+            new_tokens.append(NewTokens(number, row_tokens[new].tolist(), scores, ended, stopped))
+        return new_tokens
 
 
 def bucket(tokens: int) -> int:
     """Return the smallest power of two that holds `tokens` tokens and is at least `_LEAST`."""
-    return max(_LEAST, 1 << (tokens - 1).bit_length())
+    return max(_MIN_SIZE, 1 << (tokens - 1).bit_length())
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
@@ -345,7 +353,7 @@ def check_slots(name: str, slots: int, mesh: jax.sharding.Mesh | None) -> None:
         sharding.check_divides(mesh, name, slots, "batch", rules=sharding.CACHE_RULES)
 
 
-def _filled(tokens: np.ndarray, size: int) -> np.ndarray:
-    filled = np.zeros((1, size), np.int32)
-    filled[0, : len(tokens)] = tokens
-    return filled
+def _padded(tokens: np.ndarray, size: int) -> np.ndarray:
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return padded

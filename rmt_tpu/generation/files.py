@@ -20,11 +20,11 @@ def read_prompts(location: str) -> list[str]:
       UsageError: the file does not exist or is not UTF-8, or a line of a .jsonl file has no prompt.
     """
     folder, name = _split(location)
-    found = folder.read(name, limit=2**30)
-    if found is None:
+    file = folder.read(name, limit=2**30)
+    if file is None:
         raise UsageError(f"{location} does not exist")
     try:
-        lines = found.data.decode().splitlines()
+        lines = file.data.decode().splitlines()
     except UnicodeDecodeError as error:
         raise UsageError(f"{location} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not name.endswith(".jsonl"):
@@ -55,8 +55,8 @@ class Output:
         self.location = location
         self._folder, self._name = _split(location)
         self._folder.check(write=True)
-        found = self._folder.read(self._name, limit=2**32)
-        text = found.data.decode(errors="replace") if found else ""
+        file = self._folder.read(self._name, limit=2**32)
+        text = file.data.decode(errors="replace") if file else ""
         # An interrupted run may have left its last line incomplete.
         self._broken = text[text.rfind("\n") + 1 :] != ""
         self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
@@ -91,11 +91,11 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
     done, settings = set(), dataclasses.asdict(sampling)
     for line in output.lines:
         number = line["number"]
-        same = number < len(prompts) and prompts[number] == line.get("prompt")
+        same_prompt = number < len(prompts) and prompts[number] == line.get("prompt")
         # A line that lacks a setting was written before the setting existed, with what is now its
         # default.
-        made = {name: line.get(name, getattr(Sampling, name)) for name in settings}
-        if not same or made != settings:
+        line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
+        if not same_prompt or line_settings != settings:
             raise RunError(
                 f"{output.location} has continuations of other prompts, or was written with other "
                 "flags; name another --output"

@@ -8,8 +8,8 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation.engine import SLOTS, Engine, Request, Said
-from rmt_tpu.generation.programs import Model
+from rmt_tpu.generation.engine import SLOTS, Engine, NewTokens, Request
+from rmt_tpu.generation.programs import ModelSpec
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.generation.text import Text
 
@@ -36,13 +36,13 @@ class Completion:
     likeliest: list[dict[int, float]] = field(default_factory=list)
     finish: str | None = None
 
-    def add(self, more: "Completion") -> None:
+    def append(self, piece: "Completion") -> None:
         """Append a further piece of the same completion."""
-        self.text += more.text
-        self.tokens += more.tokens
-        self.log_probabilities += more.log_probabilities
-        self.likeliest += more.likeliest
-        self.finish = more.finish
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.log_probabilities += piece.log_probabilities
+        self.likeliest += piece.likeliest
+        self.finish = piece.finish
 
 
 class Draft:
@@ -57,19 +57,19 @@ class Draft:
     def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str]):
         self.number, self.text = number, Text(tokenizer, stop)
 
-    def more(self, said: Said) -> Completion:
+    def add(self, new_tokens: NewTokens) -> Completion:
         """Return the newly generated piece of the completion, cut before any stop string."""
-        told, count = "", 0
-        for token in said.tokens:
-            told, count = told + self.text.add([token]), count + 1
+        text, count = "", 0
+        for token in new_tokens.tokens:
+            text, count = text + self.text.add([token]), count + 1
             if self.text.stopped:
                 break
-        new = Completion(self.number, told, said.tokens[:count])
-        new.log_probabilities = said.scores.log_probabilities[:count]
-        new.likeliest = said.scores.likeliest[:count]
-        if said.ended or self.text.stopped:
+        new = Completion(self.number, text, new_tokens.tokens[:count])
+        new.log_probabilities = new_tokens.scores.log_probabilities[:count]
+        new.likeliest = new_tokens.scores.likeliest[:count]
+        if new_tokens.ended or self.text.stopped:
             new.text += self.text.end()
-            new.finish = "stop" if said.stopped or self.text.stopped else "length"
+            new.finish = "stop" if new_tokens.stopped or self.text.stopped else "length"
         return new
 
 
@@ -101,13 +101,13 @@ def generate(
     request = _request(decoder, tokenizer, prompt, sampling)
     # Use one row, or one row per device if the mesh divides rows. Each dispatch runs only a few
     # steps, so that the text appears as it is generated.
-    slots = Model.of(decoder)[0].devices("batch")
+    slots = ModelSpec.of(decoder)[0].devices("batch")
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots, steps=4)
-    for said in engine.run([request]):
-        more = draft.more(said)
-        if more.text:
-            yield more.text
-        if more.finish:
+    for new_tokens in engine.run([request]):
+        piece = draft.add(new_tokens)
+        if piece.text:
+            yield piece.text
+        if piece.finish:
             return
 
 
@@ -135,16 +135,16 @@ def complete(
       UsageError: see `generate`.
     """
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots)
-    open_ones: dict[int, tuple[Completion, Draft]] = {}
-    requests = (_request(decoder, tokenizer, prompt, how) for prompt, how in prompts)
-    for said in engine.run(requests):
-        new = (Completion(said.number), Draft(said.number, tokenizer, stop))
-        one, draft = open_ones.setdefault(said.number, new)
-        one.add(draft.more(said))
-        if one.finish:
-            engine.forget(said.number)
-            del open_ones[said.number]
-            yield one
+    drafts: dict[int, tuple[Completion, Draft]] = {}
+    requests = (_request(decoder, tokenizer, prompt, sampling) for prompt, sampling in prompts)
+    for new_tokens in engine.run(requests):
+        new = (Completion(new_tokens.number), Draft(new_tokens.number, tokenizer, stop))
+        completion, draft = drafts.setdefault(new_tokens.number, new)
+        completion.append(draft.add(new_tokens))
+        if completion.finish:
+            engine.forget(new_tokens.number)
+            del drafts[new_tokens.number]
+            yield completion
 
 
 def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
@@ -170,7 +170,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
 
 def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the arguments of `Engine` that say which token ids decode to text."""
-    return {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
+    return {"text_vocab_size": tokenizer.vocab_size, "gaps": tokenizer.gaps}
 
 
 def _request(decoder, tokenizer, prompt, sampling) -> Request:

@@ -27,8 +27,8 @@ def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.Model
     `placement.parameter_shardings`.
     """
     devices = math.prod(mesh.shape[axis] for axis in sharding.CACHE_RULES["tokens"])
-    shared = lambda stack: tuple(core.sharing_heads(devices) for core in stack.cores)
-    stacks = (dataclasses.replace(stack, cores=shared(stack)) for stack in model.stacks)
+    divisible = lambda stack: tuple(core.sharing_heads(devices) for core in stack.cores)
+    stacks = (dataclasses.replace(stack, cores=divisible(stack)) for stack in model.stacks)
     return model.replace(stacks=tuple(stacks))
 
 
@@ -45,42 +45,47 @@ def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     shardings = parameter_shardings(abstract, mesh)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
-    for s, (before, after) in enumerate(zip(decoder.config.stacks, model.stacks, strict=True)):
-        for k, (old, new) in enumerate(zip(before.cores, after.cores, strict=True)):
+    for s, (old_stack, new_stack) in enumerate(
+        zip(decoder.config.stacks, model.stacks, strict=True)
+    ):
+        for k, (old, new) in enumerate(zip(old_stack.cores, new_stack.cores, strict=True)):
             if old != new:
-                wanted = shardings["stacks"][s][k]
-                params["stacks"][s][k] = _repeated(params["stacks"][s][k], old, new, wanted)
+                params["stacks"][s][k] = _repeat(
+                    params["stacks"][s][k], old, new, shardings["stacks"][s][k]
+                )
     return nnx.merge(nnx.graphdef(abstract), params)
 
 
-def _repeated(
-    sublayer: dict[str, Any], old: cfg.Attention, new: cfg.Attention, wanted: dict[str, Any]
+def _repeat(
+    sublayer: dict[str, Any], old: cfg.Attention, new: cfg.Attention, shardings: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a sublayer's parameters (stacked over layers) with repeated key and value heads."""
     heads, groups, times = old.num_heads, old.kv_heads, new.kv_heads // old.kv_heads
     site, core = dict(sublayer["site"]), dict(sublayer["core"])
 
-    def of_rows(x: Array) -> Array:
+    def repeat_rows(x: Array) -> Array:
         """Repeat the key and value rows of [layers, H + 2 G, ...]; keep any further rows."""
         q, kv, others = jnp.split(x, [heads, heads + 2 * groups], axis=1)
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 
-    def of_columns(x: Array) -> Array:
+    def repeat_columns(x: Array) -> Array:
         """Repeat the key and value columns of [layers, 2, D, G * D_h]."""
         x = jnp.repeat(x.reshape(*x.shape[:3], groups, -1), times, axis=3)
         return x.reshape(*x.shape[:3], -1)
 
     if "read_keys" in site:
-        put = wanted["site"]["read_keys"]
-        site["read_keys"] = jax.jit(of_rows, out_shardings=put)(site["read_keys"])
+        out_sharding = shardings["site"]["read_keys"]
+        site["read_keys"] = jax.jit(repeat_rows, out_shardings=out_sharding)(site["read_keys"])
     elif new.kv_heads < heads:
-        put = wanted["site"]["read_fewer"]
-        site["read_fewer"] = jax.jit(of_columns, out_shardings=put)(site["read_fewer"])
+        out_sharding = shardings["site"]["read_fewer"]
+        site["read_fewer"] = jax.jit(repeat_columns, out_shardings=out_sharding)(site["read_fewer"])
     else:
-        join = lambda q, kv: jnp.concatenate([q, of_columns(kv)], axis=1)
-        put = wanted["site"]["read"]
-        site["read"] = jax.jit(join, out_shardings=put)(site["read"], site.pop("read_fewer"))
+        join = lambda q, kv: jnp.concatenate([q, repeat_columns(kv)], axis=1)
+        out_sharding = shardings["site"]["read"]
+        site["read"] = jax.jit(join, out_shardings=out_sharding)(
+            site["read"], site.pop("read_fewer")
+        )
     if old.bias:
-        put = wanted["core"]["bias"]
-        core["bias"] = jax.jit(of_rows, out_shardings=put)(core["bias"])
+        out_sharding = shardings["core"]["bias"]
+        core["bias"] = jax.jit(repeat_rows, out_shardings=out_sharding)(core["bias"])
     return sublayer | {"site": site, "core": core}

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 import sharding
 from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import programs
-from rmt_tpu.generation.programs import Model
+from rmt_tpu.generation.programs import ModelSpec
 
 # Capacity of the cache, in tokens, and number of steps in the program that is compiled to find the
 # layouts. Programs of other sizes transpose the same weights.
@@ -31,7 +31,7 @@ _PLATFORM = "tpu"  # other platforms have only one layout
 _MATRICES = ("embedding", "hidden", "unembedding")
 _ENTRY = "\nENTRY "
 _PARAMETER = re.compile(r"%(\S+) = \S+ parameter\((\d+)\)")
-_TURNED = re.compile(r" = \w+\[[\d,]+\]\{([\d,]+)\S* (?:copy|transpose)\(%([^\s,)]+)\)")
+_TRANSPOSE = re.compile(r" = \w+\[[\d,]+\]\{([\d,]+)\S* (?:copy|transpose)\(%([^\s,)]+)\)")
 
 
 def lay_out(decoder: Decoder, rows: int) -> None:
@@ -52,15 +52,15 @@ def lay_out(decoder: Decoder, rows: int) -> None:
         return
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves)
     del leaves
-    model, _ = Model.of(decoder)
+    model, _ = ModelSpec.of(decoder)
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for place, order in _chosen(model, tree, shapes, rows).items():
-        if variables[place].get_metadata("role") in _MATRICES:
-            variables[place].set_value(_put(variables[place].get_value(), order))
+    for index, order in _axis_orders(model, tree, shapes, rows).items():
+        if variables[index].get_metadata("role") in _MATRICES:
+            variables[index].set_value(_set_order(variables[index].get_value(), order))
 
 
 def lower_steps(
-    model: Model, params: nnx.State, rows: int, capacity: int, count: int
+    model: ModelSpec, params: nnx.State, rows: int, capacity: int, count: int
 ) -> jax.stages.Lowered:
     """Lower (for compilation) a program of greedy decode steps, keeping the layouts of the weights.
 
@@ -71,22 +71,24 @@ def lower_steps(
       capacity: the number of tokens that the cache has room for. The cache is donated.
       count: the number of steps that the program runs.
     """
-    of_rows = model.over(sharding.CACHE_RULES["batch"])
-    one = jax.tree.leaves(params)[0].sharding
+    row_spec = model.spec(sharding.CACHE_RULES["batch"])
+    device_sharding = jax.tree.leaves(params)[0].sharding
 
-    def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
-        where = one if model.mesh is None else NamedSharding(model.mesh, spec)
+    def abstract(
+        x: jax.ShapeDtypeStruct, spec: PartitionSpec | None = None
+    ) -> jax.ShapeDtypeStruct:
+        where = device_sharding if model.mesh is None else NamedSharding(model.mesh, spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    of_device = rows // model.devices("batch")
-    empty = lambda params: programs.empty_cache(model, params, of_device, capacity)
+    rows_per_device = rows // model.devices("batch")
+    empty = lambda params: programs.empty_cache(model, params, rows_per_device, capacity)
     specs = () if model.mesh is None else (model.cache,)
-    empty = jax.tree.map(placed, jax.eval_shape(empty, params), *specs)
-    token = placed(jax.ShapeDtypeStruct((rows,), jnp.int32), of_rows)
+    empty = jax.tree.map(abstract, jax.eval_shape(empty, params), *specs)
+    token = abstract(jax.ShapeDtypeStruct((rows,), jnp.int32), row_spec)
 
     def steps(params, token, cache):
-        ends = (of_rows, model.cache)
-        out_specs = ends, model.over(None, sharding.CACHE_RULES["batch"])
+        ends = (row_spec, model.cache)
+        out_specs = ends, model.spec(None, sharding.CACHE_RULES["batch"])
         return model.run(partial(_likeliest, count), params, (token, cache), ends, out_specs)
 
     return jax.jit(steps, donate_argnums=2).lower(params, token, empty)
@@ -107,8 +109,11 @@ def _likeliest(
 
 
 @cache
-def _chosen(
-    model: Model, tree: jax.tree_util.PyTreeDef, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int
+def _axis_orders(
+    model: ModelSpec,
+    tree: jax.tree_util.PyTreeDef,
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    rows: int,
 ) -> dict[int, tuple[int, ...]]:
     """Return the axis order, from major to minor, of each parameter that decode steps read.
 
@@ -120,45 +125,51 @@ def _chosen(
     for _ in range(_ROUNDS):
         steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
         layouts = [given.layout for given in jax.tree.leaves(steps.input_formats[0][0])]
-        given = [layout and layout.major_to_minor for layout in layouts]
-        orders |= {place: order for place, order in enumerate(given) if order is not None}
-        found = turned(steps.as_text(), given).items()
-        found = {n: order for n, order in found if variables[n].get_metadata("role") in _MATRICES}
-        if not found:
+        current = [layout and layout.major_to_minor for layout in layouts]
+        orders |= {index: order for index, order in enumerate(current) if order is not None}
+        transposed = transposed_arguments(steps.as_text(), current).items()
+        transposed = {
+            n: order for n, order in transposed if variables[n].get_metadata("role") in _MATRICES
+        }
+        if not transposed:
             break
-        for place, order in found.items():
-            variables[place].set_value(_put(variables[place].get_value(), order))
-        orders |= found
+        for index, order in transposed.items():
+            variables[index].set_value(_set_order(variables[index].get_value(), order))
+        orders |= transposed
     return orders
 
 
-def turned(text: str, given: list[tuple[int, ...] | None]) -> dict[int, tuple[int, ...]]:
+def transposed_arguments(
+    text: str, current: list[tuple[int, ...] | None]
+) -> dict[int, tuple[int, ...]]:
     """Return the arguments that a compiled program transposes first, with the axis orders it needs.
 
     Args:
       text: the program's HLO.
-      given: the axis order of each of the program's first arguments, from major to minor. None
+      current: the axis order of each of the program's first arguments, from major to minor. None
         marks an argument that the program does not read and that is therefore not among its HLO
         parameters.
 
     Returns:
-      A mapping from the argument's index in `given` to the axis order that the program needs.
+      A mapping from the argument's index in `current` to the axis order that the program needs.
     """
-    read = [place for place, order in enumerate(given) if order is not None]
+    arguments_read = [index for index, order in enumerate(current) if order is not None]
     entry = text[text.index(_ENTRY) :]
-    parameters = {found[1]: int(found[2]) for found in _PARAMETER.finditer(entry)}
+    parameters = {match[1]: int(match[2]) for match in _PARAMETER.finditer(entry)}
     orders = {}
-    for found in _TURNED.finditer(entry):
-        number = parameters.get(found[2])
-        if number is not None and number < len(read):
-            order = tuple(int(axis) for axis in reversed(found[1].split(",")))
-            if order != given[read[number]]:
-                orders[read[number]] = order
+    for match in _TRANSPOSE.finditer(entry):
+        number = parameters.get(match[2])
+        if number is not None and number < len(arguments_read):
+            order = tuple(int(axis) for axis in reversed(match[1].split(",")))
+            if order != current[arguments_read[number]]:
+                orders[arguments_read[number]] = order
     return orders
 
 
-def _put(x: Array | jax.ShapeDtypeStruct, order: tuple[int, ...]) -> Array | jax.ShapeDtypeStruct:
-    wanted = Format(Layout(order), x.sharding)
+def _set_order(
+    x: Array | jax.ShapeDtypeStruct, order: tuple[int, ...]
+) -> Array | jax.ShapeDtypeStruct:
+    target = Format(Layout(order), x.sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
-    return x if x.format.layout.major_to_minor == order else jax.device_put(x, wanted)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+    return x if x.format.layout.major_to_minor == order else jax.device_put(x, target)

@@ -19,8 +19,10 @@ from rmt_tpu.config.checks import (
     Share,
 )
 
-_LEAST = 2.0**-126  # the smallest float32 that devices do not flush to 0
-_Penalty = Annotated[float, Range("positive, at most 3.4e+38, at least 1.2e-38", _LEAST, 3.4e38)]
+_MIN_NORMAL = 2.0**-126  # the smallest float32 that devices do not flush to 0
+_Penalty = Annotated[
+    float, Range("positive, at most 3.4e+38, at least 1.2e-38", _MIN_NORMAL, 3.4e38)
+]
 # The cache allocates room for the keys and values of all new tokens, hence the limit.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
@@ -71,7 +73,7 @@ def choice(rows: Sequence[Sampling]) -> Choice:
     # A count above the vocabulary size keeps all tokens, just as 0 does.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
     # Set smaller numbers to 0 on every device, because only some devices flush them to 0.
-    normal = lambda value: value if value >= _LEAST else 0.0
+    normal = lambda value: value if value >= _MIN_NORMAL else 0.0
     return Choice(
         np.array([normal(s.temperature) for s in rows], np.float32),
         np.array([bounded(s.top_k) for s in rows], np.int32),
@@ -82,11 +84,11 @@ def choice(rows: Sequence[Sampling]) -> Choice:
     )
 
 
-def penalized(
-    logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], how: Choice
+def penalize(
+    logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], choice: Choice
 ) -> Float[Array, "batch vocab"]:
     """Apply each row's `repetition_penalty` to the logits of the tokens that the row has seen."""
-    penalty = how.repetition_penalty[:, None]
+    penalty = choice.repetition_penalty[:, None]
     smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
     # Clip to finite values: infinite logits would be indistinguishable, and their difference NaN.
     largest = jnp.finfo(logits.dtype).max
@@ -95,7 +97,7 @@ def penalized(
 
 
 def sample(
-    logits: Float[Array, "batch vocab"], positions: Int[Array, " batch"], how: Choice
+    logits: Float[Array, "batch vocab"], positions: Int[Array, " batch"], choice: Choice
 ) -> Int[Array, " batch"]:
     """Draw one token per row among the tokens that temperature, top-k, top-p and min-p keep.
 
@@ -104,21 +106,23 @@ def sample(
     """
     likeliest = jnp.argmax(logits, axis=-1)
 
-    def drawn():
+    def draw():
         # Subtract the maximum first: the likeliest token's value is then 0 at any temperature.
         below = logits - jnp.max(logits, axis=-1, keepdims=True)
-        scaled = below / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
-        some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # sorting all tokens is slow
+        scaled = below / jnp.where(choice.temperature > 0, choice.temperature, 1)[:, None]
+        truncates = jnp.any((choice.top_k > 0) | (choice.top_p < 1))  # sorting all tokens is slow
         scaled = jax.lax.cond(
-            some, lambda: jnp.where(_kept(scaled, how), scaled, -jnp.inf), lambda: scaled
+            truncates,
+            lambda: jnp.where(_top_k_top_p(scaled, choice), scaled, -jnp.inf),
+            lambda: scaled,
         )
         # Applying min_p last is correct: top-k and top-p do not change probability ratios.
-        least = jnp.max(scaled, axis=-1) + jnp.log(how.min_p)
-        scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
-        tokens = jnp.argmax(scaled + _noise(how.seed, positions, scaled), axis=-1)
-        return jnp.where(how.temperature > 0, tokens, likeliest)
+        threshold = jnp.max(scaled, axis=-1) + jnp.log(choice.min_p)
+        scaled = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+        tokens = jnp.argmax(scaled + _noise(choice.seed, positions, scaled), axis=-1)
+        return jnp.where(choice.temperature > 0, tokens, likeliest)
 
-    return jax.lax.cond(jnp.any(how.temperature > 0), drawn, lambda: likeliest)
+    return jax.lax.cond(jnp.any(choice.temperature > 0), draw, lambda: likeliest)
 
 
 def _noise(seeds, positions, logits):
@@ -127,26 +131,26 @@ def _noise(seeds, positions, logits):
     The noise of a token does not depend on which other tokens are excluded.
     """
 
-    def of_row(seed, position):
+    def row_noise(seed, position):
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.gumbel(key, logits.shape[1:], logits.dtype)
 
-    return jax.vmap(of_row)(seeds, positions)
+    return jax.vmap(row_noise)(seeds, positions)
 
 
-def _kept(logits, how: Choice) -> Bool[Array, "batch vocab"]:
+def _top_k_top_p(logits, choice: Choice) -> Bool[Array, "batch vocab"]:
     """Return which tokens top-k and top-p keep.
 
     Tokens are kept by rank and not by value, so that ties do not make more than `top_k` tokens
     pass.
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
-    top_k = jnp.where(how.top_k > 0, how.top_k, logits.shape[-1])
-    within = jnp.arange(logits.shape[-1]) < top_k[:, None]
-    ordered = jnp.where(within, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
+    top_k = jnp.where(choice.top_k > 0, choice.top_k, logits.shape[-1])
+    mask = jnp.arange(logits.shape[-1]) < top_k[:, None]
+    ordered = jnp.where(mask, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
     probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    within &= (before < how.top_p[:, None]) | (how.top_p[:, None] >= 1)
-    within |= jnp.arange(logits.shape[-1]) == 0  # keep the likeliest, even if top_p is 0 in float32
+    preceding = jnp.cumsum(probabilities, axis=-1) - probabilities
+    mask &= (preceding < choice.top_p[:, None]) | (choice.top_p[:, None] >= 1)
+    mask |= jnp.arange(logits.shape[-1]) == 0  # keep the likeliest, even if top_p is 0 in float32
     rows = jnp.arange(logits.shape[0])[:, None]
-    return jnp.zeros_like(within).at[rows, order].set(within, unique_indices=True)
+    return jnp.zeros_like(mask).at[rows, order].set(mask, unique_indices=True)

@@ -18,32 +18,33 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
         self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held, self.stopped = "", False
+        self.pending, self.stopped = "", False
 
     def add(self, tokens: Sequence[int]) -> str:
         """Add tokens, and return the text that later tokens can no longer change."""
         # A model may have more token ids than its tokenizer; the extra ids have no text.
-        known = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
-        return self._told(self.decoder.decode(self.tokenizer.decode_bytes(known)))
+        ids = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
+        return self._release(self.decoder.decode(self.tokenizer.decode_bytes(ids)))
 
     def end(self) -> str:
         """Return the text that was still held back."""
-        told = self._told(self.decoder.decode(b"", final=True)) + self.held
-        self.held = ""
-        return told
+        text = self._release(self.decoder.decode(b"", final=True)) + self.pending
+        self.pending = ""
+        return text
 
-    def _told(self, new: str) -> str:
+    def _release(self, new: str) -> str:
         if self.stopped:
             return ""
-        self.held += new
-        ends = [at for at in map(self.held.find, self.stop) if at >= 0]
+        self.pending += new
+        ends = [at for at in map(self.pending.find, self.stop) if at >= 0]
         if ends:
-            told, self.held, self.stopped = self.held[: min(ends)], "", True
-            return told
+            text, self.pending, self.stopped = self.pending[: min(ends)], "", True
+            return text
         # Hold back the end of the text if it may be the beginning of a stop string.
-        keep = max((_overlap(self.held, s) for s in self.stop), default=0)
-        told, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return told
+        overlap = max((_overlap(self.pending, s) for s in self.stop), default=0)
+        end = len(self.pending) - overlap
+        text, self.pending = self.pending[:end], self.pending[end:]
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -19,9 +19,9 @@ from rmt_tpu.hub.models import (
     CONFIG,
     GENERATION,
     Description,
+    config_values,
     describe,
     special_tokens,
-    values_of,
 )
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -42,27 +42,27 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
     """
     described = describe(folder)
     model = described.model
-    tokenizer = tokens.tokenizer_of(folder, described)
+    tokenizer = tokens.read_tokenizer(folder, described)
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
-    placed = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
-    params = _read(Path(folder), described, nnx.to_pure_dict(shapes), placed)
+    shardings = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
+    params = _read(Path(folder), described, nnx.to_pure_dict(shapes), shardings)
     return nnx.merge(graphdef, params), tokenizer
 
 
-def _read(folder: Path, described: Description, shapes: Any, placed: Any | None) -> Any:
+def _read(folder: Path, described: Description, shapes: Any, shardings: Any | None) -> Any:
     """Read the parameters into the tree of `nnx.to_pure_dict`; each device reads its shards."""
     tensors = weights.Tensors(folder)
-    by_path = weights.of_parameters(tensors, described)
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    by_path = weights.pieces_by_parameter(tensors, described)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: jax.ShapeDtypeStruct, where: Any) -> jax.Array:
-        found = by_path[tuple(key.key for key in path)]
-        part = weights.reader(tensors, found, shape.shape)
+        parameter_pieces = by_path[tuple(key.key for key in path)]
+        part = weights.reader(tensors, parameter_pieces, shape.shape)
         return jax.make_array_from_callback(shape.shape, where, part)
 
-    placed = jax.tree.map(lambda _: one, shapes) if placed is None else placed
-    return jax.tree_util.tree_map_with_path(read, shapes, placed)
+    shardings = jax.tree.map(lambda _: device, shapes) if shardings is None else shardings
+    return jax.tree_util.tree_map_with_path(read, shapes, shardings)
 
 
 def export(
@@ -89,7 +89,7 @@ def export(
       UsageError: the hub's format cannot express the model, or the folder cannot be written.
     """
     path, model = Path(folder), decoder.config
-    values = values_of(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)
+    values = config_values(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
     def value(piece: weights.Piece) -> np.ndarray:
@@ -103,12 +103,12 @@ def export(
         if any(path.iterdir()):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
         weights.write(path, weights.pieces(model), value, DTYPES[dtype])
-        written = {
+        files = {
             CONFIG: values | {"torch_dtype": dtype},
             GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),
-            tokens.CONFIG: tokens.config_of(tokenizer, max_length),
+            tokens.CONFIG: tokens.tokenizer_config(tokenizer, max_length),
         }
-        for name, fields in written.items():
+        for name, fields in files.items():
             if fields:
                 text = json.dumps(fields, indent=2) + "\n"
                 (path / name).write_text(text, encoding="utf-8")

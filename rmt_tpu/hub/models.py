@@ -41,7 +41,7 @@ _ABSENT: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
 }
-_USUAL_ENDS = {"llama": 2, "mistral": 2}
+_DEFAULT_ENDS = {"llama": 2, "mistral": 2}
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -55,14 +55,14 @@ class Description(NamedTuple):
       tied: whether the unembedding W_U is the embedding matrix. W_U may then have no tensor in the
         files.
       ends: the end tokens, any of which ends a text; empty if the folder does not name any.
-      usual_end: the end token that models of this type use by default, or None.
+      default_end: the end token that models of this type use by default, or None.
     """
 
     model: cfg.ModelConfig
     max_length: int
     tied: bool
     ends: tuple[int, ...] = ()
-    usual_end: int | None = None
+    default_end: int | None = None
 
 
 def is_hub(folder: str | Path | None) -> bool:
@@ -82,14 +82,14 @@ def describe(folder: str | Path) -> Description:
     if values is None:
         raise UsageError(f"{folder} has no {CONFIG} in the hub's format; legal: a folder with one")
     where = str(path / CONFIG)
-    given = Fields(_completed(values), where)
-    max_length = given.size("max_position_embeddings", 2048)
-    model, tied = model_of(values, where), given.flag("tie_word_embeddings")
+    config_fields = Fields(_with_defaults(values), where)
+    max_length = config_fields.size("max_position_embeddings", 2048)
+    model, tied = model_config(values, where), config_fields.flag("tie_word_embeddings")
     ends = _ends(path, values, model.vocab_size)
-    return Description(model, max_length, tied, ends, _USUAL_ENDS.get(values["model_type"]))
+    return Description(model, max_length, tied, ends, _DEFAULT_ENDS.get(values["model_type"]))
 
 
-def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a config.json, with the model type's defaults for absent keys."""
     kind = values.get("model_type")
     return {**_ABSENT.get(kind if isinstance(kind, str) else "", {}), **values}
@@ -97,14 +97,14 @@ def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Return the end tokens; generation_config.json takes precedence, as in transformers."""
-    later = values_in(folder / GENERATION)
-    if later is None and (folder / GENERATION).exists():
+    generation = values_in(folder / GENERATION)
+    if generation is None and (folder / GENERATION).exists():
         raise UsageError(
             f"{folder / GENERATION} is not a JSON object; legal: a JSON object, or no file"
         )
-    for given, name in ((later or {}, GENERATION), (values, CONFIG)):
-        if given.get("eos_token_id") is not None:
-            return Fields(given, str(folder / name)).tokens("eos_token_id", vocab_size)
+    for config_fields, name in ((generation or {}, GENERATION), (values, CONFIG)):
+        if config_fields.get("eos_token_id") is not None:
+            return Fields(config_fields, str(folder / name)).tokens("eos_token_id", vocab_size)
     return ()
 
 
@@ -163,7 +163,7 @@ class Fields:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
-    def chosen(self, name: str, legal: Mapping[str, Any]) -> Any:
+    def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
         """Return what `legal` maps the field's text to.
 
         Raises:
@@ -194,13 +194,13 @@ class Fields:
     def only_each(self, name: str, legal: str) -> None:
         """Check that a field is absent, or a list in which every value is `legal`."""
         value = self._values.get(name) or []
-        if not isinstance(value, list) or any(one != legal for one in value):
+        if not isinstance(value, list) or any(item != legal for item in value):
             raise self.wrong(name, value, f"a list of {legal!r}")
 
     def group(self, name: str) -> "Fields":
         """Return the fields in a nested object, which may be absent and must not nest further."""
         value = self._values.get(name) or {}
-        if not isinstance(value, dict) or any(isinstance(one, dict) for one in value.values()):
+        if not isinstance(value, dict) or any(isinstance(item, dict) for item in value.values()):
             raise self.wrong(name, value, "null, or an object of plain values")
         return Fields(value, f"{self._where}: {name}")
 
@@ -209,12 +209,12 @@ class Fields:
 
         Newer files have `rope_parameters`, which contains both settings.
         """
-        later, scaling = self.group("rope_parameters"), None
-        for group in (later, self.group("rope_scaling")):
+        parameters, scaling = self.group("rope_parameters"), None
+        for group in (parameters, self.group("rope_scaling")):
             scaling = group._scaling(self) or scaling
             group.only("partial_rotary_factor", 1.0, None)
         self.only("partial_rotary_factor", 1.0, None)
-        base = later.positive("rope_theta", self.positive("rope_theta", 10_000.0))
+        base = parameters.positive("rope_theta", self.positive("rope_theta", 10_000.0))
         return cfg.Rope(base=base, scaling=scaling)
 
     def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
@@ -236,51 +236,53 @@ class Fields:
         return cfg.Llama3Scaling(self.positive("factor"), low, high, length)
 
 
-def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
+def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     """Return the config that a config.json of the hub describes; its residual is the plain one.
 
     Raises:
       UsageError: the model is of another family, or needs an operation that is not supported here.
     """
-    written, values = values, _completed(values)
-    given = Fields(values, where)
-    bias, norm = given.chosen("model_type", KINDS)
-    given.only("mlp_bias", False)
-    given.only("attention_bias", bias, False)
-    given.only("quantization_config", None)
-    given.only_each("layer_types", "full_attention")
-    slides = given.flag("use_sliding_window", True)
+    present, values = values, _with_defaults(values)
+    config_fields = Fields(values, where)
+    bias, norm = config_fields.lookup("model_type", KINDS)
+    config_fields.only("mlp_bias", False)
+    config_fields.only("attention_bias", bias, False)
+    config_fields.only("quantization_config", None)
+    config_fields.only_each("layer_types", "full_attention")
+    slides = config_fields.flag("use_sliding_window", True)
     if slides and (window := values.get("sliding_window")) is not None:
-        legal = "null" if "sliding_window" in written else "null, written explicitly"
-        raise given.wrong("sliding_window", window, legal)
-    width, heads = given.size("hidden_size"), given.size("num_attention_heads")
-    size = given.size("head_dim", max(width // heads, 1))
+        legal = "null" if "sliding_window" in present else "null, written explicitly"
+        raise config_fields.wrong("sliding_window", window, legal)
+    width, heads = config_fields.size("hidden_size"), config_fields.size("num_attention_heads")
+    size = config_fields.size("head_dim", max(width // heads, 1))
     if size % 2:
-        raise given.wrong("head_dim", size, "an even number, because RoPE rotates two halves")
-    groups = given.size("num_key_value_heads", heads)
+        raise config_fields.wrong(
+            "head_dim", size, "an even number, because RoPE rotates two halves"
+        )
+    groups = config_fields.size("num_key_value_heads", heads)
     if heads % groups:
-        raise given.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
+        raise config_fields.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
     attention = cfg.Attention(
         heads,
         size,
-        given.rope(),
+        config_fields.rope(),
         inverse_layer_scaling=False,
         num_kv_heads=groups,
         query_key_norm=norm,
         bias=bias,
     )
-    activation = given.chosen("hidden_act", _ACTIVATIONS)
-    feed_forward = cfg.FeedForward(given.size("intermediate_size"), activation)
+    activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
+    feed_forward = cfg.FeedForward(config_fields.size("intermediate_size"), activation)
     return cfg.ModelConfig(
-        (cfg.Stack((attention, feed_forward), given.size("num_hidden_layers")),),
+        (cfg.Stack((attention, feed_forward), config_fields.size("num_hidden_layers")),),
         cfg.VectorStore(width),
-        vocab_size=given.size("vocab_size"),
+        vocab_size=config_fields.size("vocab_size"),
         norm="rmsnorm",
-        norm_epsilon=given.positive("rms_norm_eps", 1e-6),
+        norm_epsilon=config_fields.positive("rms_norm_eps", 1e-6),
     )
 
 
-def values_of(
+def config_values(
     model: cfg.ModelConfig, *, max_length: int, bos: int, ends: Sequence[int]
 ) -> dict[str, Any]:
     """Return the fields of the hub's config.json for a model.
@@ -298,7 +300,7 @@ def values_of(
     kinds = {flags: kind for kind, flags in reversed(KINDS.items())}
     kind = kinds.get((attention.bias, attention.query_key_norm))
     if kind is None:
-        raise _not_of_hub("model.attention.bias and query_key_norm", "both", "one of them")
+        raise _not_in_hub_format("model.attention.bias and query_key_norm", "both", "one of them")
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     return {
         "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
@@ -312,7 +314,7 @@ def values_of(
         "hidden_act": activations[feed_forward.activation],
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": attention.positions.base,
-        "rope_scaling": _scaling_of(attention.positions.scaling),
+        "rope_scaling": _rope_scaling(attention.positions.scaling),
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
         "attention_bias": attention.bias,
@@ -330,32 +332,32 @@ def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
 def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
     """Return the attention and the feed-forward core of a Llama-family model's layers."""
     if not isinstance(model.store, cfg.VectorStore):
-        raise _not_of_hub("model.store", model.store.kind, "vector")
+        raise _not_in_hub_format("model.store", model.store.kind, "vector")
     if not isinstance(model.mixer, cfg.Sum):
-        raise _not_of_hub("model.mixer", model.mixer.kind, "sum")
+        raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     if not isinstance(model.parametrization, cfg.Standard):
-        raise _not_of_hub("model.parametrization", model.parametrization.kind, "standard")
+        raise _not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")
     if model.norm != "rmsnorm":
-        raise _not_of_hub("model.norm", model.norm, "rmsnorm")
+        raise _not_in_hub_format("model.norm", model.norm, "rmsnorm")
     kinds = [core.kind for core in model.cores]
     if len(model.stacks) > 1 or kinds != ["attention", "feed_forward"]:
-        raise _not_of_hub(
+        raise _not_in_hub_format(
             "model.stacks", ", ".join(kinds), "one stack, of attention and feed_forward"
         )
     attention, feed_forward = model.cores
     if feed_forward.activation not in _ACTIVATIONS.values():
         legal = " or ".join(_ACTIVATIONS.values())
-        raise _not_of_hub("model.feed_forward.activation", feed_forward.activation, legal)
+        raise _not_in_hub_format("model.feed_forward.activation", feed_forward.activation, legal)
     if not isinstance(attention.positions, cfg.Rope) or attention.positions.dims is not None:
-        raise _not_of_hub(
+        raise _not_in_hub_format(
             "model.attention.positions", attention.positions.kind, "rope over all dimensions"
         )
     if attention.inverse_layer_scaling:
-        raise _not_of_hub("model.attention.inverse_layer_scaling", True, "false")
+        raise _not_in_hub_format("model.attention.inverse_layer_scaling", True, "false")
     return attention, feed_forward
 
 
-def _scaling_of(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
+def _rope_scaling(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     return {
@@ -367,5 +369,5 @@ def _scaling_of(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
     }
 
 
-def _not_of_hub(name: str, value: object, legal: str) -> UsageError:
+def _not_in_hub_format(name: str, value: object, legal: str) -> UsageError:
     return UsageError(f"{name}={value} cannot be written in the hub's format; legal: {legal}")

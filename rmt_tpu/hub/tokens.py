@@ -11,7 +11,7 @@ from rmt_tpu.hub.models import Description, values_in
 CONFIG = "tokenizer_config.json"
 
 
-def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
+def read_tokenizer(folder: str | Path, described: Description) -> data.Tokenizer:
     """Read the tokenizer in a folder; its texts start and end as they do in transformers.
 
     A text starts with BOS if the template in tokenizer.json adds it, regardless of `add_bos_token`
@@ -30,7 +30,7 @@ def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
     return tokenizer
 
 
-def config_of(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
+def tokenizer_config(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
     """Return the tokenizer_config.json for an exported model; empty if its tokens have no names."""
     names = [tokenizer.token_name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
@@ -56,13 +56,13 @@ def _ends(
     """
     if described.ends:
         return described.ends
-    named = values.get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
-    token = tokenizer.token_id(named) if isinstance(named, str) else None
+    end_token = values.get("eos_token")
+    end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
+    token = tokenizer.named(end_token) if isinstance(end_token, str) else None
     if token is not None and token < described.model.vocab_size:
         return (token,)
-    usual = described.usual_end
-    if usual is not None and usual < tokenizer.vocab_size and tokenizer.token_name(usual):
-        if not tokenizer.decode_bytes([usual]):
-            return (usual,)
+    default = described.default_end
+    if default is not None and default < tokenizer.vocab_size and tokenizer.spelled(default):
+        if not tokenizer.decode_bytes([default]):
+            return (default,)
     return tokenizer.ends

@@ -46,10 +46,10 @@ class Piece(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
-        *_, before, last = (1, *self.sizes)
+        *_, row, last = (1, *self.sizes)
         if self.name.endswith((".bias", "norm.weight")):
             return (math.prod(self.sizes),)
-        return (last, before) if self.transposed else (before, last)
+        return (last, row) if self.transposed else (row, last)
 
 
 def pieces(model: cfg.ModelConfig) -> list[Piece]:
@@ -63,45 +63,49 @@ def pieces(model: cfg.ModelConfig) -> list[Piece]:
     dim, vocab, hidden = model.store.dim, model.vocab_size, feed_forward.hidden_dim
     counts = attention.num_heads, attention.kv_heads, attention.kv_heads
     size, equal = attention.head_dim, attention.num_heads == attention.kv_heads
-    whole = lambda *sizes: tuple((0, s) for s in sizes)
-    found = [
-        Piece("model.embed_tokens.weight", ("embedding", "tokens"), whole(vocab, dim)),
-        Piece("model.norm.weight", ("final_site", "gain"), whole(dim)),
-        Piece("lm_head.weight", ("unembedding", "kernel"), whole(dim, vocab), True),
+    full = lambda *sizes: tuple((0, s) for s in sizes)
+    tensors = [
+        Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim)),
+        Piece("model.norm.weight", ("final_site", "gain"), full(dim)),
+        Piece("lm_head.weight", ("unembedding", "kernel"), full(dim, vocab), True),
     ]
     for layer in range(model.stacks[0].repeat):
-        own = (layer, layer + 1)
+        layer_range = (layer, layer + 1)
         first, second = ("stacks", 0, 0), ("stacks", 0, 1)
-        named = lambda name, path, *at, transposed=True, own=own, layer=layer: Piece(
-            f"model.layers.{layer}.{name}", path, (own, *at), transposed
+        layer_piece = (
+            lambda name, path, *at, transposed=True, layer_range=layer_range, layer=layer: Piece(
+                f"model.layers.{layer}.{name}", path, (layer_range, *at), transposed
+            )
         )
-        matrix = lambda name, path, number, *sizes, named=named: named(
-            f"{name}_proj.weight", path, (number, number + 1), *whole(*sizes)
+        matrix = lambda name, path, number, *sizes, layer_piece=layer_piece: layer_piece(
+            f"{name}_proj.weight", path, (number, number + 1), *full(*sizes)
         )
         width = lambda count: (dim, count * size)
-        found.append(named("input_layernorm.weight", (*first, "site", "gain"), (0, dim)))
+        tensors.append(layer_piece("input_layernorm.weight", (*first, "site", "gain"), (0, dim)))
         for number, (letter, count) in enumerate(zip("qkv", counts, strict=True)):
             fewer = number > 0 and not equal
             path = (*first, "site", "read_fewer" if fewer else "read")
-            place = number - fewer
-            found.append(matrix(f"self_attn.{letter}", path, place, *width(count)))
+            index = number - fewer
+            tensors.append(matrix(f"self_attn.{letter}", path, index, *width(count)))
             if attention.bias:
                 begin = sum(counts[:number])
                 at = (begin, begin + count), (0, size)
-                found.append(named(f"self_attn.{letter}_proj.bias", (*first, "core", "bias"), *at))
+                tensors.append(
+                    layer_piece(f"self_attn.{letter}_proj.bias", (*first, "core", "bias"), *at)
+                )
         if attention.query_key_norm:
             for letter, gain in (("q", "query_gain"), ("k", "key_gain")):
                 path = (*first, "core", gain)
-                found.append(named(f"self_attn.{letter}_norm.weight", path, (0, size)))
-        out = whole(counts[0] * size, dim)
-        found += [
-            named("self_attn.o_proj.weight", (*second, "site", "write"), *out),
-            named("post_attention_layernorm.weight", (*second, "site", "gain"), (0, dim)),
+                tensors.append(layer_piece(f"self_attn.{letter}_norm.weight", path, (0, size)))
+        out = full(counts[0] * size, dim)
+        tensors += [
+            layer_piece("self_attn.o_proj.weight", (*second, "site", "write"), *out),
+            layer_piece("post_attention_layernorm.weight", (*second, "site", "gain"), (0, dim)),
             matrix("mlp.gate", (*second, "core", "w_1"), 0, dim, hidden),
             matrix("mlp.up", (*second, "core", "w_1"), 1, dim, hidden),
-            named("mlp.down_proj.weight", (*second, "core", "w_2"), *whole(hidden, dim)),
+            layer_piece("mlp.down_proj.weight", (*second, "core", "w_2"), *full(hidden, dim)),
         ]
-    return found
+    return tensors
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -120,24 +124,24 @@ class Tensors:
 
     def __init__(self, folder: Path):
         self.folder, self._files, self._names = folder, {}, {}
-        for file in _files_of(folder):
-            with _whole(folder / file):
+        for file in _weight_files(folder):
+            with _read_errors(folder / file):
                 opened = _library().safe_open(folder / file, framework="numpy")
                 self._files[file] = opened
                 self._names |= dict.fromkeys(opened.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor, by name."""
-        return {n: tuple(self._of(n).get_slice(n).get_shape()) for n in self._names}
+        return {n: tuple(self._file(n).get_slice(n).get_shape()) for n in self._names}
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtype of every tensor, by name, as safetensors spells it."""
-        return {n: self._of(n).get_slice(n).get_dtype() for n in self._names}
+        return {n: self._file(n).get_slice(n).get_dtype() for n in self._names}
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor in its stored dtype."""
-        with _whole(self.folder / self._names[name]):
-            return self._of(name).get_tensor(name)
+        with _read_errors(self.folder / self._names[name]):
+            return self._file(name).get_tensor(name)
 
     def check_finite(self, name: str, values: np.ndarray) -> None:
         """Check that the values of the tensor `name` are finite in float32.
@@ -151,11 +155,13 @@ class Tensors:
                 "float32; legal: a folder written from finite weights"
             )
 
-    def _of(self, name: str) -> Any:
+    def _file(self, name: str) -> Any:
         return self._files[self._names[name]]
 
 
-def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, ...], list[Piece]]:
+def pieces_by_parameter(
+    tensors: Tensors, described: Description
+) -> dict[tuple[Any, ...], list[Piece]]:
     """Return the pieces that make up each parameter, by the parameter's path.
 
     If embeddings are tied and W_U has no tensor, the embedding's tensor is used for W_U.
@@ -164,13 +170,13 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
       UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
         lists the first 8 of them, with both shapes or the dtype.
     """
-    there, problems, wanted = tensors.shapes(), [], pieces(described.model)
+    shapes, problems, expected = tensors.shapes(), [], pieces(described.model)
     dtypes = tensors.dtypes()
-    if described.tied and "lm_head.weight" not in there:
+    if described.tied and "lm_head.weight" not in shapes:
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
-        wanted = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in wanted]
-    for piece in wanted:
-        shape = there.get(piece.name)
+        expected = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in expected]
+    for piece in expected:
+        shape = shapes.get(piece.name)
         if shape is None:
             problems.append(f"{piece.name} {list(piece.shape)} is missing")
         elif shape != piece.shape:
@@ -178,37 +184,39 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
         elif dtypes[piece.name] not in _DTYPES:
             legal = ", ".join(_DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
-    known = {piece.name for piece in wanted}
+    names = {piece.name for piece in expected}
     # Older files also store the frequencies of RoPE, which are not parameters.
-    strange = [n for n in there if n not in known and not n.endswith("rotary_emb.inv_freq")]
-    problems += [f"{name} {list(there[name])} is not a tensor of this model" for name in strange]
+    unknown = [n for n in shapes if n not in names and not n.endswith("rotary_emb.inv_freq")]
+    problems += [f"{name} {list(shapes[name])} is not a tensor of this model" for name in unknown]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UsageError(
             f"the tensors in {tensors.folder} do not fit its config.json: "
             f"{'; '.join(problems[:8])}{more}"
         )
-    found: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in wanted:
-        found.setdefault(piece.path, []).append(piece)
-    return found
+    by_path: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in expected:
+        by_path.setdefault(piece.path, []).append(piece)
+    return by_path
 
 
-def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Callable[[Index], Any]:
+def reader(
+    tensors: Tensors, parameter_pieces: list[Piece], shape: tuple[int, ...]
+) -> Callable[[Index], Any]:
     """Return a function that reads any slice of a parameter from its pieces, in float32.
 
     The function raises RunError if a value is not finite.
 
     Args:
       tensors: the tensors in the folder.
-      found: the pieces of the parameter.
+      parameter_pieces: the pieces of the parameter.
       shape: the shape of the parameter.
     """
 
     def read(index: Index) -> np.ndarray:
         ranges = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
         part = np.empty([stop - start for start, stop in ranges], np.float32)
-        for piece in found:
+        for piece in parameter_pieces:
             common = [
                 (max(a, start), min(b, stop))
                 for (a, b), (start, stop) in zip(piece.at, ranges, strict=True)
@@ -216,23 +224,23 @@ def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Call
             if all(a < b for a, b in common):
                 value = tensors.read(piece.name)
                 value = (value.T if piece.transposed else value).reshape(piece.sizes)
-                inside = (
+                source = (
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, piece.at, strict=True)
                 )
-                there = (
+                target = (
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
                 )
-                there = tuple(there)
+                target = tuple(target)
                 # Ignore float64 values that overflow here: `check_finite` reports them.
                 with np.errstate(over="ignore"):
-                    part[there] = value[tuple(inside)]
-                tensors.check_finite(piece.name, part[there])
+                    part[target] = value[tuple(source)]
+                tensors.check_finite(piece.name, part[target])
         return part
 
     return read
 
 
-def _files_of(folder: Path) -> list[str]:
+def _weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -251,7 +259,7 @@ def _files_of(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except MemoryError:
@@ -275,13 +283,13 @@ def _library() -> Any:
 
 
 def write(
-    folder: Path, wanted: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
+    folder: Path, tensor_pieces: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
 ) -> None:
     """Write tensors as safetensors files; more than 5 GB are split into files with an index.
 
     Args:
       folder: the folder to write to.
-      wanted: all tensors of the model.
+      tensor_pieces: all tensors of the model.
       value: a function that returns the slice of the parameter that a piece describes.
       dtype: the dtype of the written tensors.
 
@@ -292,23 +300,23 @@ def write(
     from safetensors.numpy import save_file
 
     groups: list[list[Piece]] = [[]]
-    filled = 0
-    for piece in wanted:
+    group_bytes = 0
+    for piece in tensor_pieces:
         count = math.prod(piece.sizes) * np.dtype(dtype).itemsize
-        if groups[-1] and filled + count > _SHARD:
+        if groups[-1] and group_bytes + count > _SHARD:
             groups.append([])
-            filled = 0
+            group_bytes = 0
         groups[-1].append(piece)
-        filled += count
-    one, placed = len(groups) == 1, {}
+        group_bytes += count
+    single, files = len(groups) == 1, {}
     for number, group in enumerate(groups, 1):
-        name = WEIGHTS if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        name = WEIGHTS if single else f"model-{number:05}-of-{len(groups):05}.safetensors"
         tensors = {piece.name: _tensor(piece, value(piece), dtype) for piece in group}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        placed |= dict.fromkeys(tensors, name)
-    if not one:
-        total = sum(math.prod(piece.sizes) for piece in wanted) * np.dtype(dtype).itemsize
-        index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": placed}
+        files |= dict.fromkeys(tensors, name)
+    if not single:
+        total = sum(math.prod(piece.sizes) for piece in tensor_pieces) * np.dtype(dtype).itemsize
+        index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

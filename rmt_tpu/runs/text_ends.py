@@ -5,7 +5,7 @@ import json
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.models import GENERATION, Fields, describe, is_hub, special_tokens
-from rmt_tpu.hub.tokens import tokenizer_of
+from rmt_tpu.hub.tokens import read_tokenizer
 from rmt_tpu.storage import Folder
 
 
@@ -57,7 +57,7 @@ def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
     path = folder.local_path
     try:
         if is_hub(path):
-            other = tokenizer_of(path, describe(path))
+            theirs = read_tokenizer(path, describe(path))
         else:
             other = load_saved(folder)
             other.ends = load(folder, other)

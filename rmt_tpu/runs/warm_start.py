@@ -109,7 +109,7 @@ class WarmStart:
 
     def _read_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tensors = weights.Tensors(self._folder.local_path)
-        found = weights.of_parameters(tensors, describe(self._folder.local_path))
+        found = weights.pieces_by_parameter(tensors, describe(self._folder.local_path))
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])

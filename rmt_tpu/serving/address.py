@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
     opened = socket.socket(family, kind, number)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        with _told(host, port):
+        with _address_errors(host, port):
             opened.bind(address)
     except UsageError:
         opened.close()
@@ -39,7 +39,7 @@ def listen(opened: socket.socket) -> str:
       UsageError: another server has taken the port in the meantime.
     """
     host, port = opened.getsockname()[:2]
-    with _told(host, port):
+    with _address_errors(host, port):
         opened.listen(128)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -50,7 +50,7 @@ def is_loopback(opened: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def _told(host: str, port: int) -> Iterator[None]:
+def _address_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.generation import Completion, Scores
-from rmt_tpu.serving.protocol import Ask, Served
+from rmt_tpu.serving.protocol import CompletionRequest, ServedModel
 
 
 class Answer:
@@ -15,49 +15,49 @@ class Answer:
     The chunks of a stream add up to the response that is sent without streaming.
 
     Args:
-      ask: the request.
+      request: the request.
       served: the model.
       name: the id of the response.
       created: the time of the request, in seconds since 1970.
     """
 
-    def __init__(self, ask: Ask, served: Served, name: str, created: int):
-        self._ask = ask
+    def __init__(self, request: CompletionRequest, served: ServedModel, name: str, created: int):
+        self._request = request
         self._head = {
             "id": name,
             "object": "text_completion",
             "created": created,
             "model": served.name,
         }
-        texts = range(len(ask.prompts) * ask.n)
-        self._choices = [_Choice(ask, index, served.tokenizer) for index in texts]
-        self._told = [choice.empty() for choice in self._choices]
+        texts = range(len(request.prompts) * request.n)
+        self._choices = [_Choice(request, index, served.tokenizer) for index in texts]
+        self._whole_choices = [choice.empty() for choice in self._choices]
         self._tokens = 0
 
-    def add(self, index: int, more: Completion, prompt: Scores | None) -> dict[str, Any]:
+    def add(self, index: int, completion: Completion, prompt: Scores | None) -> dict[str, Any]:
         """Add a newly generated piece of a text, and return the piece as a chunk.
 
         Args:
           index: the index of the text within the response.
-          more: the new piece.
+          completion: the new piece.
           prompt: the scores of the text's prompt, if they were requested. They are passed together
             with the first piece of the text.
         """
-        if self._ask.silent:
-            more = Completion(more.number, finish="length")
-        self._tokens += len(more.tokens)
-        piece = self._choices[index].add(more, prompt)
-        told = self._told[index]
-        told["text"] += piece["text"]
-        told["finish_reason"] = piece["finish_reason"]
+        if self._request.silent:
+            completion = Completion(completion.number, finish="length")
+        self._tokens += len(completion.tokens)
+        piece = self._choices[index].add(completion, prompt)
+        choice = self._whole_choices[index]
+        choice["text"] += piece["text"]
+        choice["finish_reason"] = piece["finish_reason"]
         for name, values in (piece["logprobs"] or {}).items():
-            told["logprobs"][name] += values
-        usage = {"usage": None} if self._ask.include_usage else {}
+            choice["logprobs"][name] += values
+        usage = {"usage": None} if self._request.include_usage else {}
         return self._head | {"choices": [piece]} | usage
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Return the complete response."""
-        return self._head | {"choices": self._told, "usage": self._usage()}
+        return self._head | {"choices": self._whole_choices, "usage": self._usage()}
 
     def usage(self) -> dict[str, Any]:
         """Return the last chunk of a stream, which reports the numbers of tokens."""
@@ -66,78 +66,80 @@ class Answer:
     @property
     def ended(self) -> bool:
         """Whether all texts of the response have ended."""
-        return all(told["finish_reason"] for told in self._told)
+        return all(choice["finish_reason"] for choice in self._whole_choices)
 
     def _usage(self) -> dict[str, int]:
-        of_prompts = sum(len(prompt.tokens) for prompt in self._ask.prompts)
+        prompt_tokens = sum(len(prompt.tokens) for prompt in self._request.prompts)
         return {
-            "prompt_tokens": of_prompts,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self._tokens,
-            "total_tokens": of_prompts + self._tokens,
+            "total_tokens": prompt_tokens + self._tokens,
         }
 
 
 class _Choice:
     """One text of a response, that is, one of OpenAI's `choices`."""
 
-    def __init__(self, ask: Ask, index: int, tokenizer: Tokenizer):
-        self.ask, self.index, self.tokenizer = ask, index, tokenizer
-        self.prompt = ask.prompts[index // ask.n]
+    def __init__(self, request: CompletionRequest, index: int, tokenizer: Tokenizer):
+        self.request, self.index, self.tokenizer = request, index, tokenizer
+        self.prompt = request.prompts[index // request.n]
         self.begun = False
-        self.told = 0  # number of characters sent so far
+        self.characters_sent = 0  # number of characters sent so far
         self.offset = 0  # character offset at which the next token's text begins
-        self.held: list[tuple] = []  # tokens whose text has not been sent yet
+        self.pending: list[tuple] = []  # tokens whose text has not been sent yet
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def empty(self) -> dict[str, Any]:
         return {
             "index": self.index,
             "text": "",
-            "logprobs": None if self.ask.logprobs is None else _logprobs([]),
+            "logprobs": None if self.request.logprobs is None else _logprobs([]),
             "finish_reason": None,
         }
 
-    def add(self, more: Completion, prompt: Scores | None) -> dict[str, Any]:
-        piece = self.empty() | {"text": more.text, "finish_reason": more.finish}
-        if self.ask.echo and not self.begun:
-            piece["text"] = self.prompt.text + more.text
-            self._hold_prompt(prompt)
+    def add(self, completion: Completion, prompt: Scores | None) -> dict[str, Any]:
+        piece = self.empty() | {"text": completion.text, "finish_reason": completion.finish}
+        if self.request.echo and not self.begun:
+            piece["text"] = self.prompt.text + completion.text
+            self._queue_prompt(prompt)
         self.begun = True
-        self.told += len(piece["text"])
-        if self.ask.logprobs is None:
+        self.characters_sent += len(piece["text"])
+        if self.request.logprobs is None:
             return piece
-        likeliest = more.likeliest or [{}] * len(more.tokens)
-        for given in zip(more.tokens, more.log_probabilities, likeliest, strict=True):
-            self._hold(*given)
+        likeliest = completion.likeliest or [{}] * len(completion.tokens)
+        tokens = zip(completion.tokens, completion.log_probabilities, likeliest, strict=True)
+        for token, log, alternatives in tokens:
+            self._queue(token, log, alternatives)
         # A token is reported when its text is sent. The text of a stop string is never sent, so its
         # tokens are never reported.
-        count = sum(offset < self.told for *_, offset in self.held)
-        if more.finish == "length":
-            count = len(self.held)
-        piece["logprobs"], self.held = _logprobs(self.held[:count]), self.held[count:]
+        count = sum(offset < self.characters_sent for *_, offset in self.pending)
+        if completion.finish == "length":
+            count = len(self.pending)
+        piece["logprobs"], self.pending = _logprobs(self.pending[:count]), self.pending[count:]
         return piece
 
-    def _hold_prompt(self, scores: Scores | None) -> None:
+    def _queue_prompt(self, scores: Scores | None) -> None:
         if scores is None:
             return
-        start = len(self.prompt.tokens) - self.prompt.own
+        start = len(self.prompt.tokens) - self.prompt.client_tokens
         # If the client's prompt includes the start token, that token has no score, because no token
         # precedes it.
-        before = [None] * (1 - start)
-        logs = before + scores.log_probabilities
-        likeliest = before + (scores.likeliest or [{}] * len(scores.log_probabilities))
-        for given in zip(self.prompt.tokens[start:].tolist(), logs, likeliest, strict=True):
-            self._hold(*given)
+        unscored = [None] * (1 - start)
+        logs = unscored + scores.log_probabilities
+        likeliest = unscored + (scores.likeliest or [{}] * len(scores.log_probabilities))
+        tokens = zip(self.prompt.tokens[start:].tolist(), logs, likeliest, strict=True)
+        for token, log, alternatives in tokens:
+            self._queue(token, log, alternatives)
         self.offset = len(self.prompt.text)
         self.characters.reset()
 
-    def _hold(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
+    def _queue(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
         """Queue a token with its log-probability, likeliest alternatives and text offset."""
         top = None
         if likeliest is not None:
-            best = list(likeliest.items())[: self.ask.logprobs]
+            best = list(likeliest.items())[: self.request.logprobs]
             top = {self._text(t): _finite(x) for t, x in [*best, (token, log)]}
-        self.held.append((self._text(token), _finite(log), top, self.offset))
+        self.pending.append((self._text(token), _finite(log), top, self.offset))
         if token < self.tokenizer.vocab_size:  # larger ids have no text
             self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from rmt_tpu.errors import unknown
 from rmt_tpu.serving.answers import Answer
-from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
+from rmt_tpu.serving.protocol import CompletionRequest, Refusal, ServedModel, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import log_line
 
@@ -43,7 +43,7 @@ class Front:
       draining: whether new requests are refused because the server is shutting down.
     """
 
-    def __init__(self, worker: Worker, served: Served, *, max_body: int, log: bool = False):
+    def __init__(self, worker: Worker, served: ServedModel, *, max_body: int, log: bool = False):
         self.worker, self.served = worker, served
         self.texts, self.draining = 0, False
         self._max_body, self._log, self._created = max_body, log, int(time.time())
@@ -58,7 +58,7 @@ class Front:
             ],
             exception_handlers={
                 Refusal: self._refused,
-                HTTPException: _no_such,
+                HTTPException: _not_found,
                 Exception: _failed,
             },
         )
@@ -82,15 +82,15 @@ class Front:
             limit.reschedule(0)  # a deadline in the past, which expires at once
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._description()]})
 
     async def _model(self, request: Request) -> Response:
         if (name := request.path_params["name"]) != self.served.name:
             message = unknown("model", name, [self.served.name])
             raise Refusal(message, "model", status=404, code="model_not_found")
-        return JSONResponse(self._described())
+        return JSONResponse(self._description())
 
-    def _described(self) -> dict:
+    def _description(self) -> dict:
         return {
             "id": self.served.name,
             "object": "model",
@@ -101,8 +101,8 @@ class Front:
 
     async def _health(self, request: Request) -> Response:
         status = "draining" if self.draining else "ok" if self.worker.is_alive() else "failed"
-        told = {"status": status, "model": self.served.name, "texts": self.texts}
-        return JSONResponse(told, 200 if status == "ok" else 503)
+        state = {"status": status, "model": self.served.name, "texts": self.texts}
+        return JSONResponse(state, 200 if status == "ok" else 503)
 
     async def _completions(self, request: Request) -> Response:
         try:
@@ -111,15 +111,15 @@ class Front:
             return Response(status_code=400)  # the client has disconnected
         self._check_open()
         # Parse in another thread: tokenizing a long prompt would block the event loop.
-        ask = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
-        self._check_open(len(ask.prompts) * ask.n)
-        reply = _Reply(self, ask, request.receive)
-        if ask.stream:
+        parsed = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
+        self._check_open(len(parsed.prompts) * parsed.n)
+        reply = _Reply(self, parsed, request.receive)
+        if parsed.stream:
             return _Events(reply)
         with contextlib.closing(reply):
             async for _ in reply.chunks():
                 pass
-        return JSONResponse(reply.answer.whole())
+        return JSONResponse(reply.answer.response())
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
@@ -166,11 +166,11 @@ class Front:
             )
 
     async def _refused(self, request: Request, refusal: Refusal) -> Response:
-        self.say(f"{request.method} {request.url.path} {refusal.status}: {refusal}")
+        self.log(f"{request.method} {request.url.path} {refusal.status}: {refusal}")
         headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
         return JSONResponse(refusal.to_json(), refusal.status, headers)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Log a line, if logging is enabled."""
         if self._log:
             log_line(line)
@@ -181,24 +181,24 @@ class _Reply:
 
     Args:
       front: the front end.
-      ask: the request.
+      parsed: the request.
       receive: the ASGI function that reports when the client has disconnected.
     """
 
-    def __init__(self, front: Front, ask: Ask, receive: Receive):
+    def __init__(self, front: Front, parsed: CompletionRequest, receive: Receive):
         name, self._began = f"cmpl-{secrets.token_hex(12)}", time.monotonic()
-        self.include_usage = ask.include_usage
-        self.answer = Answer(ask, front.served, name, int(time.time()))
+        self.include_usage = parsed.include_usage
+        self.answer = Answer(parsed, front.served, name, int(time.time()))
         self._front, self._outcome = front, "the client has disconnected"
-        self._pieces = front.open(requests := ask.requests())
+        self._pieces = front.open(requests := parsed.requests())
         loop = asyncio.get_running_loop()
 
-        def tell(piece: Piece | Exception) -> None:
+        def deliver(piece: Piece | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # raised if the loop is already closed
                 loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-        self._job = Job(requests, ask.stop, tell)
-        self._gone = asyncio.create_task(self._wait_until_gone(receive))
+        self._job = Job(requests, parsed.stop, deliver)
+        self._disconnect = asyncio.create_task(self._watch_disconnect(receive))
         front.worker.submit(self._job)
 
     async def chunks(self) -> AsyncIterator[dict]:
@@ -218,15 +218,15 @@ class _Reply:
         self._outcome = "ok"
 
     def close(self) -> None:
-        self._gone.cancel()
+        self._disconnect.cancel()
         self._front.worker.cancel(self._job)
         self._front.close(self._pieces, len(self._job.requests))
         usage, seconds = self.answer.usage()["usage"], time.monotonic() - self._began
         tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
         texts = f"{len(self._job.requests)} texts"
-        self._front.say(f"{texts}, {tokens}, {seconds:.2f} s: {self._outcome}")
+        self._front.log(f"{texts}, {tokens}, {seconds:.2f} s: {self._outcome}")
 
-    async def _wait_until_gone(self, receive: Receive) -> None:
+    async def _watch_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._pieces.put_nowait(Refusal("the client has disconnected", status=400, code="gone"))
@@ -258,7 +258,7 @@ async def _event(send: Send, data: str) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _no_such(request: Request, error: HTTPException) -> Response:
+async def _not_found(request: Request, error: HTTPException) -> Response:
     """Answer a request whose path or method does not exist."""
     path = f"{request.method} {request.url.path}"
     legal = "POST /v1/completions, GET /v1/models, GET /healthz"

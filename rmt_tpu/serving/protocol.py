@@ -12,7 +12,7 @@ from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.generation import RANKS, Request, Sampling
 
 _MAX_STOPS, _LONGEST_STOP = 4, 256
-_USUAL_TOKENS = 16  # OpenAI's default
+_DEFAULT_TOKENS = 16  # OpenAI's default
 
 
 class Refusal(Exception):
@@ -43,15 +43,15 @@ class Refusal(Exception):
     def to_json(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
         kinds = {429: "rate_limit_error"}
-        usual = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = kinds.get(self.status, usual)
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = kinds.get(self.status, default)
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         }
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model as clients see it.
 
     Attributes:
@@ -79,8 +79,8 @@ class Served:
     @property
     def legal_tokens(self) -> int:
         """The bound of legal token ids: each id below it has an embedding and a text."""
-        known = self.tokenizer.vocab_size
-        return known if self.vocab_size is None else min(known, self.vocab_size)
+        size = self.tokenizer.vocab_size
+        return size if self.vocab_size is None else min(size, self.vocab_size)
 
 
 class Prompt(NamedTuple):
@@ -88,18 +88,18 @@ class Prompt(NamedTuple):
 
     Attributes:
       tokens: the prompt's tokens, after a start token if the tokenizer uses one.
-      own: how many of the tokens, counted from the end, come from the client; this excludes a start
-        token that was added here.
+      client_tokens: how many of the tokens, counted from the end, come from the client. A start
+        token that the server added does not count.
       text: the text of the client's tokens.
     """
 
     tokens: np.ndarray
-    own: int
+    client_tokens: int
     text: str
 
 
 @dataclass(frozen=True)
-class Ask:
+class CompletionRequest:
     """A parsed request, all of whose values are legal.
 
     Attributes:
@@ -146,7 +146,7 @@ _FIELDS = (
 )
 
 
-def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
+def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionRequest:
     """Parse and check the body of a request.
 
     Args:
@@ -161,13 +161,13 @@ def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
     if "model" in values:
         _check_model(values, served)
     echo, stream = (
-        _given(values, name, False, _is(bool), "true or false") for name in ("echo", "stream")
+        _field(values, name, False, _is(bool), "true or false") for name in ("echo", "stream")
     )
     max_tokens, sampling = _sampling(values, served, echo, fresh_seed)
-    n = _whole(values, "n", 1, 1, served.max_texts)
-    _whole(values, "best_of", n, n, n)
+    n = _whole_number(values, "n", 1, 1, served.max_texts)
+    _whole_number(values, "best_of", n, n, n)
     prompts = _prompts(values, n, served)
-    rooms = [_room(number, prompts, served) for number in range(len(prompts))]
+    rooms = [_room_after(number, prompts, served) for number in range(len(prompts))]
     if "max_tokens" not in values:
         max_tokens = min(max_tokens, *rooms)
     elif max_tokens > min(rooms):
@@ -178,12 +178,12 @@ def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
             "max_tokens",
             code="context_length_exceeded",
         )
-    return Ask(
+    return CompletionRequest(
         prompts=prompts,
         n=n,
         sampling=replace(sampling, max_tokens=max(max_tokens, 1)),
         stop=_stop(values),
-        logprobs=_whole(values, "logprobs", None, 0, RANKS),
+        logprobs=_whole_number(values, "logprobs", None, 0, RANKS),
         echo=echo,
         silent=max_tokens == 0,
         stream=stream,
@@ -214,27 +214,27 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def _check_model(values: Mapping[str, Any], served: Served) -> None:
+def _check_model(values: Mapping[str, Any], served: ServedModel) -> None:
     if values["model"] != served.name:
         message = unknown("model", values["model"], [served.name])
         raise Refusal(message, "model", status=404, code="model_not_found")
 
 
 def _sampling(
-    values: Mapping[str, Any], served: Served, echo: bool, fresh_seed: int
+    values: Mapping[str, Any], served: ServedModel, echo: bool, fresh_seed: int
 ) -> tuple[int, Sampling]:
     """Return the maximum number of new tokens and the sampling settings."""
-    usual = min(_USUAL_TOKENS, served.max_tokens)
+    default = min(_DEFAULT_TOKENS, served.max_tokens)
     # A request for 0 new tokens makes sense only if the prompt is echoed.
-    max_tokens = _whole(values, "max_tokens", usual, 0 if echo else 1, served.max_tokens)
-    given = {name: values[name] for name in _SAMPLING if name in values}
-    for name, value in given.items():
-        whole = isinstance(getattr(Sampling, name), int)
-        words = "a whole number" if whole else "a number"
-        _given(values, name, None, _is(int) if whole else _is(int, float), words)
-        given[name] = value if whole else _as_float(value)
+    max_tokens = _whole_number(values, "max_tokens", default, 0 if echo else 1, served.max_tokens)
+    settings = {name: values[name] for name in _SAMPLING if name in values}
+    for name, value in settings.items():
+        integral = isinstance(getattr(Sampling, name), int)
+        words = "a whole number" if integral else "a number"
+        _field(values, name, None, _is(int) if integral else _is(int, float), words)
+        settings[name] = value if integral else _as_float(value)
     try:
-        return max_tokens, Sampling(**{"seed": fresh_seed, **given, "max_tokens": 1})
+        return max_tokens, Sampling(**{"seed": fresh_seed, **settings, "max_tokens": 1})
     except UsageError as error:
         message = str(error).removeprefix("Sampling.")
         raise Refusal(message, message.partition("=")[0]) from None
@@ -248,60 +248,60 @@ def _as_float(value: int | float) -> float:
         return float("inf")
 
 
-def _prompts(values: Mapping[str, Any], n: int, served: Served) -> list[Prompt]:
+def _prompts(values: Mapping[str, Any], n: int, served: ServedModel) -> list[Prompt]:
     """Return the prompts of a request.
 
     The field may hold a text, a list of tokens, or a list of texts or of token lists. Without the
     field, the prompt is an empty text.
     """
-    given = values.get("prompt", "")
-    many = isinstance(given, list) and not all(map(_is(int), given))
-    given = given if many else [given]
-    if (texts := len(given) * n) > served.max_texts:
+    prompts = values.get("prompt", "")
+    several = isinstance(prompts, list) and not all(map(_is(int), prompts))
+    prompts = prompts if several else [prompts]
+    if (texts := len(prompts) * n) > served.max_texts:
         raise Refusal(
-            f"prompt has {len(given)} prompts, which with n={n} make {texts} texts; legal: at most "
-            f"{served.max_texts} texts",
+            f"prompt has {len(prompts)} prompts, which with n={n} make {texts} texts; legal: at "
+            f"most {served.max_texts} texts",
             "prompt",
         )
-    return [_prompt(one, served) for one in given]
+    return [_prompt(prompt, served) for prompt in prompts]
 
 
-def _prompt(given: Any, served: Served) -> Prompt:
+def _prompt(prompt: Any, served: ServedModel) -> Prompt:
     tokenizer = served.tokenizer
-    if isinstance(given, str):
+    if isinstance(prompt, str):
         try:
-            tokens = tokenizer.encode(given)
+            tokens = tokenizer.encode(prompt)
         except UsageError as error:
             raise Refusal(f"prompt: {error}", "prompt") from None
         if len(tokens) and (largest := int(tokens.max())) >= served.legal_tokens:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {largest}; {legal}", "prompt")
-        return Prompt(tokenizer.with_bos(tokens), len(tokens), given)
-    if not isinstance(given, list) or not given or not all(map(_is(int), given)):
+        return Prompt(tokenizer.with_bos(tokens), len(tokens), prompt)
+    if not isinstance(prompt, list) or not prompt or not all(map(_is(int), prompt)):
         raise Refusal(
-            f"prompt={shown(given)} must be text, a list of tokens, a list of texts, or a list of "
+            f"prompt={shown(prompt)} must be text, a list of tokens, a list of texts, or a list of "
             "lists of tokens",
             "prompt",
         )
-    for token in given:
+    for token in prompt:
         if not 0 <= token < served.legal_tokens or token in tokenizer.gaps:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             legal += ", except ids that the tokenizer does not use" if tokenizer.gaps else ""
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
-    tokens = np.array(given, np.int64)
+    tokens = np.array(prompt, np.int64)
     # As in training, the model reads exactly one start token at the beginning of a text.
-    whole = tokens if tokens[0] == tokenizer.bos else tokenizer.with_bos(tokens)
-    return Prompt(whole, len(tokens), tokenizer.decode(tokens))
+    with_start = tokens if tokens[0] == tokenizer.bos else tokenizer.with_bos(tokens)
+    return Prompt(with_start, len(tokens), tokenizer.decode(tokens))
 
 
-def _room(number: int, prompts: list[Prompt], served: Served) -> int:
+def _room_after(number: int, prompts: list[Prompt], served: ServedModel) -> int:
     """Return how many new tokens fit after a prompt; the last one is never read by the model."""
     tokens = len(prompts[number].tokens)
     room = served.max_length + 1 - tokens
     if room < 1:
-        which = "prompt" if len(prompts) == 1 else f"prompt number {number + 1}"
+        label = "prompt" if len(prompts) == 1 else f"prompt number {number + 1}"
         raise Refusal(
-            f"{which} has {tokens} tokens{served.with_start}; legal: at most {served.max_length}",
+            f"{label} has {tokens} tokens{served.with_start}; legal: at most {served.max_length}",
             "prompt",
             code="context_length_exceeded",
         )
@@ -309,12 +309,12 @@ def _room(number: int, prompts: list[Prompt], served: Served) -> int:
 
 
 def _stop(values: Mapping[str, Any]) -> list[str]:
-    given = values.get("stop", [])
-    stops = [given] if isinstance(given, str) else given
+    value = values.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
     legal = isinstance(stops, list) and len(stops) <= _MAX_STOPS
     if not legal or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in stops):
         raise Refusal(
-            f"stop={shown(given)} must be text, or a list of at most {_MAX_STOPS} texts, each of 1 "
+            f"stop={shown(value)} must be text, or a list of at most {_MAX_STOPS} texts, each of 1 "
             f"to {_LONGEST_STOP} characters",
             "stop",
         )
@@ -322,25 +322,27 @@ def _stop(values: Mapping[str, Any]) -> list[str]:
 
 
 def _include_usage(values: Mapping[str, Any], stream: bool) -> bool:
-    given = values.get("stream_options", {})
-    legal = isinstance(given, dict) and given.keys() <= {"include_usage"}
-    if not legal or not isinstance(given.get("include_usage", False), bool):
+    options = values.get("stream_options", {})
+    legal = isinstance(options, dict) and options.keys() <= {"include_usage"}
+    if not legal or not isinstance(options.get("include_usage", False), bool):
         words = '{"include_usage": true} or {"include_usage": false}'
-        raise Refusal(f"stream_options={shown(given)} must be {words}", "stream_options")
-    if given and not stream:
+        raise Refusal(f"stream_options={shown(options)} must be {words}", "stream_options")
+    if options and not stream:
         raise Refusal("stream_options needs stream=true", "stream_options")
-    return given.get("include_usage", False)
+    return options.get("include_usage", False)
 
 
-def _whole(values: Mapping[str, Any], name: str, usual: int | None, low: int, high: int) -> Any:
-    words = f"a whole number from {low} to {high}" if low < high else f"{low}"
-    return _given(values, name, usual, lambda v: _is(int)(v) and low <= v <= high, words)
-
-
-def _given(
-    values: Mapping[str, Any], name: str, usual: Any, legal: Callable[[Any], bool], words: str
+def _whole_number(
+    values: Mapping[str, Any], name: str, default: int | None, low: int, high: int
 ) -> Any:
-    value = values.get(name, usual)
+    words = f"a whole number from {low} to {high}" if low < high else f"{low}"
+    return _field(values, name, default, lambda v: _is(int)(v) and low <= v <= high, words)
+
+
+def _field(
+    values: Mapping[str, Any], name: str, default: Any, legal: Callable[[Any], bool], words: str
+) -> Any:
+    value = values.get(name, default)
     if name in values and not legal(value):
         raise Refusal(f"{name}={shown(value)} must be {words}", name)
     return value

@@ -19,7 +19,7 @@ _HEADERS = 30  # maximum number of seconds that the server waits for a request's
 # With more connections than this, requests are answered with status 503, because the number of
 # files that a process may open is limited.
 _CONNECTIONS = 1000
-_LOOK = 0.05  # seconds between checks for open texts while draining
+_POLL_SECONDS = 0.05  # seconds between checks for open texts while draining
 
 
 def serve(
@@ -59,29 +59,29 @@ class Protocol(h11_impl.H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline for the first headers."""
         super().connection_made(transport)
-        self._look()
+        self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
         """Process bytes, and start or cancel the deadline for headers."""
         super().data_received(data)
-        self._look()
+        self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline for headers."""
-        self._forget()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
-    def _look(self) -> None:
+    def _update_deadline(self) -> None:
         """Start or cancel the deadline for headers.
 
         More bytes of the same headers do not extend the deadline.
         """
         if self.conn.their_state is not h11_impl.h11.IDLE:
-            self._forget()
+            self._cancel_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(_HEADERS, self.transport.close)
 
-    def _forget(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -135,6 +135,6 @@ class Server(uvicorn.Server):
             texts = self.front.texts
             log_line(f"{name}: finishing {texts} texts first; repeat the signal to stop at once")
         while self.front.texts and time.monotonic() < until and not self._end_at_once:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)
         self.front.end_all()
         self.should_exit = True

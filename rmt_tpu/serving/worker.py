@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rmt_tpu import memory
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.errors import RmtError, one_line
-from rmt_tpu.generation import Completion, Draft, Engine, Request, Said, Scores
+from rmt_tpu.generation import Completion, Draft, Engine, NewTokens, Request, Scores
 from rmt_tpu.streams import log_line
 
 
@@ -18,12 +18,12 @@ class Piece(NamedTuple):
 
     Attributes:
       index: the index of the text in its job.
-      more: the new piece.
+      completion: the new piece.
       prompt: the scores of the text's prompt, if they were requested; given with the first piece.
     """
 
     index: int
-    more: Completion
+    completion: Completion
     prompt: Scores | None
 
 
@@ -33,7 +33,7 @@ class Job:
     Args:
       requests: one request per text.
       stop: stop strings; a text ends before the first occurrence of any of them.
-      tell: a callback that receives each new piece of a text, or an exception if the job has
+      deliver: a callback that receives each new piece of a text, or an exception if the job has
         failed. It is called in the worker's thread.
     """
 
@@ -41,9 +41,9 @@ class Job:
         self,
         requests: Sequence[Request],
         stop: Sequence[str],
-        tell: Callable[[Piece | Exception], None],
+        deliver: Callable[[Piece | Exception], None],
     ):
-        self.requests, self.stop, self.tell = requests, stop, tell
+        self.requests, self.stop, self.deliver = requests, stop, deliver
         self.numbers: list[int] = []
 
 
@@ -64,7 +64,7 @@ class Worker(threading.Thread):
 
     def submit(self, job: Job) -> None:
         """Queue the job's texts until slots are free."""
-        self._orders.put(lambda: self._begin(job))
+        self._orders.put(lambda: self._start_job(job))
 
     def cancel(self, job: Job) -> None:
         """Cancel a job; its slots become free after the current step."""
@@ -92,7 +92,7 @@ class Worker(threading.Thread):
         """
         while True:
             try:
-                order = self._orders.get(block=not self._engine.open)
+                order = self._orders.get(block=not self._engine.open_requests)
             except queue.Empty:
                 return True
             if order is None:
@@ -101,9 +101,9 @@ class Worker(threading.Thread):
 
     def _step(self) -> None:
         try:
-            for said in self._engine.step():
-                if said.number in self._open:
-                    self._tell(said)
+            for new_tokens in self._engine.step():
+                if new_tokens.number in self._open:
+                    self._deliver(new_tokens)
         except Exception as error:
             if not isinstance(error, RmtError) and not memory.is_out(error):
                 traceback.print_exception(error)
@@ -111,7 +111,7 @@ class Worker(threading.Thread):
             log_line(f"error: {reason}: all requests in progress failed")
             self._engine.reset()
 
-    def _begin(self, job: Job) -> None:
+    def _start_job(self, job: Job) -> None:
         for index, request in enumerate(job.requests):
             number = self._engine.submit(request)
             job.numbers.append(number)
@@ -122,13 +122,13 @@ class Worker(threading.Thread):
             if self._open.pop(number, None):
                 self._engine.forget(number)
 
-    def _tell(self, said: Said) -> None:
-        job, index, draft = self._open[said.number]
-        more = draft.more(said)
-        if more.finish:
-            del self._open[said.number]
-            self._engine.forget(said.number)
-        job.tell(Piece(index, more, said.prompt))
+    def _deliver(self, new_tokens: NewTokens) -> None:
+        job, index, draft = self._open[new_tokens.number]
+        completion = draft.add(new_tokens)
+        if completion.finish:
+            del self._open[new_tokens.number]
+            self._engine.forget(new_tokens.number)
+        job.deliver(Piece(index, completion, new_tokens.prompt))
 
     def _fail(self, error: Exception) -> str:
         """Report an error to all open jobs, and return the one-line reason that they receive."""
@@ -136,5 +136,5 @@ class Worker(threading.Thread):
         jobs = {id(job): job for job, _, _ in self._open.values()}
         self._open.clear()
         for job in jobs.values():
-            job.tell(RuntimeError(reason))
+            job.deliver(RuntimeError(reason))
         return reason

@@ -12,7 +12,7 @@ from flax import nnx
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Batch, ByteTokenizer
 from rmt_tpu.generation import RANKS, Engine, Request, Sampling, programs
-from rmt_tpu.generation.programs import Model
+from rmt_tpu.generation.programs import ModelSpec
 from rmt_tpu.training.step import batch_loss
 from sharding import MeshError
 from tests import models
@@ -39,7 +39,7 @@ def two(shared):
 def test_a_prompt_is_scored_with_the_logits_of_few_tokens_at_a_time(decoder):
     graphdef, params = nnx.split(decoder)
     tokens, lengths = np.zeros((1, 256), np.int32), np.array([256])
-    program = programs.score.trace(Model(graphdef), params, tokens, lengths, np.bool_(True))
+    program = programs.score.trace(ModelSpec(graphdef), params, tokens, lengths, np.bool_(True))
     assert "f32[64,257]" in str(program.jaxpr) and "[256,257]" not in str(program.jaxpr)
 
 
@@ -51,7 +51,7 @@ def request(prompt: str, max_tokens: int, seed: int = 0, **how) -> Request:
 def rest(two, *numbers: int) -> dict[int, list[int]]:
     """Steps until nothing is left; tokens of some requests, and of no others."""
     came = {number: [] for number in numbers}
-    while two.open:
+    while two.open_requests:
         for said in two.step():
             came[said.number] += said.tokens
     return came
@@ -69,7 +69,7 @@ def test_requests_come_and_go_while_others_run(two):
     two.forget(gone)
     two.forget(never)
     (said,) = two.step()  # it has the slot at once
-    assert said.number == late and two.open == [first, late]
+    assert said.number == late and two.open_requests == [first, late]
     had = {n: [t for said in came if said.number == n for t in said.tokens] for n in (first, gone)}
     had[late] = said.tokens
     more = rest(two, first, late)
@@ -104,7 +104,10 @@ def test_what_goes_wrong_is_gone(two, monkeypatch):
         two.step()
     monkeypatch.undo()
     two.reset()
-    assert two.open == [] and len(rest(two, number := two.submit(request("ab", 9)))[number]) == 9
+    assert (
+        two.open_requests == []
+        and len(rest(two, number := two.submit(request("ab", 9)))[number]) == 9
+    )
 
 
 def test_room_that_nobody_needs_is_given_back(two):
@@ -116,7 +119,7 @@ def test_room_that_nobody_needs_is_given_back(two):
 
 @pytest.mark.slow
 def test_programs_can_be_made_beforehand(two):
-    made = (programs.prefill, programs.steps, programs.score, programs.insert, programs.grown)
+    made = (programs.prefill, programs.steps, programs.score, programs.insert, programs.grow)
     two.compile(62)
     compiled = [program._cache_size() for program in made]
     rest(two, two.submit(request("ab", 3)))
@@ -147,7 +150,7 @@ def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):
     two.submit(request("xyz", 6))
     number = two.submit(request("abcdef", 6, ranked=True, scored=True))
     tokens, told, likeliest, prompt = [], [], [], None
-    while two.open:
+    while two.open_requests:
         for said in two.step():
             if said.number != number:
                 assert said.prompt is None and said.scores.likeliest == []

@@ -25,7 +25,7 @@ from rmt_tpu.generation import (
     programs,
     sample,
 )
-from rmt_tpu.generation.sampling import penalized
+from rmt_tpu.generation.sampling import penalize
 from rmt_tpu.generation.text import Text
 from tests import models
 from tests.tiers import later
@@ -94,7 +94,7 @@ def test_numbers_that_float32_has_not_leave_the_likeliest():
         assert sample(logits, jnp.array([0]), choice([Sampling(**how)])) == 2
     how = choice([Sampling(repetition_penalty=1.2e-38)])
     seen = jnp.array([[False, False, True, False]])
-    assert sample(penalized(logits, seen, how), jnp.array([0]), how) == 2
+    assert sample(penalize(logits, seen, how), jnp.array([0]), how) == 2
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_tokens_without_a_text_are_never_chosen(temperature):
     for wrong in (-1, 257):
         with pytest.raises(UsageError, match=f"prompt has token {wrong}, which .* legal: 0 to 256"):
             engine.submit(Request(np.array([256, wrong]), Sampling()))
-    assert not engine.open
+    assert not engine.open_requests
 
 
 def test_stops_at_once(say):

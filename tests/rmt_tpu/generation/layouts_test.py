@@ -21,14 +21,14 @@ def orders(decoder) -> list[tuple[int, ...]]:
 @pytest.fixture
 def turned(monkeypatch):
     """As on a TPU whose steps turn all matrices; what these here turn is told."""
-    found, choose = [], layouts._chosen
+    found, choose = [], layouts._axis_orders
 
     def other(model, tree, shapes, rows):
         found.append(choose(model, tree, shapes, rows))
         order = lambda x: (*range(x.ndim - 2), *range(x.ndim)[:-3:-1])
         return {place: order(x) for place, x in enumerate(shapes)}
 
-    monkeypatch.setattr(layouts, "_chosen", other)
+    monkeypatch.setattr(layouts, "_axis_orders", other)
     monkeypatch.setattr(layouts, "_PLATFORM", "cpu")
     return found
 
@@ -95,4 +95,6 @@ ENTRY %main (a: bf16[2,8,4], b: f32[8,4], c: f32[8,4]) -> bf16[2,8,4] {
 }
 """
     given = [None, (0, 2, 1), (0, 1), (0, 1)]
-    assert layouts.turned(text, given) == {1: (0, 1, 2), 3: (1, 0)}, "the first is not read"
+    assert layouts.transposed_arguments(text, given) == {1: (0, 1, 2), 3: (1, 0)}, (
+        "the first is not read"
+    )

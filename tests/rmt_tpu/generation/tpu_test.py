@@ -139,7 +139,7 @@ def lower_steps(devices, *, config, rows, capacity):
     mesh = sharding.make_mesh(given.train.mesh, devices)
     decoder = placed_decoder(given.model, mesh)
     lay_out(decoder, rows)
-    model, params = programs.Model.of(decoder)
+    model, params = programs.ModelSpec.of(decoder)
     on = lambda spec: (
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     )

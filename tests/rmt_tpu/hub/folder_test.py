@@ -21,8 +21,8 @@ from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
-from rmt_tpu.hub.models import Description, describe, is_hub, model_of, values_of
-from rmt_tpu.hub.tokens import tokenizer_of
+from rmt_tpu.hub.models import Description, config_values, describe, is_hub, model_config
+from rmt_tpu.hub.tokens import read_tokenizer
 from rmt_tpu.runs.workdir import identity, load_step
 from rmt_tpu.training import trainer
 from tests import cli, models
@@ -322,7 +322,7 @@ def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
     library = tokenizers.Tokenizer.from_str(NAMED.to_str())
     for starts in (False, True):
         library.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = tokenizer_of(tmp_path, Description(model(), 64, False))
+        tokenizer = read_tokenizer(tmp_path, Description(model(), 64, False))
         assert tokenizer.starts == starts
         assert tokenizer.with_bos([0, 0]).tolist() == [1] * starts + [0, 0]
         assert tokenizer.with_bos([]).tolist() == [1]
@@ -339,13 +339,13 @@ def test_an_end_that_config_json_does_not_say(tmp_path):
     NAMED.save(str(tmp_path / "tokenizer.json"))
     described = Description(model(), 64, False)
     given = tmp_path / "tokenizer_config.json"
-    ends = lambda **how: tokenizer_of(tmp_path, described._replace(**how)).ends
+    ends = lambda **how: read_tokenizer(tmp_path, described._replace(**how)).ends
     assert ends() == (1,)
-    assert ends(usual_end=2) == (2,)
-    assert ends(usual_end=0) == ends(usual_end=9) == (1,)
+    assert ends(default_end=2) == (2,)
+    assert ends(default_end=0) == ends(default_end=9) == (1,)
     for named in ("</s>", {"content": "</s>", "lstrip": False}):
         given.write_text(json.dumps({"eos_token": named}))
-        assert ends() == ends(usual_end=0) == (2,)
+        assert ends() == ends(default_end=0) == (2,)
         assert ends(ends=(0, 1)) == (0, 1)
     given.write_text('{"eos_token": "<other>"}')
     assert ends() == (1,)
@@ -354,7 +354,7 @@ def test_an_end_that_config_json_does_not_say(tmp_path):
         ends()
 
 
-VALUES = values_of(model(), max_length=64, bos=256, ends=[256])
+VALUES = config_values(model(), max_length=64, bos=256, ends=[256])
 ABSENT = object()
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
@@ -393,9 +393,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
 def test_what_no_core_computes_is_named(changes, message):
-    assert model_of(VALUES, "x") == model()
+    assert model_config(VALUES, "x") == model()
     with pytest.raises(UsageError, match=f"^x: .*{message}"):
-        model_of(without(VALUES | changes), "x")
+        model_config(without(VALUES | changes), "x")
 
 
 def without(values):
@@ -404,14 +404,14 @@ def without(values):
 
 def test_what_is_not_there_is_as_its_kind_has_it(folder):
     """As transformers has it, key by key; null is another thing."""
-    sizes = lambda **changes: model_of(without(VALUES | changes), "x").cores[0]
+    sizes = lambda **changes: model_config(without(VALUES | changes), "x").cores[0]
     assert sizes(head_dim=ABSENT, hidden_size=40).head_dim == 10
     assert sizes(model_type="qwen3", head_dim=ABSENT).head_dim == 128
     eight = {"num_attention_heads": 16, "num_key_value_heads": ABSENT}
     assert sizes(**eight).kv_heads == 16
     assert sizes(model_type="mistral", sliding_window=None, **eight).kv_heads == 8
     slides = {"model_type": "qwen2", "sliding_window": 9}
-    assert model_of(VALUES | slides, "x") == model("qwen2")
+    assert model_config(VALUES | slides, "x") == model("qwen2")
     for kind, length in (("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)):
         changed = VALUES | {"model_type": kind, "max_position_embeddings": ABSENT}
         (folder / "config.json").write_text(json.dumps(without(changed | {"sliding_window": None})))
@@ -421,7 +421,7 @@ def test_what_is_not_there_is_as_its_kind_has_it(folder):
 def test_later_files_have_rope_s_base_elsewhere():
     later = {name: value for name, value in VALUES.items() if name != "rope_theta"}
     later["rope_parameters"] = {"rope_theta": 5000.0, "rope_type": "default"}
-    assert model_of(later, "x") == model()
+    assert model_config(later, "x") == model()
     # As Llama 3.1's files have it, where either kind of file does, and back.
     scaling = {
         "rope_type": "llama3",
@@ -430,23 +430,25 @@ def test_later_files_have_rope_s_base_elsewhere():
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    scaled = model_of(VALUES | {"rope_scaling": scaling}, "x")
+    scaled = model_config(VALUES | {"rope_scaling": scaling}, "x")
     rope = cfg.Rope(5000.0, scaling=cfg.Llama3Scaling(32.0, original_length=64))
     assert scaled.cores[0].positions == rope
     # Of these transformers has a value for the last alone: the length that the model is for.
     for left_out in list(scaling)[1:]:
         fewer = {name: value for name, value in scaling.items() if name != left_out}
         if left_out == "original_max_position_embeddings":
-            assert model_of(VALUES | {"rope_scaling": fewer}, "x") == scaled
+            assert model_config(VALUES | {"rope_scaling": fewer}, "x") == scaled
         else:
             with pytest.raises(UsageError, match=f"rope_scaling: {left_out}=None is not supported"):
-                model_of(VALUES | {"rope_scaling": fewer}, "x")
-    assert model_of(later | {"rope_parameters": {"rope_theta": 5000.0, **scaling}}, "x") == scaled
-    assert values_of(scaled, max_length=64, bos=256, ends=[256]) == VALUES | {
+                model_config(VALUES | {"rope_scaling": fewer}, "x")
+    assert (
+        model_config(later | {"rope_parameters": {"rope_theta": 5000.0, **scaling}}, "x") == scaled
+    )
+    assert config_values(scaled, max_length=64, bos=256, ends=[256]) == VALUES | {
         "rope_scaling": scaling
     }
     window = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 9}
-    assert model_of(VALUES | window, "x") == model("qwen2")
+    assert model_config(VALUES | window, "x") == model("qwen2")
 
 
 @pytest.mark.parametrize(
@@ -459,4 +461,4 @@ def test_later_files_have_rope_s_base_elsewhere():
 )
 def test_what_has_no_form_there_is_named(changes, field):
     with pytest.raises(UsageError, match=f"{field} cannot be written in the hub's format; legal: "):
-        values_of(model(**changes), max_length=1, bos=0, ends=[0])
+        config_values(model(**changes), max_length=1, bos=0, ends=[0])

@@ -5,29 +5,29 @@ import json
 import pytest
 
 from rmt_tpu.data import ByteTokenizer
-from rmt_tpu.generation import Draft, Said, Scores
+from rmt_tpu.generation import Draft, NewTokens, Scores
 from rmt_tpu.serving.answers import Answer
-from rmt_tpu.serving.protocol import Served, parse
+from rmt_tpu.serving.protocol import ServedModel, parse
 
 BOS = ByteTokenizer.bos
-SERVED = Served("tiny", ByteTokenizer(), max_length=64, max_tokens=50, max_texts=8)
+SERVED = ServedModel("tiny", ByteTokenizer(), max_length=64, max_tokens=50, max_texts=8)
 
 
-def said(text: bytes, ended: bool = False, prompt: Scores | None = None) -> Said:
+def said(text: bytes, ended: bool = False, prompt: Scores | None = None) -> NewTokens:
     """Tokens of which the n-th has -n / 8, and the likeliest of all is always z."""
     logs = [-n / 8 for n in range(len(text))]
     ranks = [{ord("z"): -0.5, ord("y"): -1.0, ord("x"): -2.0} for _ in text]
-    return Said(0, list(text), Scores(logs, ranks), ended, False, prompt)
+    return NewTokens(0, list(text), Scores(logs, ranks), ended, False, prompt)
 
 
-def told(parts: list[Said], **fields) -> tuple[dict, list[dict]]:
+def told(parts: list[NewTokens], **fields) -> tuple[dict, list[dict]]:
     """The whole answer and the chunks of the first text."""
     ask = parse(json.dumps(fields).encode(), SERVED, 0)
     answer = Answer(ask, SERVED, "cmpl-1", 5)
     draft = Draft(0, ByteTokenizer(), ask.stop)
-    chunks = [answer.add(0, draft.more(part), part.prompt) for part in parts]
+    chunks = [answer.add(0, draft.add(part), part.prompt) for part in parts]
     assert answer.ended
-    return answer.whole(), chunks
+    return answer.response(), chunks
 
 
 def added(chunks: list[dict]) -> dict:
@@ -71,7 +71,7 @@ def test_logarithms_of_characters_that_come_in_parts():
 
 def test_tokens_that_no_text_has():
     """The model may have more of them than its tokenizer."""
-    part = Said(0, [97], Scores([-1.0], [{300: -0.5}]), True, False)
+    part = NewTokens(0, [97], Scores([-1.0], [{300: -0.5}]), True, False)
     whole, _ = told([part], logprobs=1)
     assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"token:300": -0.5, "a": -1.0}]
 
@@ -124,10 +124,10 @@ def test_usage_of_many_texts():
     for index in (3, 0, 2, 1):
         draft = Draft(0, ByteTokenizer(), ())
         assert not answer.ended
-        answer.add(index, draft.more(said(b"xyz"[: 1 + index % 2], ended=True)), None)
-    assert [c["text"] for c in answer.whole()["choices"]] == ["x", "xy", "x", "xy"]
+        answer.add(index, draft.add(said(b"xyz"[: 1 + index % 2], ended=True)), None)
+    assert [c["text"] for c in answer.response()["choices"]] == ["x", "xy", "x", "xy"]
     usage = {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
-    assert answer.ended and answer.usage() == answer.whole() | {"choices": [], "usage": usage}
+    assert answer.ended and answer.usage() == answer.response() | {"choices": [], "usage": usage}
 
 
 def test_every_chunk_has_a_place_for_usage():

@@ -20,12 +20,12 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Engine
 from rmt_tpu.serving import address, app
 from rmt_tpu.serving.app import Front
-from rmt_tpu.serving.protocol import Served
+from rmt_tpu.serving.protocol import ServedModel
 from rmt_tpu.serving.server import Server
 from rmt_tpu.serving.worker import Worker
 from tests import models
 
-SERVED = Served("tiny", ByteTokenizer(), max_length=64, max_tokens=60, max_texts=5)
+SERVED = ServedModel("tiny", ByteTokenizer(), max_length=64, max_tokens=60, max_texts=5)
 SECONDS = 60.0  # for whatever takes none
 COMPLETIONS = "/v1/completions"
 
@@ -157,7 +157,7 @@ def test_a_stop_string_frees_the_row(running, monkeypatch, capfd):
     running.steps.release(5)  # the prompt and 16 tokens
     (cut,) = running.choices(prompt="ab", max_tokens=24, seed=1, stop=[stop], stream=True)
     assert cut["text"] == whole["text"].partition(stop)[0] and cut["finish_reason"] == "stop"
-    until(lambda: not running.engine.open)
+    until(lambda: not running.engine.open_requests)
     assert capfd.readouterr().err == "", "nothing came of it any more"
 
 
@@ -171,7 +171,7 @@ def test_a_client_that_goes_frees_its_rows(running, monkeypatch):
     connection.close()
     until(lambda: running.front.texts == 0)
     running.steps.release()  # what was under way
-    until(lambda: not running.engine.open)
+    until(lambda: not running.engine.open_requests)
 
 
 def test_more_than_may_wait_are_refused(running, monkeypatch):
@@ -228,7 +228,7 @@ def test_a_token_that_no_text_has_is_told_as_nothing(running, monkeypatch):
     monkeypatch.setattr(running.engine, "step", lambda: [changed(said) for said in waiting()])
     status, told = running.ask({"prompt": "c", "max_tokens": 9, "logprobs": 0})
     (choice,) = told["choices"]
-    assert status == 200 and choice["text"] == "" and not running.engine.open
+    assert status == 200 and choice["text"] == "" and not running.engine.open_requests
     assert choice["finish_reason"] == "length"
     assert choice["logprobs"]["tokens"] == ["token:999"] * 9
 
@@ -324,7 +324,7 @@ def test_a_request_that_does_not_come_in_time(running, monkeypatch):
 
 
 def test_what_should_not_be_is_told_where(running, monkeypatch, capfd):
-    monkeypatch.setattr(running.front, "_described", None)
+    monkeypatch.setattr(running.front, "_description", None)
     status, told = running.ask(path="/v1/models")
     assert status == 500 and told["error"]["type"] == "server_error"
     assert "TypeError: 'NoneType' object is not callable" in capfd.readouterr().err

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu.data import ByteTokenizer
-from rmt_tpu.serving.protocol import Refusal, Served, parse
+from rmt_tpu.serving.protocol import Refusal, ServedModel, parse
 
 BOS = ByteTokenizer.bos
-SERVED = Served("tiny", ByteTokenizer(), max_length=64, max_tokens=50, max_texts=6)
+SERVED = ServedModel("tiny", ByteTokenizer(), max_length=64, max_tokens=50, max_texts=6)
 HALF = "\ud800"
 
 
