@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags
 
 from recipes import common, program
-from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
+from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
@@ -74,37 +74,37 @@ common.define_list_presets()
 def main() -> int:
     """Search for block sizes for the kernels of the flags, write a table, and return 0."""
     targets, device = _targets()
-    asked = _asked()
+    work = _requested_work()
     if not _DRY_RUN.value:  # fail now, before the slow work starts
         from rmt_tpu.analysis import autotune
 
         out = _out()
-        with of_flag("out"):
+        with flag_errors("out"):
             autotune.check_table(out)
-    problems = {target: _problems(target, asked) for target in targets}
+    problems = {target: _problems(target, work) for target in targets}
     if _DRY_RUN.value:
         return _dry_run(problems)
     from rmt_tpu.estimator import CompilerError
 
     log = autotune.TrialLog(out, _RESUME.value)
-    done: list[autotune.TuningOutcome] = []
+    results: list[autotune.TuningOutcome] = []
     try:
-        for number, (target, found) in enumerate(problems.items()):
+        for number, (target, target_problems) in enumerate(problems.items()):
             seconds = 60 * _BUDGET.value / (len(problems) - number)
-            _tune(target, found, device, out, log, seconds, done)
+            _tune(target, target_problems, device, out, log, seconds, results)
     except CompilerError as error:
         raise RunError(str(error)) from None
     except KeyboardInterrupt:
-        _report(done, out)
+        _report(results, out)
         raise KeyboardInterrupt(
             f"stopped; the results so far are in {out} and, next to it, in {log.name}; repeat the "
             "command to resume"
         ) from None
-    _report(done, out)
+    _report(results, out)
     return 0
 
 
-def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
+def _tune(target, problems, device, out, log, seconds, results: list[Any]) -> None:
     """Tune the kernels of one target; append each result to `done` as soon as it is known."""
     from rmt_tpu.analysis.autotune import Tuner
     from rmt_tpu.estimator.tuning import Compiler
@@ -113,13 +113,13 @@ def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
     if device is not None:
         from rmt_tpu.estimator.timing import time_candidates
 
-        timer = lambda problem, chosen: time_candidates(problem, chosen, device)
+        timer = lambda problem, candidates: time_candidates(problem, candidates, device)
     with contextlib.closing(Compiler(target, _LIMIT.value)) as compiler:
-        tuner = Tuner(out, log, compiler.rate, timer, _TOP.value, _REFRESH.value, _tell)
-        for each in tuner.run(problems, seconds):
-            if each.note:
-                _tell(f"{each.problem.device}: {each.problem.name}: {each.note}")
-            done.append(each)
+        tuner = Tuner(out, log, compiler.rate, timer, _TOP.value, _REFRESH.value, _log)
+        for result in tuner.run(problems, seconds):
+            if result.note:
+                _log(f"{result.problem.device}: {result.problem.name}: {result.note}")
+            results.append(result)
 
 
 def _targets() -> tuple[list[Any], Any]:
@@ -151,7 +151,7 @@ def _targets() -> tuple[list[Any], Any]:
     return [target], device
 
 
-def _asked() -> Any:
+def _requested_work() -> Any:
     """Return what to tune: the train step of --from_preset, or the names of the ops in --op."""
     if (_OP.value is None) == (_PRESET.value is None):
         raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
@@ -167,18 +167,18 @@ def _asked() -> Any:
     return _OPS if "all" in _OP.value else tuple(dict.fromkeys(_OP.value))
 
 
-def _problems(target, asked: Any) -> list[Any]:
+def _problems(target, work: Any) -> list[Any]:
     from rmt_tpu.analysis import kernel_problems
 
-    of = (
+    make_problems = (
         kernel_problems.problems_of_preset if _OP.value is None else kernel_problems.problems_of_ops
     )
-    found = of(asked, target)
+    problems = make_problems(work, target)
     if _KERNEL.value:
-        found = [p for p in found if any(part in p.kernel for part in _KERNEL.value)]
-    if not found:
+        problems = [p for p in problems if any(part in p.kernel for part in _KERNEL.value)]
+    if not problems:
         raise UsageError(f"--target={target.name} has no kernel of the given ops or preset to tune")
-    return found
+    return problems
 
 
 def _out() -> str:
@@ -194,40 +194,40 @@ def _dry_run(problems: dict[Any, list[Any]]) -> int:
     from pallas_kernels import tuned
 
     if _JSON.value:
-        listed = [
+        values = [
             {"target": target.name, "kernel": p.kernel, "key": dict(p.key), "tokens": p.tokens,
              "default": tuned.fields(p.default()), "candidates": len(p.candidates())}
-            for target, found in problems.items() for p in found
+            for target, target_problems in problems.items() for p in target_problems
         ]  # fmt: skip
-        print(json.dumps(listed, indent=1))
+        print(json.dumps(values, indent=1))
         return 0
-    for target, found in problems.items():
-        print(f"{target.name} ({target.kind}): {len(found)} kernels")
-        for p in found:
+    for target, target_problems in problems.items():
+        print(f"{target.name} ({target.kind}): {len(target_problems)} kernels")
+        for p in target_problems:
             default = " ".join(f"{k}={v}" for k, v in tuned.fields(p.default()).items())
             print(f"  {p.name}: {len(p.candidates())} candidates; default {default}")
     return 0
 
 
-def _report(done: list[Any], out: str) -> None:
-    if not done:
+def _report(results: list[Any], out: str) -> None:
+    if not results:
         return
     from rmt_tpu.analysis import autotune_report as report
     from rmt_tpu.analysis.tables import fitted
 
     if _JSON.value:
-        print(json.dumps(report.values(done), indent=1))
+        print(json.dumps(report.values(results), indent=1))
     else:
-        print(f"\n{fitted(report.table(done), 10**6)}\n{report.summary(done, out)}")
+        print(f"\n{fitted(report.table(results), 10**6)}\n{report.summary(results, out)}")
     picture = Path(f"{Path(out).name if '://' in out else Path(out).expanduser()}.png")
     try:
-        if report.draw(done, picture):
-            _tell(f"picture: {picture}")
+        if report.draw(results, picture):
+            _log(f"picture: {picture}")
     except OSError as error:
-        _tell(f"note: {picture} cannot be written: {error.strerror}")
+        _log(f"note: {picture} cannot be written: {error.strerror}")
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from absl import flags
 
-from recipes.program import Answer
+from recipes.program import PrintAndExit
 from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
-from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
+from rmt_tpu.errors import ArgumentError, UsageError, flag_errors, unknown
 
 # For each flag: its name, its config path, its type and its help text.
 _RUN_FLAGS = [
@@ -51,7 +51,7 @@ flags.disclaim_key_flags()
 
 
 def define_model_flags() -> None:
-    """Define the flags that select a model's run config: see `model_of_flags`."""
+    """Define the flags that select a model's run config: see `selected_config`."""
     flags.DEFINE_string("preset", None, "name of a preset, see --list_presets; default rmt-tiny")
     flags.DEFINE_string("config", None, "config.json of a run, to use instead of a preset")
 
@@ -73,7 +73,7 @@ def define_run_flags() -> None:
 
 def define_list_presets() -> None:
     """Define the flag that lists the presets."""
-    flags.DEFINE_flag(Answer("list_presets", "list the presets, and exit", _presets))
+    flags.DEFINE_flag(PrintAndExit("list_presets", "list the presets, and exit", _presets))
 
 
 def _presets() -> str:
@@ -87,14 +87,15 @@ def _presets() -> str:
     return "\n".join(lines)
 
 
-def model_of_flags(
-    begun: Callable[[str], RunConfig | None] = lambda name: None,
+def selected_config(
+    stored_config: Callable[[str], RunConfig | None] = lambda name: None,
 ) -> tuple[str, RunConfig]:
     """Return the name and the RunConfig of --preset or --config, before other flags are applied.
 
     Args:
-      begun: a function that takes the name and returns the stored config of a run that was started
-        before in the run folder, or None. Such a run no longer needs the folder of --init_from.
+      stored_config: a function that takes the preset's name and returns the config of a run that
+        was started earlier in the run folder, or None if there is no such run. A started run no
+        longer needs the folder of --init_from.
 
     Raises:
       UsageError: both flags are given, or a preset is unknown, or a config cannot be read.
@@ -105,46 +106,46 @@ def model_of_flags(
     init_from = flags.FLAGS.init_from
     if init_from and not (preset or config):
         name = Path(init_from).name
-        return name, begun(name) or _as(init_from)
+        return name, stored_config(name) or _config_of_source(init_from)
     name = config or preset or "rmt-tiny"
-    return name, with_warm_start(base_config(preset or "rmt-tiny", config), begun(name))
+    return name, with_warm_start(base_config(preset or "rmt-tiny", config), stored_config(name))
 
 
-def with_warm_start(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
+def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> RunConfig:
     """Return `base` with the tokenizer of --init_from and its vocabulary size, which may be larger.
 
     Args:
       base: the run config before --init_from is applied.
-      begun: the stored config of a run that was started before, or None; see `model_of_flags`.
+      stored_config: the config of a run that was started before, or None; see `selected_config`.
 
     Raises:
       UsageError: the folder of --init_from contains no model.
     """
-    if begun is None and not flags.FLAGS.init_from:
+    if stored_config is None and not flags.FLAGS.init_from:
         return base
-    source = begun or _as(flags.FLAGS.init_from)
+    source = stored_config or _config_of_source(flags.FLAGS.init_from)
     model = base.model.replace(vocab_size=source.model.vocab_size)
     data = dataclasses.replace(base.data, tokenizer=source.data.tokenizer)
     train = base.train
-    if begun:
-        began = {name: getattr(begun.train, name) for name in START_FIELDS}
-        train = dataclasses.replace(train, **began)
+    if stored_config:
+        start_values = {name: getattr(stored_config.train, name) for name in START_FIELDS}
+        train = dataclasses.replace(train, **start_values)
     return RunConfig(model, train, data)
 
 
-def _as(init_from: str) -> RunConfig:
+def _config_of_source(init_from: str) -> RunConfig:
     """Return the RunConfig of the model in a run folder, or in a folder in the hub's format."""
     from rmt_tpu.hub.models import describe, is_hub
     from rmt_tpu.storage import open_folder
 
-    with of_flag("init_from"):
+    with flag_errors("init_from"):
         local = open_folder(init_from).local_path
     if is_hub(local):
         try:
             model, max_length, *_ = describe(local)
         except UsageError as error:
             raise UsageError(f"--init_from: {error}") from None
-        config = presets.run_of_today(model)
+        config = presets.modern_run(model)
         seq_len = min(config.data.seq_len, max_length)
         data = dataclasses.replace(config.data, seq_len=seq_len, tokenizer=init_from)
         return dataclasses.replace(config, data=data)
@@ -168,12 +169,12 @@ def run_config(base: RunConfig) -> RunConfig:
     Raises:
       UsageError: the value of a flag, or a path in --set, is not valid.
     """
-    given = {path: (name, getattr(flags.FLAGS, name)) for name, path, _, _ in _RUN_FLAGS}
-    changes = {path: value for path, (_, value) in given.items() if value is not None}
-    spelt = {path: f"--{given[path][0]}" for path in changes}
-    _check_once(spelt)
+    flag_values = {path: (name, getattr(flags.FLAGS, name)) for name, path, _, _ in _RUN_FLAGS}
+    changes = {path: value for path, (_, value) in flag_values.items() if value is not None}
+    flag_names = {path: f"--{flag_values[path][0]}" for path in changes}
+    _check_once(flag_names)
     changes |= assigned()
-    spelt |= {path: f"--set={path}" for path in assigned()}
+    flag_names |= {path: f"--set={path}" for path in assigned()}
     source = changes.get("data.source")
     if isinstance(source, str) and "data.tokenizer" not in changes:
         from rmt_tpu import data
@@ -184,29 +185,29 @@ def run_config(base: RunConfig) -> RunConfig:
     try:
         config = overrides.apply(base, changes)
     except UsageError as error:
-        raise UsageError(_as_spelt(str(error), spelt)) from None
-    given_vocabulary = config.train.init_from or "model.vocab_size" in changes
-    if "data.tokenizer" in changes and not given_vocabulary:
+        raise UsageError(_with_flag_name(str(error), flag_names)) from None
+    fixed_vocabulary = config.train.init_from or "model.vocab_size" in changes
+    if "data.tokenizer" in changes and not fixed_vocabulary:
         return _with_vocabulary(config)
     return config
 
 
-def _check_once(spelt: dict[str, str]) -> None:
+def _check_once(flag_names: dict[str, str]) -> None:
     """Check that --set and another flag do not set the same value.
 
     Args:
-      spelt: maps each config path that a flag sets to the flag as written on the command line.
+      flag_names: maps each config path that a flag sets to the flag as written on the command line.
 
     Raises:
-      UsageError: --set and a flag in `spelt` set the same value, so that one of them would have no
-        effect. It is allowed that --set selects, by a string, the kind of the object that contains
-        the flag's field.
+      UsageError: --set and a flag in `flag_names` set the same value, so that one of the two would
+        have no effect. It is allowed that --set selects, by a string, the kind of the object that
+        contains the flag's field.
     """
     for path, value in assigned().items():
-        for own, flag in spelt.items():
-            is_within = own.startswith(f"{path}.") and not isinstance(value, str)
-            if own == path or is_within or path.startswith(f"{own}."):
-                raise UsageError(f"{flag} and --set={path} both set {own}; give one")
+        for flag_path, flag in flag_names.items():
+            is_within = flag_path.startswith(f"{path}.") and not isinstance(value, str)
+            if flag_path == path or is_within or path.startswith(f"{flag_path}."):
+                raise UsageError(f"{flag} and --set={path} both set {flag_path}; give one")
 
 
 def given_paths() -> dict[str, str]:
@@ -224,7 +225,7 @@ def assigned() -> dict[str, Any]:
     return dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
 
 
-def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:
+def preset_changes(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:
     """Return the config changes for one preset, from the assignments of a --set flag.
 
     Args:
@@ -237,21 +238,21 @@ def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[
     """
     changes = {}
     for text in assignments:
-        only, colon, assignment = text.partition(":")
-        if not colon or "=" in only:
-            only, assignment = preset, text
-        elif only not in presets:
-            raise UsageError(unknown(f"--set={text}: preset", only, presets))
+        target, colon, assignment = text.partition(":")
+        if not colon or "=" in target:
+            target, assignment = preset, text
+        elif target not in presets:
+            raise UsageError(unknown(f"--set={text}: preset", target, presets))
         path, value = overrides.parse_assignment(assignment)
-        if only == preset:
+        if target == preset:
             changes[path] = value
     return changes
 
 
-def _as_spelt(message: str, spelt: dict[str, str]) -> str:
+def _with_flag_name(message: str, flag_names: dict[str, str]) -> str:
     """Return an error message with its leading config path replaced by the flag that sets it."""
     path = message.partition("=")[0].partition(" ")[0]
-    return message.replace(path, spelt[path], 1) if path in spelt else message
+    return message.replace(path, flag_names[path], 1) if path in flag_names else message
 
 
 def base_config(preset: str, config_file: str | None) -> RunConfig:

@@ -19,7 +19,7 @@ from absl import flags
 
 from recipes import common, program, several
 from rmt_tpu.config.presets import presets
-from rmt_tpu.errors import UsageError, of_flag, unknown
+from rmt_tpu.errors import UsageError, flag_errors, unknown
 from rmt_tpu.storage import Folder, open_folder
 
 _PRESETS = flags.DEFINE_list(
@@ -41,15 +41,15 @@ def main() -> int:
     seeds = several.seeds()
     # All models train with the batch size, steps and data of the first preset.
     shared = common.base_config(names[0], None)
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)
     configs = {}
     for name in names:
         base = dataclasses.replace(shared, model=common.base_config(name, None).model)
-        begun = several.begun_within(folder.child(name))(name)
-        configs[name] = common.run_config(common.with_warm_start(base, begun))
+        stored_config = several.stored_config_within(folder.child(name))(name)
+        configs[name] = common.run_config(common.with_warm_start(base, stored_config))
     runs = {
-        name: several.seeded(name, config, folder.child(name), seeds)
+        name: several.seed_trials(name, config, folder.child(name), seeds)
         for name, config in configs.items()
     }
     return _train_and_compare(runs, folder)
@@ -60,10 +60,10 @@ def _train_and_compare(runs: dict[str, list[several.Trial]], folder: Folder) -> 
     from rmt_tpu.training.trainer import train
 
     started = time.monotonic()
-    trials = [trial for of_name in runs.values() for trial in of_name]
+    trials = [trial for trials in runs.values() for trial in trials]
     if (code := several.train_all(trials, train)) is not None:
         return code
-    workdirs = {name: [trial.folder for trial in of_name] for name, of_name in runs.items()}
+    workdirs = {name: [trial.folder for trial in trials] for name, trials in runs.items()}
     print(write_comparison(workdirs, folder, by_loss=_BY_LOSS.value))
     print(f"picture: {folder}/comparison.png")
     seconds = round(time.monotonic() - started)
@@ -71,13 +71,13 @@ def _train_and_compare(runs: dict[str, list[several.Trial]], folder: Folder) -> 
     return 0
 
 
-def _names(given: list[str]) -> list[str]:
+def _names(requested: list[str]) -> list[str]:
     """Return the names in --presets, with each pattern replaced by matching presets, once each."""
-    plain = [name for name in given if not _is_pattern(name)]
-    if not given or len(set(plain)) < len(plain):
-        raise UsageError(f"--presets={','.join(given)} must be one or more different names")
+    plain = [name for name in requested if not _is_pattern(name)]
+    if not requested or len(set(plain)) < len(plain):
+        raise UsageError(f"--presets={','.join(requested)} must be one or more different names")
     names: list[str] = []
-    for name in given:
+    for name in requested:
         if _is_pattern(name):
             matches = fnmatch.filter(presets(), name)
             if not matches:

@@ -21,7 +21,7 @@ from absl import flags
 
 from recipes import common, program
 from rmt_tpu.config.presets import presets
-from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
+from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
 _PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of presets")
 _TARGET = flags.DEFINE_list(
@@ -52,8 +52,8 @@ def main() -> int:
     """Estimate or measure the decode steps of the flags, write the report, and return 0."""
     names = _names()
     batches, contexts = _numbers(_BATCH), _numbers(_CONTEXT)
-    changes = {name: common.changes_of(name, names, _SET.value) for name in names}
-    files = _opened(_OUTPUT, ".md"), _opened(_PICTURE, ".png")
+    changes = {name: common.preset_changes(name, names, _SET.value) for name in names}
+    files = _output_file(_OUTPUT, ".md"), _output_file(_PICTURE, ".png")
     targets = _targets()
     from rmt_tpu.analysis import decode
     from rmt_tpu.estimator import CompilerError
@@ -69,9 +69,9 @@ def main() -> int:
     try:
         for target in targets:
             if target == _HOST:
-                rows += decode.measure(cases, _REPEATS.value, _tell)
+                rows += decode.measure(cases, _REPEATS.value, _log)
             else:
-                rows += decode.estimate(cases, target, _tell)
+                rows += decode.estimate(cases, target, _log)
     except CompilerError as error:
         raise RunError(str(error)) from None
     _write(rows, *files)
@@ -110,8 +110,8 @@ def _targets() -> list[Any]:
     from rmt_tpu.estimator import TARGETS, TPUS
 
     if _TARGET.value is None:
-        here = jax.devices()[0].platform != "cpu"
-        return [_HOST] if here else list(TARGETS.values())
+        has_accelerator = jax.devices()[0].platform != "cpu"
+        return [_HOST] if has_accelerator else list(TARGETS.values())
     legal = TPUS | {_HOST: _HOST}
     for name in _TARGET.value:
         if name not in legal:
@@ -138,7 +138,7 @@ def _check_positions(cases: list[Any]) -> None:
             )
 
 
-def _opened(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
+def _output_file(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
     """Return the folder and the name of the file to write to, or None if the flag is not set."""
     if flag.value is None:
         return None
@@ -146,13 +146,13 @@ def _opened(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
         raise UsageError(f"--{flag.name}={flag.value} must end in {ending}")
     from rmt_tpu.storage import open_parent
 
-    with of_flag(flag.name):
+    with flag_errors(flag.name):
         folder, name = open_parent(flag.value)
         folder.check(write=True)
     return folder, name
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -162,11 +162,11 @@ def _write(rows: list[Any], output: Any, picture: Any) -> None:
     from rmt_tpu.estimator import versions
     from rmt_tpu.runs.plots import save_picture
 
-    used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    how = decode_report.how(rows)
-    text = decode_report.text(rows, used, _LARGEST.value)
+    version_text = ", ".join(f"{name} {version}" for name, version in versions().items())
+    method = decode_report.how(rows)
+    text = decode_report.text(rows, version_text, _LARGEST.value)
     if _JSON.value:
-        values = {"how": how, "versions": versions(), "rows": [row.json() for row in rows]}
+        values = {"how": method, "versions": versions(), "rows": [row.json() for row in rows]}
         print(json.dumps(values | {"ratios": decode_report.ratios(rows)}, indent=1))
     else:
         terminal = sys.stdout.isatty()
@@ -174,9 +174,9 @@ def _write(rows: list[Any], output: Any, picture: Any) -> None:
     if output:
         folder, name = output
         folder.write(name, text.encode())
-        _tell(f"table: {folder}/{name}")
+        _log(f"table: {folder}/{name}")
     if picture:
-        _tell(f"picture: {save_picture(decode_report.figure(rows, used), *picture)}")
+        _log(f"picture: {save_picture(decode_report.figure(rows, version_text), *picture)}")
 
 
 def run() -> None:

@@ -22,7 +22,7 @@ import itertools
 from absl import flags
 
 from recipes import program, trained
-from rmt_tpu.errors import UsageError, arguments_as_flags, of_flag
+from rmt_tpu.errors import UsageError, arguments_as_flags, flag_errors
 from rmt_tpu.storage import Fault, Folder, open_folder
 
 _WORKDIR = flags.DEFINE_list(
@@ -45,7 +45,7 @@ def main() -> int:
     for flag in (_BATCHES, _BATCH_SIZE):
         if flag.value < 1:
             raise UsageError(f"--{flag.name}={flag.value} must be positive")
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         workdirs = [open_folder(w) for w in _WORKDIR.value]
     if not workdirs or len({w.url.rstrip("/") for w in workdirs}) < len(workdirs):
         raise UsageError(f"--workdir={','.join(_WORKDIR.value)} must be different run folders")
@@ -66,7 +66,7 @@ def _picture(workdir: Folder) -> tuple[Folder, str]:
     folder, _, name = _OUTPUT.value.rpartition("/")
     if not name.endswith(".png"):
         raise UsageError(f"--output={_OUTPUT.value} must end in .png")
-    with of_flag("output"):
+    with flag_errors("output"):
         return open_folder(folder or ("/" if _OUTPUT.value.startswith("/") else ".")), name
 
 

@@ -22,7 +22,7 @@ from absl import flags
 
 from recipes import program, trained
 from rmt_tpu import memory
-from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, of_flag
+from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, flag_errors
 from rmt_tpu.hub.models import is_hub
 from rmt_tpu.storage import open_folder
 
@@ -61,7 +61,7 @@ def main() -> int:
     _check_flags()
     started = time.monotonic()
     source = trained.source()
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         workdir = open_folder(source)
     if hub := is_hub(workdir.local_path):
         _check_hub_flags()
@@ -69,25 +69,25 @@ def main() -> int:
     from rmt_tpu.evaluation.evaluate import evaluate
     from rmt_tpu.evaluation.report import write_report
 
-    with of_flag("output"):
+    with flag_errors("output"):
         folder = workdir if _OUTPUT.value is None else open_folder(_OUTPUT.value)
     tasks = documents.find_tasks(_TASKS.value)
     sources = [documents.read_task(task, _DATA_DIR.value, _LIMIT.value) for task in tasks]
     with arguments_as_flags():
-        asked = [_subject(source, flags.FLAGS.step)]
-    trained.tell_start(asked[0].tokenizer)
+        compared = [_subject(source, flags.FLAGS.step)]
+    trained.note_missing_start(compared[0].tokenizer)
     if hub:  # do not write into the hub folder
-        asked = [asked[0]._replace(folder=folder)]
+        compared = [compared[0]._replace(folder=folder)]
     if _TEXT.value is not None:
-        sources.append(documents.read_texts(_TEXT.value, asked[0].tokenizer))
-    for other in _AGAINST.value:
-        if other in (subjects.UNTRAINED, subjects.UNIGRAM):
-            asked.append(getattr(subjects, other)(workdir, asked[0]))
+        sources.append(documents.read_texts(_TEXT.value, compared[0].tokenizer))
+    for name in _AGAINST.value:
+        if name in (subjects.UNTRAINED, subjects.UNIGRAM):
+            compared.append(getattr(subjects, name)(workdir, compared[0]))
         else:
-            asked.append(_other(other))
+            compared.append(_other_subject(name))
     results = {}
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
-        for name, subject in _named(asked).items():
+        for name, subject in _by_name(compared).items():
             try:
                 results[name] = evaluate(subject, sources, _STRIDE.value)
             except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def _subject(workdir: str, step: int | None = None):
     )
 
 
-def _other(workdir: str):
+def _other_subject(workdir: str):
     try:
         return _subject(workdir)
     except ArgumentError as error:
@@ -141,18 +141,18 @@ def _check_hub_flags() -> None:
         )
 
 
-def _named(asked: list) -> dict:
+def _by_name(compared: list) -> dict:
     """Return the models by short unique names: the last part of the folder, or more parts."""
     from rmt_tpu.evaluation.subjects import UNIGRAM, UNTRAINED
 
-    runs = [subject for subject in asked if subject.name not in (UNTRAINED, UNIGRAM)]
-    of_runs = iter(trained.names([subject.folder for subject in runs]))
-    named: dict = {}
-    for subject in asked:
-        name = subject.name if subject.name in (UNTRAINED, UNIGRAM) else next(of_runs)
-        name = f"{name} ({len(named) + 1})" if name in named else name
-        named[name] = subject._replace(name=name)
-    return named
+    runs = [subject for subject in compared if subject.name not in (UNTRAINED, UNIGRAM)]
+    run_names = iter(trained.names([subject.folder for subject in runs]))
+    by_name: dict = {}
+    for subject in compared:
+        name = subject.name if subject.name in (UNTRAINED, UNIGRAM) else next(run_names)
+        name = f"{name} ({len(by_name) + 1})" if name in by_name else name
+        by_name[name] = subject._replace(name=name)
+    return by_name
 
 
 def run() -> None:

@@ -31,7 +31,7 @@ from absl import flags
 
 from recipes import common, program, several
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.errors import RunError, UsageError, of_flag
+from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.experiments import catalog
 from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
 from rmt_tpu.storage import Folder, open_folder
@@ -64,7 +64,7 @@ _DATA_DIR = flags.DEFINE_string(
 )
 several.define_seeds_flag()
 common.define_run_flags()
-flags.DEFINE_flag(program.Answer("list", "list the experiments, and exit", catalog.table))
+flags.DEFINE_flag(program.PrintAndExit("list", "list the experiments, and exit", catalog.table))
 
 
 def main() -> int:
@@ -72,20 +72,20 @@ def main() -> int:
     if _NAME.value is None:
         raise UsageError(f"an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}")
     experiment = catalog.experiment(_NAME.value)
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
     _tasks(experiment)  # raises errors before anything is trained
     if experiment.plan is not None:
-        return _Trained(experiment, folder).run()
+        return _PlanTrainer(experiment, folder).run()
     if _ONLY.value is not None:
         raise UsageError(f"--only={_ONLY.value} selects runs, but {experiment.name} trains none")
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         folder.check(write=True)
     page = experiment.compute() if experiment.compute else None
     return _write(experiment, page, folder, lambda arm: "")
 
 
-class _Trained:
+class _PlanTrainer:
     """The trainer of a plan's runs; `run` trains first the searches, then the arms."""
 
     def __init__(self, experiment: Experiment, folder: Folder):
@@ -99,8 +99,8 @@ class _Trained:
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
         # Report errors in flags and configs before anything is trained.
         self._check_searched()
-        for of in (*self.plan.arms, *self.plan.searches.values()):
-            config = common.run_config(of.config)
+        for source in (*self.plan.arms, *self.plan.searches.values()):
+            config = common.run_config(source.config)
         for arm in self.plan.arms:
             if arm.grows_from is not None:
                 before_growth(common.run_config(arm.config), arm.grows_from)
@@ -134,8 +134,8 @@ class _Trained:
             if (flag := common.given_paths().get(path)) is not None:
                 raise UsageError(f"{flag}: {self.experiment.name} searches {path}; leave it out")
         used = {seed for search in searches for seed in search.seeds}
-        if both := used.intersection(self.seeds):
-            raise UsageError(f"--seeds has {min(both)}, which a search uses; legal: other seeds")
+        if overlap := used.intersection(self.seeds):
+            raise UsageError(f"--seeds has {min(overlap)}, which a search uses; legal: other seeds")
 
     def run(self) -> int:
         started = time.monotonic()
@@ -143,20 +143,22 @@ class _Trained:
             return code
         rows = self.runs.rows()
         arms = self.runs.arm_runs(rows)
-        if (code := self._train([run for _, of in arms for run in of])) is not None:
+        if (code := self._train([run for _, arm_runs in arms for run in arm_runs])) is not None:
             return code
         if _ONLY.value is not None:
             return self._matched()
         from rmt_tpu.experiments import results
         from rmt_tpu.experiments.outcomes import arm_outcome
 
-        outcomes = [arm_outcome(arm, [self.runs.record(run) for run in of]) for arm, of in arms]
-        searches = [row for of_search in rows.values() for row in of_search]
-        given = [flag for path, flag in common.given_paths().items() if path != "data.source"]
-        notes = self.plan.notes + (f"Changed by flags: {', '.join(given)}.",) * bool(given)
+        outcomes = [
+            arm_outcome(arm, [self.runs.record(run) for run in arm_runs]) for arm, arm_runs in arms
+        ]
+        searches = [row for search_rows in rows.values() for row in search_rows]
+        changed = [flag for path, flag in common.given_paths().items() if path != "data.source"]
+        notes = self.plan.notes + (f"Changed by flags: {', '.join(changed)}.",) * bool(changed)
         plan = dataclasses.replace(self.plan, notes=notes)
         page = results.page(plan, self.seeds, outcomes, searches)
-        first = {arm.name: str(of[0].folder) for arm, of in arms}
+        first = {arm.name: str(arm_runs[0].folder) for arm, arm_runs in arms}
         code = _write(self.experiment, page, self.folder, first.__getitem__)
         print(f"took {datetime.timedelta(seconds=round(time.monotonic() - started))}")
         return code
@@ -170,27 +172,27 @@ class _Trained:
         if _ONLY.value is not None:
             runs = [r for r in runs if fnmatch.fnmatchcase(r.label, _ONLY.value)]
             self.matched += len(runs)
-        left = {run.label: run for run in runs if not self.runs.settled(run)}
-        trials = [several.Trial(run.label, run.folder, run.config) for run in left.values()]
+        pending = {run.label: run for run in runs if not self.runs.settled(run)}
+        trials = [several.Trial(run.label, run.folder, run.config) for run in pending.values()]
         if trials:
-            with of_flag("workdir"):
+            with flag_errors("workdir"):
                 self.folder.check(write=True)
             self.text.mark(self.folder)
         if _COMMANDS.value is not None:
-            self._commands(list(left.values()))
-            if left:
+            self._commands(list(pending.values()))
+            if pending:
                 return 0
         if _JOBS.value > 1:
-            code = several.train_apart(trials, _JOBS.value)
+            code = several.train_in_processes(trials, _JOBS.value)
             if self.runs.records is not None:
                 self.runs.records.read()  # read the records that the processes have added
             return code
         from rmt_tpu.experiments.runs import train
 
         def train_and_keep(config: RunConfig, folder: Folder, *, label: str):
-            outcome = train(left[label])
+            outcome = train(pending[label])
             if outcome is None or not outcome.stopped_by:
-                self.runs.add_record(left[label])
+                self.runs.add_record(pending[label])
             return outcome
 
         return several.train_all(trials, train_and_keep)
@@ -228,28 +230,28 @@ class _Trained:
 def _outcomes_file(path: str) -> tuple[Folder, str]:
     """Return the folder and the file name in --outcomes."""
     name = path.rpartition("/")[2]
-    with of_flag("outcomes"):
+    with flag_errors("outcomes"):
         folder = open_folder(path.removesuffix(name) or ".")
     local = folder.local_path
     if not name or (local is not None and (local / name).is_dir()):
         raise UsageError(f"--outcomes={path} is a folder; legal: a new or existing file")
-    with of_flag("outcomes"):
+    with flag_errors("outcomes"):
         folder.check(write=True)
     return folder, name
 
 
-def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) -> int:
+def _write(experiment: Experiment, page: Page | None, folder: Folder, folder_of_run) -> int:
     from rmt_tpu.analysis.tables import fitted
     from rmt_tpu.runs.plots import save_picture
 
     folder = folder.child(experiment.name)
     text = page.text if page else ""
-    drawn = page.pictures if page else {}
-    pictures = {name: save_picture(draw(), folder, name) for name, draw in drawn.items()}
+    drawings = page.pictures if page else {}
+    pictures = {name: save_picture(draw(), folder, name) for name, draw in drawings.items()}
     if text:
         print(fitted(text, 10**6))
     text += "".join(f"\n![{experiment.shows}]({name})\n" for name in pictures)
-    commands = experiment.reports(_SCALE.value, run_of) if experiment.reports else []
+    commands = experiment.reports(_SCALE.value, folder_of_run) if experiment.reports else []
     text += "".join(_report(command, experiment) for command in commands)
     head = f"# {experiment.name}: {experiment.shows}\n\n{experiment.source}\n\n"
     folder.write("results.md", f"{head}{text}".encode())
@@ -270,19 +272,21 @@ def _tasks(experiment: Experiment) -> list[str]:
 
 def _report(command: list[str], experiment: Experiment) -> str:
     """Run another recipe, and return its command line and its output as Markdown."""
-    recipe, *given = command
+    recipe, *arguments = command
     if recipe == "evaluate":
-        given += [f"--tasks={','.join(_tasks(experiment))}", f"--data_dir={_DATA_DIR.value}"]
-    shown = shlex.join(["python", "-m", f"recipes.{recipe}", *given])
-    print(shown, flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", f"recipes.{recipe}", *given],
+        arguments += [f"--tasks={','.join(_tasks(experiment))}", f"--data_dir={_DATA_DIR.value}"]
+    command_line = shlex.join(["python", "-m", f"recipes.{recipe}", *arguments])
+    print(command_line, flush=True)
+    result = subprocess.run(
+        [sys.executable, "-m", f"recipes.{recipe}", *arguments],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
-    print(done.stdout)
-    if done.returncode:
-        raise RunError(f"{shown} failed with exit code {done.returncode}; see its messages above")
-    return f"\n```bash\n{shown}\n```\n\n{done.stdout}"
+    print(result.stdout)
+    if result.returncode:
+        raise RunError(
+            f"{command_line} failed with exit code {result.returncode}; see its messages above"
+        )
+    return f"\n```bash\n{command_line}\n```\n\n{result.stdout}"
 
 
 def run() -> None:

@@ -19,7 +19,7 @@ from absl import flags
 
 from recipes import program, trained
 from rmt_tpu import memory
-from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, of_flag
+from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, flag_errors
 
 trained.define_source_flags()
 trained.define_mesh_flag()
@@ -71,8 +71,8 @@ def main() -> int:
     except UsageError as error:
         raise UsageError(str(error).replace("Sampling.", "--")) from None
     if _PROMPTS.value is not None:
-        return _file(sampling)
-    return _one(*_load(), sampling)
+        return _generate_file(sampling)
+    return _generate_one(*_load(), sampling)
 
 
 def _load():
@@ -83,7 +83,7 @@ def _load():
     with arguments_as_flags():
         given = flags.FLAGS.step, flags.FLAGS.mesh
         decoder, tokenizer = rmt_tpu.load(trained.source(), given[0], mesh=given[1])
-    trained.tell_start(tokenizer)
+    trained.note_missing_start(tokenizer)
     return cast_once(decoder), tokenizer
 
 
@@ -99,7 +99,7 @@ def _check_flags() -> None:
         raise UsageError(f"--{name} needs --prompts, a file of prompts")
 
 
-def _one(decoder, tokenizer, sampling) -> int:
+def _generate_one(decoder, tokenizer, sampling) -> int:
     """Generate one text, and print it to the terminal while it is generated."""
     from rmt_tpu.generation import fitting_tokens, generate
 
@@ -119,56 +119,58 @@ def _one(decoder, tokenizer, sampling) -> int:
     return 0
 
 
-def _file(sampling) -> int:
+def _generate_file(sampling) -> int:
     """Generate samples for a file of prompts, and write a line of JSON for each sample."""
     from rmt_tpu.generation import files
 
-    with of_flag("prompts"):
+    with flag_errors("prompts"):
         prompts = files.read_prompts(_PROMPTS.value)
-    with of_flag("output"):
+    with flag_errors("output"):
         output = files.Output(_OUTPUT.value)
-    done = files.check_same(output, prompts, sampling)
+    finished = files.check_same(output, prompts, sampling)
     samples = _NUM_SAMPLES.value
-    left = [
+    pending = [
         (number, sample)
         for number in range(len(prompts))
         for sample in range(samples)
-        if (number, sample) not in done
+        if (number, sample) not in finished
     ]
-    print(f"{len(prompts) * samples} texts, {len(left)} left to generate", file=sys.stderr)
-    if not left:
+    print(f"{len(prompts) * samples} texts, {len(pending)} left to generate", file=sys.stderr)
+    if not pending:
         return 0
     from rmt_tpu.generation import complete, fitting_tokens
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
-    for number in sorted({number for number, _ in left}):  # check all before writing
+    for number in sorted({number for number, _ in pending}):  # check all before writing
         try:
             tokens = tokenizer.with_bos(tokenizer.encode(prompts[number]))
             fitting_tokens(decoder.config, len(tokens), 1)
         except UsageError as error:
-            what = str(error).removeprefix("--prompt ")
-            raise UsageError(f"--prompts: prompt {number + 1} {what}") from None
-    given = (
+            reason = str(error).removeprefix("--prompt ")
+            raise UsageError(f"--prompts: prompt {number + 1} {reason}") from None
+    requests = (
         (
             prompts[number],
             dataclasses.replace(sampling, seed=(sampling.seed + number * samples + sample) % 2**32),
         )
-        for number, sample in left
+        for number, sample in pending
     )
-    progress = _Progress(len(left))
+    progress = _Progress(len(pending))
     with memory.report_out_of_memory("use a smaller --batch_size or --max_tokens"):
-        stream = complete(decoder, tokenizer, given, stop=_STOP.value, slots=_BATCH_SIZE.value)
+        stream = complete(decoder, tokenizer, requests, stop=_STOP.value, slots=_BATCH_SIZE.value)
         with contextlib.closing(stream):
-            for one in stream:
-                number, sample = left[one.number]
+            for completion in stream:
+                number, sample = pending[completion.number]
                 line = {"number": number, "sample": sample, "prompt": prompts[number]}
-                line |= {"text": one.text, "finish": one.finish} | dataclasses.asdict(sampling)
+                line |= {"text": completion.text, "finish": completion.finish} | dataclasses.asdict(
+                    sampling
+                )
                 if _LOGPROBS.value:
-                    line |= {"tokens": one.tokens, "logprobs": one.log_probabilities}
+                    line |= {"tokens": completion.tokens, "logprobs": completion.log_probabilities}
                 output.add(line)
-                progress.add(len(one.tokens))
-    progress.tell()
+                progress.add(len(completion.tokens))
+    progress.report()
     return 0
 
 
@@ -177,16 +179,16 @@ class _Progress:
 
     def __init__(self, count: int):
         self.count, self.texts, self.tokens = count, 0, 0
-        self.started = self.told = time.monotonic()
+        self.started = self.reported = time.monotonic()
 
     def add(self, tokens: int) -> None:
         self.texts, self.tokens = self.texts + 1, self.tokens + tokens
-        if time.monotonic() - self.told > 5 and self.texts < self.count:
-            self.tell()
+        if time.monotonic() - self.reported > 5 and self.texts < self.count:
+            self.report()
 
-    def tell(self) -> None:
-        self.told = time.monotonic()
-        rate = self.tokens / (self.told - self.started)
+    def report(self) -> None:
+        self.reported = time.monotonic()
+        rate = self.tokens / (self.reported - self.started)
         print(f"{self.texts} of {self.count} texts, {rate:,.0f} tokens/s", file=sys.stderr)
 
 

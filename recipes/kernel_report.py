@@ -79,12 +79,12 @@ def _report_ops(folder: Path) -> int:
     device = jax.devices()[0]
     clocks = {target.name: target.clock for target in TPUS.values()}
     if _TARGETS.value is None and device.platform in ("gpu", "tpu"):
-        rows = report.time_ops(ops, device, _tell, _CASES.value)
-        how = f"Measured on {device.device_kind}: medians of {ROUNDS} rounds in turn"
+        rows = report.time_ops(ops, device, _log, _CASES.value)
+        method = f"Measured on {device.device_kind}: medians of {ROUNDS} rounds in turn"
         kernels, bar = "", ""
     else:
-        rows = [row for t in targets for row in report.estimate(ops, t, _tell, only=_CASES.value)]
-        how = (
+        rows = [row for t in targets for row in report.estimate(ops, t, _log, only=_CASES.value)]
+        method = (
             "Estimated, not measured: an instruction takes the longer of its static schedule and "
             "its bytes over the HBM bandwidth"
         )
@@ -98,12 +98,12 @@ def _report_ops(folder: Path) -> int:
             )
     failures = report.failure_lines(rows)
     text = (
-        f"# Ops and their portable form\n\n{how}. {_versions()}. 8192 tokens, bfloat16.\n"
+        f"# Ops and their portable form\n\n{method}. {_versions()}. 8192 tokens, bfloat16.\n"
         '"training" is both passes. Bytes are as if all arrays lay in HBM; "least" counts every '
         "operand and result once.\n\n"
         f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")
     )
-    values = {"how": how, "error_bar": bar, "rows": [row.json() for row in rows]}
+    values = {"how": method, "error_bar": bar, "rows": [row.json() for row in rows]}
     _write(folder / "kernel_report", text, values)
     return 0
 
@@ -117,14 +117,14 @@ def _report_steps(folder: Path) -> int:
         raise UsageError(f"--presets={','.join(names)} must be one or more different names")
     steps = [
         step_cost.TrainStep(
-            n, _BATCH_SIZE.value, _SEQ_LEN.value, common.changes_of(n, names, _SET.value)
+            n, _BATCH_SIZE.value, _SEQ_LEN.value, common.preset_changes(n, names, _SET.value)
         )
         for n in names
     ]
     targets = _targets()
-    costs = [c for t in targets for c in step_cost.step_costs(steps, t, _tell)]
+    costs = [c for t in targets for c in step_cost.step_costs(steps, t, _log)]
     bar = error_bar([target.name for target in targets])
-    how = (
+    method = (
         "Estimated, not measured: an instruction takes the longer of its static schedule and its "
         "HBM bytes over the bandwidth"
     )
@@ -136,7 +136,7 @@ def _report_steps(folder: Path) -> int:
         for cost in costs
     )
     text = (
-        f"# A train step on one chip\n\n{how}. {note}.\n\n{step_report.step_table(costs)}\n"
+        f"# A train step on one chip\n\n{method}. {note}.\n\n{step_report.step_table(costs)}\n"
         f"{bar}\n\nFigures use the best guess where no cost model is named. The cost models:\n\n"
         f"{step_report.model_lines()}{largest}"
     )
@@ -144,7 +144,7 @@ def _report_steps(folder: Path) -> int:
     with _writing(folder):
         step_report.draw_steps(costs, picture, f"Estimated, not measured. {note}")
     values = {
-        "how": how,
+        "how": method,
         "error_bar": bar,
         "steps": [cost.json() for cost in costs],
         "ratios": step_report.ratios(costs),
@@ -180,7 +180,7 @@ def _writing(folder: Path) -> Iterator[None]:
         raise UsageError(f"--output={folder} cannot be written: {error.strerror}") from None
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 

@@ -33,16 +33,16 @@ def main() -> None:
         raise UsageError(
             "recipes.lm_eval needs lm-evaluation-harness: pip install 'rmt_tpu[lm-eval]'"
         ) from None
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--data_dir")
-    given, sys.argv[1:] = own.parse_known_args()
+    own_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own_parser.add_argument("--data_dir")
+    options, sys.argv[1:] = own_parser.parse_known_args()
     setup_logging()
     command = HarnessCLI()
     arguments = command.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.command == "run":
             with arguments_as_flags():
-                _run(arguments, given.data_dir, Path(scratch))
+                _run(arguments, options.data_dir, Path(scratch))
         command.execute(arguments)
 
 
@@ -73,8 +73,8 @@ def _without_defaults() -> None:
 
 def run() -> None:
     """Run `main` as a program, which parses its own arguments; `rmt-lm-eval` calls this."""
-    own = sys.argv[1:] in (["-h"], ["--help"], ["--version"])
-    (program.start if own else program.start_unparsed)(main)
+    own_help = sys.argv[1:] in (["-h"], ["--help"], ["--version"])
+    (program.start if own_help else program.start_unparsed)(main)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 This module does not import jax; see `program` for the reason.
 """
 
+import os
 import sys
 
 from absl import flags
 
+from rmt_tpu import streams
 from rmt_tpu.distributed.rendezvous import DEFAULT_TIMEOUT, Member, validate
 from rmt_tpu.errors import UsageError
 
@@ -39,13 +41,13 @@ def check_member() -> Member | None:
     Raises:
       UsageError: only some of these flags are given, or their values are not valid.
     """
-    given = {name: flags.FLAGS[name].value for name in ("coordinator", *Member._fields[1:])}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
+    values = {name: flags.FLAGS[name].value for name in Member._fields}
+    missing = [f"--{name}" for name, value in values.items() if value is None]
     if not missing:
-        member = Member(*given.values())
+        member = Member(**values)
         validate(member)
         return member
-    if len(missing) < len(given):
+    if len(missing) < len(values):
         raise UsageError(
             "--coordinator, --num_processes and --process_id must be given together; missing: "
             + ", ".join(missing)
@@ -81,3 +83,21 @@ def join_processes() -> bool:
         flush=True,
     )
     return True
+
+
+def hush_gloo() -> None:
+    """Silence the connection messages of Gloo, the collectives library of CPUs.
+
+    Gloo prints them to C++'s stdout, which is reserved for results. Each process calls this
+    function after all processes have joined.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return  # NCCL prints to stdout only on request
+    sys.stdout.flush()
+    stdout_copy = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    stream = open(stdout_copy, "w", encoding=sys.stdout.encoding, closefd=False)
+    sys.stdout = streams.SafeStream(stream)

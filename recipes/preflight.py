@@ -68,7 +68,7 @@ common.define_run_flags()
 
 def main() -> int:
     """Compile the run of the flags for a pod, report, and return 0 if it fits, otherwise 1."""
-    name, base = common.model_of_flags()
+    name, base = common.selected_config()
     config = common.run_config(base)
     if config.train.init_from:
         from rmt_tpu.runs.warm_start import WarmStart
@@ -92,8 +92,10 @@ def main() -> int:
     prompt = None
     if _PROMPT.value is not None:
         if (_PART.value or 1) > _PROMPT.value:
-            given = f"--part={_PART.value} is more than --prompt={_PROMPT.value}"
-            raise UsageError(f"{given}; legal: up to {_PROMPT.value}")
+            raise UsageError(
+                f"--part={_PART.value} is more than --prompt={_PROMPT.value}; legal: up to "
+                f"{_PROMPT.value}"
+            )
         part = min(_PART.value or PART, _PROMPT.value)
         prompt = Prompt(_PROMPT.value, part, _DECODE.value)
         prompt.check(config.model)
@@ -115,9 +117,9 @@ def main() -> int:
         print(content, end="")
     else:
         used = versions() if target.platform == "tpu" else {"jax": versions()["jax"]}
-        told = ", ".join(f"{package} {version}" for package, version in used.items())
+        version_text = ", ".join(f"{package} {version}" for package, version in used.items())
         print(report_text(report, name, _BUFFERS.value))
-        print(f"{told}; compiled for {target.label}, not measured on a device")
+        print(f"{version_text}; compiled for {target.label}, not measured on a device")
     if _JSON.value and _JSON.value != "-":
         with _writing("json", _JSON.value):
             Path(_JSON.value).write_text(content, encoding="utf-8")

@@ -19,7 +19,7 @@ from absl import flags
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from recipes import members, program
-from rmt_tpu.progress import ProgressShown
+from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.training import signals
 
 _INPUT = flags.DEFINE_string(
@@ -38,7 +38,7 @@ _WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; defaul
 members.define_distributed_flags()
 
 
-class _Progress(ProgressShown):
+class _Progress(ProgressDisplay):
     """The progress of this process, in bytes of its share of the input."""
 
     def __init__(self, *, line_seconds: float = 5.0, show: bool = True):
@@ -54,15 +54,15 @@ class _Progress(ProgressShown):
             show=show,
         )
 
-    def update(self, done: int, total: int, what: str) -> None:
+    def update(self, done: int, total: int, label: str) -> None:
         """Show that `done` of `total` bytes are done."""
         self.show(
             lambda: (
-                f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / max(total, 1):.0%})"
+                f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / max(total, 1):.0%})"
             ),
             completed=done,
             total=total,
-            description=what,
+            description=label,
         )
 
 
@@ -95,14 +95,14 @@ def main() -> int:
         return 0
     for name, split in {"train": totals.train, "held out": totals.held_out}.items():
         print(f"{name}: {split.tokens:,} tokens in {_count(split.documents, 'document')}")
-        kept = f", {totals.kept} from an earlier start" if totals.kept else ""
+        earlier = f", {totals.kept} from an earlier start" if totals.kept else ""
     seconds = time.monotonic() - started
-    print(f"{_OUTPUT.value} is complete: {_count(totals.parts, 'part')}{kept}, {seconds:.1f} s")
+    print(f"{_OUTPUT.value} is complete: {_count(totals.parts, 'part')}{earlier}, {seconds:.1f} s")
     return 0
 
 
-def _count(number: int, of: str) -> str:
-    return f"{number:,} {of}" + "s" * (number != 1)
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def run() -> None:

@@ -37,7 +37,7 @@ _REWORDED = [
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
 # Maps names that other programs use for flags to the names of the recipes' flags.
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "lr": "learning_rate",
     "bs": "batch_size",
     "epochs": "steps",
@@ -58,19 +58,19 @@ _MAY_BE_BLANK = ("stop",)
 flags.disclaim_key_flags()
 
 
-class Answer(flags.BooleanFlag):
+class PrintAndExit(flags.BooleanFlag):
     """A flag like --help, which prints a text and exits with success, whatever the other flags."""
 
-    def __init__(self, name: str, text: str, say: Callable[[], str], **options):
-        super().__init__(name=name, default=False, help=text, **options)
-        self._say = say
+    def __init__(self, name: str, help_text: str, text: Callable[[], str], **options):
+        super().__init__(name=name, default=False, help=help_text, **options)
+        self._text = text
 
     def parse(self, argument: Any) -> None:
         """Set the flag; if it is true, print the text and exit."""
         super().parse(argument)
         if self.value:
             streams.need_stdout()
-            sys.exit(_answered(lambda: print(self._say())))
+            sys.exit(_print_or_fail(lambda: print(self._text())))
 
 
 def start(
@@ -90,10 +90,10 @@ def start(
     """
     # absl registers the flags of a program's main module under the path of its file.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
-    help_of = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flags_of(module)}"
-    flags.DEFINE_flag(Answer("help", "print this help, and exit", help_of, short_name="h"))
-    flags.DEFINE_flag(Answer("version", "print the version, and exit", _version))
-    _begin()
+    help_text = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flag_help(module)}"
+    flags.DEFINE_flag(PrintAndExit("help", "print this help, and exit", help_text, short_name="h"))
+    flags.DEFINE_flag(PrintAndExit("version", "print the version, and exit", _version))
+    _prepare()
     argv = _parse_flags(module)
     if operand and argv[1:] and flags.FLAGS[operand].value is None:
         flags.FLAGS[operand].value = argv.pop(1)
@@ -104,11 +104,11 @@ def start(
 
 def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
     """Run a recipe that parses its command line itself; see `start`."""
-    _begin()
+    _prepare()
     sys.exit(_main(main, sys.argv[:1]))
 
 
-def _begin() -> None:
+def _prepare() -> None:
     streams.install()
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may not be a real file
         faulthandler.enable()
@@ -118,7 +118,7 @@ def _begin() -> None:
     _hush_libtpu()
 
 
-def _flags_of(module: str) -> str:
+def _flag_help(module: str) -> str:
     text = flags.FLAGS.module_help(module).partition(":\n")[2]
     return re.sub(r"--\[no\](help|version|list_presets)\b", r"--\1", text)
 
@@ -130,7 +130,7 @@ def _version() -> str:
     return f"rmt_tpu {rmt_tpu.__version__}, jax {version('jax')}, Python {python}"
 
 
-def exit_code_of(stopped_by: signal.Signals) -> int:
+def exit_code(stopped_by: signal.Signals) -> int:
     """Return the exit code of a run that was saved after a signal stopped it.
 
     It is 0 for all signals except SIGINT, because a scheduler that sends SIGTERM expects success.
@@ -155,28 +155,11 @@ def _hush_libtpu() -> None:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
-def hush_gloo() -> None:
-    """Silence the connection messages of Gloo, the collectives library of CPUs.
-
-    Gloo prints them to C++'s stdout, which is reserved for results. Each process calls this
-    function after all processes have joined.
-    """
-    import jax
-
-    if jax.default_backend() != "cpu":
-        return  # NCCL prints to stdout only on request
-    sys.stdout.flush()
-    ours = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    sys.stdout = streams.SafeStream(open(ours, "w", encoding=sys.stdout.encoding, closefd=False))
-
-
 def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
     try:
         if argv[1:]:
             raise UsageError(f"argument {shown(argv[1])} is not a flag; flags are --name=value")
-        code = _printing(main)
+        code = _until_pipe_breaks(main)
         if processes := _processes():
             processes.finish()
         return code
@@ -198,24 +181,24 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
         processes.fail(f"{type(error).__name__}: {error}", RmtError.exit_code)
 
 
-def _printing(say: Callable[[], int | None]) -> int | None:
+def _until_pipe_breaks(print_text: Callable[[], int | None]) -> int | None:
     """Call `say`, and return its result, or BROKEN_PIPE if the reader of the output has exited.
 
     The reader may be a program like `head`. A broken pipe is raised only in programs whose results
     are only printed: see `start`.
     """
     try:
-        code = say()
+        code = print_text()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         return BROKEN_PIPE
 
 
-def _answered(say: Callable[[], None]) -> int | None:
+def _print_or_fail(print_text: Callable[[], None]) -> int | None:
     """Call `_printing` with `say`, and print an error of this project as one line."""
     try:
-        return _printing(say)
+        return _until_pipe_breaks(print_text)
     except RmtError as error:
         return _fail(str(error), error.exit_code)
 
@@ -228,24 +211,24 @@ def _processes() -> ModuleType | None:
 def _no_platform() -> str | None:
     """Return an error message if jax finds no device because of JAX_PLATFORMS, else None."""
     jax = sys.modules.get("jax")
-    wanted = jax and jax.config.jax_platforms
-    if not wanted:
+    platforms = jax and jax.config.jax_platforms
+    if not platforms:
         return None
     try:
         jax.devices()
         return None
     except (RuntimeError, AssertionError):  # AssertionError if a plugin is missing
         jax.config.update("jax_platforms", None)
-        there = dict.fromkeys([jax.default_backend(), "cpu"])
+        available = dict.fromkeys([jax.default_backend(), "cpu"])
         return (
-            f"JAX_PLATFORMS={wanted} is a platform without a device or a plugin here; legal: "
-            f"{' or '.join(there)}, or unset"
+            f"JAX_PLATFORMS={platforms} is a platform without a device or a plugin here; legal: "
+            f"{' or '.join(available)}, or unset"
         )
 
 
 def _parse_flags(module: str) -> list[str]:
     try:
-        _check_apart(sys.argv[1:])
+        _check_values_follow(sys.argv[1:])
         argv = flags.FLAGS(sys.argv)
         _check_empty()
         return argv
@@ -253,8 +236,8 @@ def _parse_flags(module: str) -> list[str]:
         message = str(error)
     except flags.UnrecognizedFlagError as error:
         legal = [f"--{flag.name}" for flag in flags.FLAGS.get_key_flags_for_module(module)]
-        meant = f"--{_ELSEWHERE.get(error.flagname)}"
-        close = [meant] if meant in legal else None
+        suggestion = f"--{_OTHER_NAMES.get(error.flagname)}"
+        close = [suggestion] if suggestion in legal else None
         message = unknown("flag", f"--{error.flagname}", legal, close)
     except flags.Error as error:
         message = " and ".join(" ".join(line.split()) for line in str(error).splitlines())
@@ -264,21 +247,21 @@ def _parse_flags(module: str) -> list[str]:
     sys.exit(_fail(message, UsageError.exit_code))
 
 
-def _check_apart(arguments: list[str]) -> None:
+def _check_values_follow(arguments: list[str]) -> None:
     """Check that no flag without `=` takes the next flag as its value.
 
     Raises:
       UsageError: a value starts with "--". Probably, the intended value was an empty shell
         variable.
     """
-    left = iter(arguments)
-    for argument in left:
+    remaining = iter(arguments)
+    for argument in remaining:
         name = re.sub("^--?", "", argument)
         if argument == "--" or name == argument:
             return  # no flags can follow
         if name not in flags.FLAGS or flags.FLAGS[name].boolean:
             continue
-        if (value := next(left, "")).startswith("--"):
+        if (value := next(remaining, "")).startswith("--"):
             raise UsageError(f"--{name} has no value before {shown(value)}; legal: --{name}=VALUE")
 
 

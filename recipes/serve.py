@@ -93,7 +93,7 @@ def _front():
     trained.check_rows("slots", _SLOTS.value)
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
-    trained.tell_start(tokenizer)
+    trained.note_missing_start(tokenizer)
     learned = decoder.config.learned_positions
     longest = _MAX_LENGTH.value
     if learned is not None:

@@ -48,22 +48,24 @@ def seeds() -> list[int] | None:
     Raises:
       UsageError: a seed is not valid or is repeated, or --seed or --set also sets the seed.
     """
-    given = flags.FLAGS.seeds
-    if given is None:
+    texts = flags.FLAGS.seeds
+    if texts is None:
         return None
-    text = f"--seeds={','.join(given)}"
+    text = f"--seeds={','.join(texts)}"
     if flags.FLAGS.seed is not None:
         raise UsageError(f"{text} and --seed={flags.FLAGS.seed} both set the seed; give one")
     check_sets(text, "train.seed", "--set=", common.assigned())
     try:
-        found = [int(seed) for seed in given]
+        numbers = [int(seed) for seed in texts]
     except ValueError:
         raise UsageError(f"{text} must be whole numbers, like 0,1,2") from None
-    if illegal := [seed for seed in found if seed not in ranges(TrainConfig)["seed"]]:
-        raise UsageError(f"--seeds={shown(illegal[0])} must be {ranges(TrainConfig)['seed'].words}")
-    if not found or len(set(found)) < len(found):
+    if out_of_range := [seed for seed in numbers if seed not in ranges(TrainConfig)["seed"]]:
+        raise UsageError(
+            f"--seeds={shown(out_of_range[0])} must be {ranges(TrainConfig)['seed'].words}"
+        )
+    if not numbers or len(set(numbers)) < len(numbers):
         raise UsageError(f"{text} must be one or more different numbers")
-    return found
+    return numbers
 
 
 def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
@@ -78,30 +80,32 @@ def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
     Raises:
       UsageError: one of `paths` equals, contains, or is contained in `path`.
     """
-    for set_too in paths:
-        if f"{set_too}.".startswith(f"{path}.") or f"{path}.".startswith(f"{set_too}."):
-            raise UsageError(f"{flag} and {other}{set_too} both set {path}; give one")
+    for other_path in paths:
+        if f"{other_path}.".startswith(f"{path}.") or f"{path}.".startswith(f"{other_path}."):
+            raise UsageError(f"{flag} and {other}{other_path} both set {path}; give one")
 
 
-def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
-    """Return a function to pass as `begun` to `common.model_of_flags`, for the runs in `folder`.
+def stored_config_within(folder: Folder) -> Callable[[str], RunConfig | None]:
+    """Return the argument `stored_config` of `common.selected_config` for the runs in `folder`.
 
-    If runs in `folder` have started from weights of --init_from, the function returns the config of
-    one of these runs, because they no longer need the folder of --init_from. The function does not
-    import jax if `folder` does not exist.
+    The argument is a function. If runs in `folder` have started from weights of --init_from, it
+    returns the config of one of these runs, because they no longer need the folder of --init_from.
+    It does not import jax if `folder` does not exist.
     """
 
-    def begun(name: str) -> RunConfig | None:
+    def stored_config(name: str) -> RunConfig | None:
         if folder.local_path is not None and not folder.local_path.exists():
             return None
         from rmt_tpu.runs import workdir
 
         return workdir.find_warm_started_config(folder)
 
-    return begun
+    return stored_config
 
 
-def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | None) -> list[Trial]:
+def seed_trials(
+    label: str, config: RunConfig, folder: Folder, seeds: list[int] | None
+) -> list[Trial]:
     """Return one trial per seed; if there are several, each has its own folder inside `folder`."""
     with_seed = lambda seed: dataclasses.replace(
         config, train=dataclasses.replace(config.train, seed=seed)
@@ -136,11 +140,11 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
         outcome = train(trial.config, trial.folder, label=trial.label)
         if outcome is not None and outcome.stopped_by:
             print(f"stopped; to resume:\n  {program.resume_command()}")
-            return program.exit_code_of(outcome.stopped_by)
+            return program.exit_code(outcome.stopped_by)
     return None
 
 
-def train_apart(trials: list[Trial], jobs: int) -> int | None:
+def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
     """Train each trial in a separate process, `jobs` at a time, each on its share of the cores.
 
     Each process runs this program with --only=<label> and --jobs=1. Its stderr is forwarded
@@ -154,7 +158,7 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
     parts = [cores[i % max(len(cores), 1) :: jobs] for i in range(jobs)]
     queue, running, codes = list(enumerate(trials, 1)), {}, []
     stopped: list[int] = []
-    before = {
+    handlers = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
         for s in signals.STOPS.values()
         if signal.getsignal(s) is not signal.SIG_IGN  # keep ignoring ignored signals (nohup)
@@ -175,11 +179,11 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
                     codes.append(process.wait(timeout=0.2))
                     del running[part]
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     if stopped or any(codes):
         print(f"stopped; to resume:\n  {program.resume_command()}")
-        return program.exit_code_of(signal.Signals(stopped[0])) if stopped else max(codes)
+        return program.exit_code(signal.Signals(stopped[0])) if stopped else max(codes)
     return None
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 
 from recipes import program
-from rmt_tpu.errors import RunError, UsageError, of_flag
+from rmt_tpu.errors import RunError, UsageError, flag_errors
 
 _FOLDER = flags.DEFINE_string("folder", None, "folder for temporary checkpoints, local or gs://")
 _GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "size of the float32 state, in 10^9 bytes")
@@ -80,7 +80,7 @@ def main() -> int:
     for name, value in (("gigabytes", _GIGABYTES), ("arrays", _ARRAYS), ("rounds", _ROUNDS)):
         if not value.value > 0:
             raise UsageError(f"--{name}={value.value} must be positive")
-    folder, output = (_opened(flag) for flag in (_FOLDER, _OUTPUT))
+    folder, output = (_writable_folder(flag) for flag in (_FOLDER, _OUTPUT))
     _check_space(folder.local_path)
     kinds: dict[str, Kind] = {
         "Checkpointer": lambda state, root: _ours(state, root, "none"),
@@ -113,10 +113,10 @@ def _read_store() -> int:
     return 0
 
 
-def _opened(flag: flags.FlagHolder) -> Any:
+def _writable_folder(flag: flags.FlagHolder) -> Any:
     from rmt_tpu import storage
 
-    with of_flag(flag.name):
+    with flag_errors(flag.name):
         folder = storage.open_folder(flag.value)
         folder.check(write=True)
     return folder
@@ -146,20 +146,20 @@ def _import_orbax() -> Any:
 
 def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
     state = _state()
-    found: dict[str, list[Times]] = {name: [] for name in kinds}
+    measured: dict[str, list[Times]] = {name: [] for name in kinds}
     # The kinds take turns, so that other load on the machine affects all kinds alike.
     for number in range(_ROUNDS.value):
         for name, kind in kinds.items():
             scratch = f"storage-report-{uuid.uuid4().hex[:8]}"
             try:
-                blocked, saved, restored, same = kind(state, str(folder.child(scratch)))
+                blocked, saved, restored, restored_state = kind(state, str(folder.child(scratch)))
                 times = Times(blocked, saved, restored, _stored_bytes(folder, scratch))
             finally:
                 folder.delete_folder(scratch)
-            _check_equal(name, state, same)
-            found[name].append(times)
+            _check_equal(name, state, restored_state)
+            measured[name].append(times)
             print(f"round {number + 1}, {name}: {saved:.2f} s, {restored:.2f} s", file=sys.stderr)
-    return [Row(name, _median(times)) for name, times in found.items()]
+    return [Row(name, _median(times)) for name, times in measured.items()]
 
 
 def _median(times: list[Times]) -> Times:
@@ -177,7 +177,7 @@ def _state() -> dict[str, Any]:
     return jax.block_until_ready({f"layer_{i:03d}": draw() for i in range(_ARRAYS.value)})
 
 
-def _like(state: Any) -> Any:
+def _abstract(state: Any) -> Any:
     import jax
 
     return jax.tree.map(
@@ -204,7 +204,7 @@ def _ours(state: Any, root: str, compression: str) -> tuple[float, float, float,
     blocked = time.monotonic()
     checkpoints.wait()
     saved = time.monotonic()
-    _, restored, _ = checkpoints.restore(_like(state))
+    _, restored, _ = checkpoints.restore(_abstract(state))
     jax.block_until_ready(restored)
     return blocked - started, saved - started, time.monotonic() - saved, restored
 
@@ -221,9 +221,11 @@ def _orbax(orbax: Any, state: Any, root: str, compress: bool) -> tuple[float, fl
         blocked = time.monotonic()
         manager.wait_until_finished()
         saved = time.monotonic()
-        like = _like(state)
-        how = orbax.checkpoint_utils.construct_restore_args(like)
-        restored = manager.restore(1, args=orbax.args.PyTreeRestore(like, restore_args=how))
+        abstract = _abstract(state)
+        restore_args = orbax.checkpoint_utils.construct_restore_args(abstract)
+        restored = manager.restore(
+            1, args=orbax.args.PyTreeRestore(abstract, restore_args=restore_args)
+        )
         jax.block_until_ready(restored)
         return blocked - started, saved - started, time.monotonic() - saved, restored
 
@@ -290,11 +292,11 @@ def _draw(output: Any, rows: list[Row], where: str) -> str:
 def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = []
+    versions = []
     for package in ("jax", "tensorstore", "orbax-checkpoint"):
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return ", ".join(found)
+            versions.append(f"{package} {version(package)}")
+    return ", ".join(versions)
 
 
 def run() -> None:

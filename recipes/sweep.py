@@ -28,7 +28,7 @@ from absl import flags
 
 from recipes import common, program, several
 from rmt_tpu.config import MuP, RunConfig, Standard, overrides
-from rmt_tpu.errors import UsageError, of_flag, shown
+from rmt_tpu.errors import UsageError, flag_errors, shown
 from rmt_tpu.storage import Folder, open_folder
 
 common.define_model_flags()
@@ -60,7 +60,7 @@ common.define_run_flags()
 
 def main() -> int:
     """Train or compare the variants of the flags, and return the exit code."""
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)
     config = common.run_config(_base_run(folder))
     variants = _variants(config)
@@ -76,8 +76,8 @@ def _base_run(folder: Folder) -> RunConfig:
     If only --init_from selects the model, the stored config of a started trial does not replace it.
     """
     if flags.FLAGS.init_from and not (flags.FLAGS.preset or flags.FLAGS.config):
-        return common.model_of_flags()[1]
-    return common.model_of_flags(several.begun_within(folder))[1]
+        return common.selected_config()[1]
+    return common.selected_config(several.stored_config_within(folder))[1]
 
 
 # Variants --------------------------------------------------------------------------------------
@@ -85,15 +85,17 @@ def _base_run(folder: Folder) -> RunConfig:
 
 def _variants(config: RunConfig) -> dict[str, RunConfig]:
     """Return the run config of each variant by name; without --variant, there is only one."""
-    found = {}
+    configs = {}
     changes = dict(map(_parsed_variant, _VARIANT.value)) or {"model": {}}
     if len(changes) < max(1, len(_VARIANT.value)):
         raise UsageError("--variant: two variants have the same name; legal: different names")
-    for name, of in changes.items():
-        if not found:
-            first = _changed(config, of, f"--variant={name}")
-        found[name] = _changed(config, of | _base(config, first, changes), f"--variant={name}")
-    return found
+    for name, variant_changes in changes.items():
+        if not configs:
+            first = _changed(config, variant_changes, f"--variant={name}")
+        configs[name] = _changed(
+            config, variant_changes | _base(config, first, changes), f"--variant={name}"
+        )
+    return configs
 
 
 def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
@@ -115,10 +117,10 @@ def _base(
 
     It is empty without muP, or if the config sets a base.
     """
-    given = config.model.parametrization
-    if not isinstance(given, MuP) or given.base:
+    parametrization = config.model.parametrization
+    if not isinstance(parametrization, MuP) or parametrization.base:
         return {}
-    paths = dict.fromkeys(path for of in changes.values() for path in of)
+    paths = dict.fromkeys(path for variant_changes in changes.values() for path in variant_changes)
     sizes = [
         f"{path.removeprefix('model.')}={overrides.value_at(first, path)}"
         for path in paths
@@ -166,24 +168,24 @@ class _Sweep:
             self._trials(name, self.points, self.rungs[0][1])
 
     def run(self) -> int:
-        started, done, rows = time.monotonic(), 0, []
-        each = len(self.seeds or [None])
-        total = len(self.variants) * each * sum(count for count, _ in self.rungs)
+        started, count_done, rows = time.monotonic(), 0, []
+        seed_count = len(self.seeds or [None])
+        total = len(self.variants) * seed_count * sum(count for count, _ in self.rungs)
         for variant in self.variants:
             points = self.points
             for count, steps in self.rungs:
                 trials = self._trials(variant, points[:count], steps)
-                flat = [trial for of_point in trials for trial in of_point]
-                code = several.train_all(flat, self.sweep.try_run, done + 1, total)
+                flat = [trial for point_trials in trials for trial in point_trials]
+                code = several.train_all(flat, self.sweep.try_run, count_done + 1, total)
                 if code is not None:
                     return code
-                done += len(flat)
-                found = [
-                    self._row(variant, point, steps, of_point)
-                    for point, of_point in zip(points, trials, strict=False)
+                count_done += len(flat)
+                variant_rows = [
+                    self._row(variant, point, steps, point_trials)
+                    for point, point_trials in zip(points, trials, strict=False)
                 ]
-                rows += found
-                points = [row.point for row in self.sweep.best(found, len(found))]
+                rows += variant_rows
+                points = [row.point for row in self.sweep.best(variant_rows, len(variant_rows))]
         print(self.sweep.write_sweep(rows, self.spaces, self.folder))
         print(f"picture: {self.folder}/sweep.png")
         seconds = round(time.monotonic() - started)
@@ -211,9 +213,9 @@ class _Sweep:
         trials = []
         for point in points:
             name = self.sweep.name_of(point)
-            config = _changed(base, point, _spelt(point))
+            config = _changed(base, point, _as_flags(point))
             trials.append(
-                several.seeded(f"{variant} {name}", config, folder.child(name), self.seeds)
+                several.seed_trials(f"{variant} {name}", config, folder.child(name), self.seeds)
             )
         return trials
 
@@ -227,7 +229,7 @@ class _Sweep:
         )
 
 
-def _spelt(point: dict[str, Any]) -> str:
+def _as_flags(point: dict[str, Any]) -> str:
     """Return the flags that set the values of a point, as text."""
     return " ".join(f"--sweep={path}={value}" for path, value in point.items())
 
@@ -238,20 +240,20 @@ def _check_sets(swept: list[str], seeds: list[int] | None) -> None:
     Raises:
       UsageError: another flag also sets a swept path, so that one of the two would have no effect.
     """
-    of_variants = dict(map(_parsed_variant, _VARIANT.value))
+    variant_changes = dict(map(_parsed_variant, _VARIANT.value))
     for path in swept:
-        for set_too, flag in common.given_paths().items():
-            if f"{set_too}.".startswith(f"{path}."):
+        for other_path, flag in common.given_paths().items():
+            if f"{other_path}.".startswith(f"{path}."):
                 raise UsageError(f"--sweep={path} and {flag} both set {path}; give one")
-    given = {f"--sweep={path}": path for path in swept}
+    set_paths = {f"--sweep={path}": path for path in swept}
     if seeds is not None:
         several.check_sets("--seeds", "train.seed", "--sweep=", swept)
-        given["--seeds"] = "train.seed"
+        set_paths["--seeds"] = "train.seed"
     if _SEARCH.value == "halving":
         several.check_sets("--search=halving", "train.steps", "--sweep=", swept)
-        given["--search=halving"] = "train.steps"
-    for flag, path in given.items():
-        for name, changes in of_variants.items():
+        set_paths["--search=halving"] = "train.steps"
+    for flag, path in set_paths.items():
+        for name, changes in variant_changes.items():
             several.check_sets(flag, path, f"--variant={name} ", changes)
 
 
@@ -269,18 +271,18 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
         standard = lambda model: dataclasses.replace(model, parametrization=Standard())
         kinds = {"muP": lambda model: model, "standard": standard}
     batch = coordinates.random_batch(first.vocab_size)
-    found = {}
-    for kind, changed in kinds.items():
-        found[kind] = {}
+    measured = {}
+    for kind, change in kinds.items():
+        measured[kind] = {}
         for name, config in variants.items():
             print(f"{kind}, {name}", flush=True)
-            model = changed(config.model)
+            model = change(config.model)
             width = max(model.width / first.width, model.residual_size / first.residual_size)
             config = dataclasses.replace(config, model=model)
-            found[kind][width] = coordinates.measure(config, batch, steps=_COORDINATES.value)
-        if len(found[kind]) < len(variants):
+            measured[kind][width] = coordinates.measure(config, batch, steps=_COORDINATES.value)
+        if len(measured[kind]) < len(variants):
             raise UsageError("--coordinates needs different widths; two variants have the same")
-    print(coordinates.write_check(found, folder))
+    print(coordinates.write_check(measured, folder))
     print(f"picture: {folder}/coordinates.png")
     return 0
 

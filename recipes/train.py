@@ -17,7 +17,7 @@ from absl import flags
 
 from recipes import common, members, program
 from rmt_tpu.config import RunConfig
-from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.errors import UsageError, flag_errors
 from rmt_tpu.storage import Folder, open_folder
 from rmt_tpu.training import signals
 
@@ -52,7 +52,7 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 common.define_run_flags()
 members.define_distributed_flags()
 
-_joined = threading.Event()  # set if this process is one of several
+_is_distributed = threading.Event()  # set if this process is one of several
 
 
 def main() -> int:
@@ -61,8 +61,8 @@ def main() -> int:
         return _train(notice)
 
 
-def _train(notice: signals.ExitNotice) -> int:
-    name, base = common.model_of_flags(_begun)
+def _train(at_once: signals.AtOnce) -> int:
+    name, base = common.selected_config(_stored_config)
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
         raise UsageError(f"--config={name} needs --workdir")
@@ -71,16 +71,16 @@ def _train(notice: signals.ExitNotice) -> int:
         from rmt_tpu.analysis.dry_run import dry_run
 
         members.check_member()
-        given = {"change_config": _CHANGE_CONFIG.value, "from_step": _FROM_STEP.value}
-        print(dry_run(config, name, folder, **given))
+        options = {"change_config": _CHANGE_CONFIG.value, "from_step": _FROM_STEP.value}
+        print(dry_run(config, name, folder, **options))
         return 0
     from rmt_tpu.distributed import processes
     from rmt_tpu.training.trainer import train
 
     members.join_processes()
     if processes.num_processes() > 1:
-        _joined.set()
-        program.hush_gloo()
+        _is_distributed.set()
+        members.hush_gloo()
     outcome = train(
         config,
         folder,
@@ -96,21 +96,21 @@ def _train(notice: signals.ExitNotice) -> int:
             everywhere = ", on every host" if processes.num_processes() > 1 else ""
             print(f"stopped at step {outcome.step}, saved in {folder}. To resume{everywhere}:")
             print(f"  {program.resume_command()}")
-        return program.exit_code_of(outcome.stopped_by)
+        return program.exit_code(outcome.stopped_by)
     if processes.is_first():
         print(f"done: {outcome.step} steps in {folder}")
     return 0
 
 
 def _folder(name: str) -> Folder:
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         return open_folder(f"runs/{name}" if _WORKDIR.value is None else _WORKDIR.value)
 
 
-def _begun(name: str) -> RunConfig | None:
+def _stored_config(name: str) -> RunConfig | None:
     """Return the stored config of a run that was started before, or None.
 
-    See `common.model_of_flags`. The function does not import jax if the folder contains no run.
+    See `common.selected_config`. The function does not import jax if the folder contains no run.
     """
     folder = _folder(name)
     if folder.local_path is not None and not (folder.local_path / "config.json").exists():
@@ -122,7 +122,7 @@ def _begun(name: str) -> RunConfig | None:
 
 def _end(line: str, code: int) -> None:
     """Print `line` and exit the process at once, without waiting for the main thread's imports."""
-    if _joined.is_set():
+    if _is_distributed.is_set():
         from rmt_tpu.distributed import processes
 
         processes.fail(line, code)

@@ -54,7 +54,7 @@ def source() -> str:
     return workdir if init_from is None else init_from
 
 
-def tell_start(tokenizer) -> None:
+def note_missing_start(tokenizer) -> None:
     """Print a note to standard error if the tokenizer puts no start token before texts."""
     if not tokenizer.starts:
         print(
@@ -110,6 +110,6 @@ def names(workdirs: list[Folder]) -> list[str]:
     names = [w.name for w in workdirs]
     if len(set(names)) == len(names):
         return names
-    places = [str(w.local_path or w.url) for w in workdirs]
-    above = os.path.commonprefix(places).rpartition("/")[0] + "/"
-    return [place.removeprefix(above) for place in places]
+    paths = [str(w.local_path or w.url) for w in workdirs]
+    above = os.path.commonprefix(paths).rpartition("/")[0] + "/"
+    return [path.removeprefix(above) for path in paths]

@@ -13,7 +13,7 @@ residuals. It leaves out norms, activations, elementwise products with gates and
 
 from collections.abc import Iterator
 
-from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
+from rmt_tpu.config import RESIDUAL_PORT, Core, ModelConfig, Port
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -33,17 +33,17 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     learned = config.learned_positions
     positions = learned.max_length * width if learned else 0
     # The embedding writes, the unembedding reads, and learned positions are written too.
-    ports = [*_ports(config), (WHOLE, 2), *([(WHOLE, 1)] if learned else [])]
-    of_cores: dict[str, int] = {}
+    ports = [*_ports(config), (RESIDUAL_PORT, 2), *([(RESIDUAL_PORT, 1)] if learned else [])]
+    core_parameters: dict[str, int] = {}
     for core, read, count in _cores(config):
         added = count * core.parameters(width, read)
-        of_cores[core.kind] = of_cores.get(core.kind, 0) + added
+        core_parameters[core.kind] = core_parameters.get(core.kind, 0) + added
     # Number of points at which a norm is applied to what is read from the residual.
     sites = config.num_sublayers + 1 if config.mixer.adds_up else 1
     return {
         "embedding": config.vocab_size * width + positions,
         "reads_and_writes": sum(n * store.parameters(port, shape) for port, n in ports),
-        **{kind: weights for kind, weights in of_cores.items() if weights},
+        **{kind: weights for kind, weights in core_parameters.items() if weights},
         "norms": sites * config.residual_size,
         "mixer": config.mixer.parameters(config),
         "unembedding": config.vocab_size * width,
@@ -55,12 +55,12 @@ def active_parameters(config: ModelConfig) -> int:
 
     This excludes the embedding, the unembedding and the experts that the token is not routed to.
     """
-    of_parts = parameters(config)
+    parts = parameters(config)
     idle = sum(
         count * (core.parameters(config.width, read) - core.active_parameters(config.width, read))
         for core, read, count in _cores(config)
     )
-    return sum(of_parts.values()) - of_parts["embedding"] - of_parts["unembedding"] - idle
+    return sum(parts.values()) - parts["embedding"] - parts["unembedding"] - idle
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
@@ -74,14 +74,14 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     parts: dict[str, int] = {}
     for core, read, count in _cores(config):
         parts[core.kind] = parts.get(core.kind, 0) + count * core.flops(width, read, seq_len)
-    whole = store.flops(WHOLE, shape)
-    written = (1 + (config.learned_positions is not None)) * whole
+    residual_read = store.flops(RESIDUAL_PORT, shape)
+    residual_writes = (1 + (config.learned_positions is not None)) * residual_read
     return {
-        "embedding": 2 * vocab * width + written,
+        "embedding": 2 * vocab * width + residual_writes,
         "reads_and_writes": sum(n * store.flops(port, shape) for port, n in _ports(config)),
         **parts,
         "mixer": config.mixer.flops(config),
-        "unembedding": 2 * vocab * width + whole,
+        "unembedding": 2 * vocab * width + residual_read,
     }
 
 

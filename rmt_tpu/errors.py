@@ -23,7 +23,7 @@ class DivergedError(RunError):
 
 
 @contextlib.contextmanager
-def of_flag(name: str) -> Iterator[None]:
+def flag_errors(name: str) -> Iterator[None]:
     """Prefix the message of a UsageError in the body with `--name=`.
 
     The message must start with the flag's value.
@@ -50,7 +50,7 @@ class ArgumentError(UsageError):
 
 
 @contextlib.contextmanager
-def of_argument(name: str) -> Iterator[None]:
+def argument_errors(name: str) -> Iterator[None]:
     """Turn a UsageError in the body into an ArgumentError about the argument `name`.
 
     The message of the UsageError must start with the argument's value.
@@ -88,23 +88,23 @@ def one_line(error: Exception) -> str:
 _LONGEST_LIST = 300  # in characters; a longer line would be hard to read
 
 
-def unknown(what: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
+def unknown(kind: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
     """Return one line about an unknown name, with similar legal names and the list of legal names.
 
     The list is shortened if it is too long.
 
     Args:
-      what: the kind of thing that has the name, like "preset".
+      kind: the kind of thing that has the name, like "preset".
       name: the name as it was given.
       legal: all legal names.
       close: legal names to suggest; None suggests names with a similar spelling.
     """
     legal = list(legal)
-    named = name if isinstance(name, str) else shown(name)
+    text = name if isinstance(name, str) else shown(name)
     if close is None:
-        close = difflib.get_close_matches(named[:_LONGEST_LIST], legal, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(text[:_LONGEST_LIST], legal, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
     listed = ", ".join(legal) or "none"
     if len(listed) > _LONGEST_LIST:
         listed = f"{listed[:_LONGEST_LIST].rpartition(',')[0]}, ... ({len(legal)} in all)"
-    return f"{what} {shown(name)} is unknown{hint} legal: {listed}"
+    return f"{kind} {shown(name)} is unknown{hint} legal: {listed}"

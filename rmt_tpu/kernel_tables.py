@@ -13,7 +13,7 @@ from rmt_tpu.storage import open_parent
 _TRIES = 20  # maximum attempts; each fails only if another writer succeeds
 
 
-def known() -> Tables:
+def tables_in_use() -> Tables:
     """Return a hash of all tables in use, and the path of the user's table if it has entries."""
     use_storage()
     path = tuned.user_path()
@@ -29,8 +29,8 @@ def read(location: str) -> tuned.Table:
       Fault: the file cannot be read, because its storage does not answer or refuses access.
     """
     folder, name = open_parent(location)
-    found = folder.read(name)
-    return tuned.Table(location) if found is None else tuned.parse(found.data, location)
+    file = folder.read(name)
+    return tuned.Table(location) if file is None else tuned.parse(file.data, location)
 
 
 def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
@@ -47,18 +47,18 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
     """
     folder, name = open_parent(location)
     for _ in range(_TRIES):
-        found = folder.read(name)
-        before = tuned.Table(location) if found is None else tuned.parse(found.data, location)
-        if before.faults:  # the faulty entries would be lost
+        file = folder.read(name)
+        existing = tuned.Table(location) if file is None else tuned.parse(file.data, location)
+        if existing.faults:  # the faulty entries would be lost
             raise RunError(
-                f"{before.faults[0]}; the file is not overwritten: fix it, or move it away"
+                f"{existing.faults[0]}; the file is not overwritten: fix it, or move it away"
             )
-        table = before.merged(entries)
+        table = existing.merged(entries)
         data = table.text().encode()
-        if found is None:
+        if file is None:
             written = folder.create(name, data)
         else:
-            written = folder.replace(name, data, generation=found.generation)
+            written = folder.replace(name, data, generation=file.generation)
         if written:
             return table
     raise RunError(
@@ -69,10 +69,10 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
 def _read_bytes(location: str) -> bytes | None:
     folder, name = open_parent(location)
     try:
-        found = folder.read(name)
+        file = folder.read(name)
     except RunError as error:
         raise OSError(str(error)) from None
-    return found and found.data
+    return file and file.data
 
 
 def use_storage() -> None:

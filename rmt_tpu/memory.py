@@ -14,13 +14,13 @@ TRAIN_ADVICE = (
 )
 
 
-def of_machine() -> int:
+def machine_bytes() -> int:
     """Return the bytes of memory that this process can use.
 
     This is the machine's memory, or less if cgroups limit the process.
     """
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([there, *_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def _limits(groups: Path, mounted: Path) -> Iterator[int]:

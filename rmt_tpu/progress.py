@@ -11,7 +11,7 @@ from rich.progress import Progress, ProgressColumn
 from rmt_tpu.streams import SafeStream, log_line
 
 
-class ProgressShown:
+class ProgressDisplay:
     """A progress bar with messages above it, or occasional lines if the output is no terminal."""
 
     def __init__(

@@ -283,7 +283,9 @@ def measure(
     device = jax.devices()[0]
     target, peak = target_of(device.device_kind, DEVICES), cost.peak_flops(device.device_kind)
     stats = device.memory_stats() or {}
-    limit = memory.of_machine() if device.platform == "cpu" else stats.get("bytes_limit", math.inf)
+    limit = (
+        memory.machine_bytes() if device.platform == "cpu" else stats.get("bytes_limit", math.inf)
+    )
     for case in cases:
         bound = lower_bound(case, "auto")
         fault, seconds = _fault(case, bound, limit), None

@@ -4,7 +4,7 @@ If a field allows several classes, each of these classes has a `kind`, which nam
 the command line (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
 """
 
-from rmt_tpu.config.core import WHOLE, Port
+from rmt_tpu.config.core import RESIDUAL_PORT, Port
 from rmt_tpu.config.cores import (
     Alibi,
     Attention,
@@ -76,7 +76,7 @@ __all__ = [
     "HISTOGRAM_BINS",
     "START_FIELDS",
     "PINNED_ON_RESUME",
-    "WHOLE",
+    "RESIDUAL_PORT",
     "AdamW",
     "Muon",
     "Alibi",

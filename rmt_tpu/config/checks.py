@@ -76,10 +76,10 @@ class Checked:
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
     """Return the Range of each field of a dataclass whose annotation has one, by field name."""
-    found: dict[str, Any] = {}
+    ranges_by_name: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         # Look at the annotation itself, and at `Size` within `Size | None`.
         for option in (field.type, *typing.get_args(field.type)):
             for note in getattr(option, "__metadata__", ()):
-                found[field.name] = note
-    return found
+                ranges_by_name[field.name] = note
+    return ranges_by_name

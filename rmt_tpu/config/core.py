@@ -19,17 +19,17 @@ class Port(NamedTuple):
         values. A vector store projects each group with a matrix. A matrix store has one key vector
         per vector.
       head_dim: size of each vector in these groups.
-      whole: whether the port includes the data vectors, which represent the whole residual: one
+      residual: whether the port includes the data vectors, which represent the whole residual: one
         vector of size D in a vector store, R vectors of size D_v in a matrix store. Without `heads`
         the port consists of them alone.
     """
 
     heads: tuple[int, ...] = ()
     head_dim: int = 0
-    whole: bool = False
+    residual: bool = False
 
 
-WHOLE = Port(whole=True)
+RESIDUAL_PORT = Port(residual=True)
 
 
 class Softmax(NamedTuple):

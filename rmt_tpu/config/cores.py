@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
-from rmt_tpu.config.core import WHOLE, Computes, Heads, Port, Softmax
+from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Heads, Port, Softmax
 from rmt_tpu.config.experts import Experts
 from rmt_tpu.errors import UsageError
 
@@ -194,12 +194,12 @@ class FeedForward(Computes):
     @property
     def reads(self) -> Port:
         """The port that is read: all data vectors of the residual."""
-        return WHOLE
+        return RESIDUAL_PORT
 
     @property
     def writes(self) -> Port:
         """The port that is written: all data vectors of the residual."""
-        return WHOLE
+        return RESIDUAL_PORT
 
     @property
     def divided_heads(self) -> dict[str, int]:
@@ -271,7 +271,7 @@ class Mla(Heads):
     @property
     def reads(self) -> Port:
         """The port that is read: all data vectors of the residual."""
-        return WHOLE
+        return RESIDUAL_PORT
 
     def parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters in the matrices and norms."""
@@ -282,15 +282,15 @@ class Mla(Heads):
 
         Keys and values are expanded from the latents for every head.
         """
-        of_head = 2 * self.query_dim + 2 * self.head_dim + 3
-        return 2 * self._weights(read_width) + seq_len * self.num_heads * of_head
+        per_head = 2 * self.query_dim + 2 * self.head_dim + 3
+        return 2 * self._weights(read_width) + seq_len * self.num_heads * per_head
 
     def _weights(self, width: int) -> int:
         queries = self.num_heads * self.query_dim
         rank = self.query_rank
-        of_queries = width * queries if rank is None else rank * (width + queries)
+        query_weights = width * queries if rank is None else rank * (width + queries)
         up = self.kv_rank * 2 * self.num_heads * self.head_dim
-        return of_queries + width * (self.kv_rank + self.rope_dim) + up
+        return query_weights + width * (self.kv_rank + self.rope_dim) + up
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Kda(Heads):
     @property
     def reads(self) -> Port:
         """The port that is read: queries, keys and values per head, and data vectors for gates."""
-        return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, whole=True)
+        return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, residual=True)
 
     def parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters in the gates, the convolutions and the norm."""
@@ -334,8 +334,8 @@ class Kda(Heads):
         and head, as counted in the paper.
         """
         size, chunk = self.head_dim, 64
-        of_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size
-        return 2 * self._weights(read_width) + self.num_heads * of_head
+        per_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size
+        return 2 * self._weights(read_width) + self.num_heads * per_head
 
     def _weights(self, width: int) -> int:
         size = self.num_heads * self.head_dim
@@ -381,7 +381,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
         stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
     """
     layers = [tuple(layer) for layer in layers]
-    found: list[Stack] = []
+    merged: list[Stack] = []
     start = 0
     while start < len(layers):
         period, repeat = max(
@@ -389,14 +389,14 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
                 (size, _repeats(layers, start, size))
                 for size in range(1, (len(layers) - start) // 2 + 1)
             ),
-            key=lambda of: (of[0] * of[1] if of[1] > 1 else 0, -of[0]),
+            key=lambda choice: (choice[0] * choice[1] if choice[1] > 1 else 0, -choice[0]),
             default=(1, 1),
         )
         period = period if repeat > 1 else 1
         cores = tuple(core for layer in layers[start : start + period] for core in layer)
-        found.append(Stack(cores, repeat))
+        merged.append(Stack(cores, repeat))
         start += period * repeat
-    return tuple(found)
+    return tuple(merged)
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rmt_tpu.config.checks import Checked, Count, Positive, Size
-from rmt_tpu.config.core import WHOLE, Computes, Port
+from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Port
 from rmt_tpu.errors import UsageError
 
 
@@ -93,12 +93,12 @@ class Experts(Computes):
     @property
     def reads(self) -> Port:
         """The port that is read: all data vectors of the residual."""
-        return WHOLE
+        return RESIDUAL_PORT
 
     @property
     def writes(self) -> Port:
         """The port that is written: all data vectors of the residual."""
-        return WHOLE
+        return RESIDUAL_PORT
 
     @property
     def divided_heads(self) -> dict[str, int]:
@@ -107,21 +107,23 @@ class Experts(Computes):
 
     def parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters in all experts and in the router with its statistics."""
-        seen = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
-        of_router = (read_width + 1 + seen) * self.num_experts
-        return (self.num_experts + self.shared) * self._of_one(width, read_width) + of_router
+        bins = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
+        router = (read_width + 1 + bins) * self.num_experts
+        return (self.num_experts + self.shared) * self._expert_parameters(
+            width, read_width
+        ) + router
 
     def active_parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters that one token uses: chosen experts and the router."""
-        idle = (self.num_experts - self.top_k) * self._of_one(width, read_width)
+        idle = (self.num_experts - self.top_k) * self._expert_parameters(width, read_width)
         return self.parameters(width, read_width) - idle
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
         """Return the FLOPs per token: the matrix products of its experts and of the router."""
-        experts = (self.top_k + self.shared) * self._of_one(width, read_width)
+        experts = (self.top_k + self.shared) * self._expert_parameters(width, read_width)
         return 2 * (experts + read_width * self.num_experts)
 
-    def _of_one(self, width: int, read_width: int) -> int:
+    def _expert_parameters(self, width: int, read_width: int) -> int:
         return (2 * read_width + width) * self.hidden_dim
 
 

@@ -154,18 +154,18 @@ class _DepthAttention(_BankedSystem):
         if self.query == "scalars":
             return {"logits": 1}
         terms = residual_size // self.num_heads
-        found = {"query": terms}
+        terms_by_name = {"query": terms}
         if self.key_norm and self.key_gain:
-            found["key_gain"] = terms
+            terms_by_name["key_gain"] = terms
         if self.query == "input":
-            found["project"] = terms * residual_size
-        return found
+            terms_by_name["project"] = terms * residual_size
+        return terms_by_name
 
     def sources(self, num_sublayers: int) -> list[int]:
         """Return the number of sources at each site, in the order of depth."""
         block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
-        done = [-(-site // block) for site in range(num_sublayers + 1)]
-        return [1 + (count if window is None else min(count, window)) for count in done]
+        completed = [-(-site // block) for site in range(num_sublayers + 1)]
+        return [1 + (count if window is None else min(count, window)) for count in completed]
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
         """Return the number of sublayers per block, or None if an ablation rules out pipelines."""
@@ -241,10 +241,12 @@ class BlockAttention(_DepthAttention):
     def __post_init__(self):
         super().__post_init__()
         sizes = ("num_blocks", "sublayers_per_block", "layers_per_block")
-        given = [name for name in sizes if getattr(self, name) is not None]
-        if len(given) > 1:
-            both = " and ".join(f"{name}={getattr(self, name)}" for name in given)
-            raise UsageError(f"BlockAttention.{both} both set the blocks' size; give one of them")
+        set_sizes = [name for name in sizes if getattr(self, name) is not None]
+        if len(set_sizes) > 1:
+            assignments = " and ".join(f"{name}={getattr(self, name)}" for name in set_sizes)
+            raise UsageError(
+                f"BlockAttention.{assignments} both set the blocks' size; give one of them"
+            )
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
         """Return the number of sublayers per block (S) in a model of this depth.
@@ -259,17 +261,17 @@ class BlockAttention(_DepthAttention):
         ):
             if size is not None:
                 if size > sublayers:
-                    most = sublayers if name == "sublayers_per_block" else num_layers
+                    limit = sublayers if name == "sublayers_per_block" else num_layers
                     raise UsageError(
                         f"BlockAttention.{name}={getattr(self, name)} is more than the depth of "
-                        f"num_layers={num_layers}; legal: 1 to {most}"
+                        f"num_layers={num_layers}; legal: 1 to {limit}"
                     )
                 return size
         blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks
         size = -(-sublayers // min(blocks, sublayers))
         if -(-sublayers // size) != blocks and self.num_blocks is not None:
-            fit = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
-            nearest = sorted(fit, key=lambda n: abs(n - blocks))[:2]
+            legal = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
+            nearest = sorted(legal, key=lambda n: abs(n - blocks))[:2]
             raise UsageError(
                 f"BlockAttention.num_blocks={blocks} does not divide {sublayers} sublayers into "
                 f"equal blocks and a last one that is no larger; nearest legal: "
@@ -342,8 +344,8 @@ def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
 
     Each site has a gain, a projection to `coefficients` numbers with biases, and three scales.
     """
-    of_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
-    return model.num_sublayers * of_site
+    per_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
+    return model.num_sublayers * per_site
 
 
 def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
@@ -518,8 +520,8 @@ class Hierarchical(System):
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters in all nodes, counting shared weights once."""
         nodes, size = self.node_inputs(model.num_layers), model.residual_size
-        kept = set(nodes) if self.shared else nodes
-        return sum((inputs + 1) * size * self.hidden_dim + size for inputs in kept)
+        distinct = set(nodes) if self.shared else nodes
+        return sum((inputs + 1) * size * self.hidden_dim + size for inputs in distinct)
 
     def flops(self, model: Sizes) -> int:
         """Return the FLOPs of all nodes."""

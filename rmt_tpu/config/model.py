@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from rmt_tpu.config import overrides
 from rmt_tpu.config.checks import LARGEST_SIZE, Checked, Positive, Size
 from rmt_tpu.config.cores import (
-    WHOLE,
+    RESIDUAL_PORT,
     Attention,
     Core,
     FeedForward,
@@ -162,9 +162,11 @@ class ModelConfig(Checked):
         """
         matrix = isinstance(self.store, MatrixStore)
         size = self.data_shape[1]
-        before = WHOLE  # the embedding is written before the first sublayer
+        previous = RESIDUAL_PORT  # the embedding is written before the first sublayer
         for index, stack in enumerate(self.stacks):
-            if stack.repeat > 1 and self._written(before) != self._written(stack.cores[-1].writes):
+            if stack.repeat > 1 and self._write_size(previous) != self._write_size(
+                stack.cores[-1].writes
+            ):
                 raise UsageError(
                     f"ModelConfig.stacks.{index} repeats, but its last core has other write keys "
                     "than what precedes it; legal: its first period as a separate stack"
@@ -176,27 +178,27 @@ class ModelConfig(Checked):
                             f"ModelConfig.{core.kind}.head_dim={port.head_dim} must be the size of "
                             f"the residual's data vectors, store.vector_dim={size}"
                         )
-                before = core.writes
+                previous = core.writes
 
-    def _written(self, port: Port) -> Any:
+    def _write_size(self, port: Port) -> Any:
         """Return a value that is equal for two ports if one site can take the output of either.
 
         For a matrix store it is the number of key vectors.
         """
         if isinstance(self.store, MatrixStore):
-            return sum(port.heads) + port.whole * self.data_shape[0]
+            return sum(port.heads) + port.residual * self.data_shape[0]
         return port
 
     def _check_sizes(self):
         by_heads = isinstance(self.store, MatrixStore) and self.store.vectors is None
         width = "attention.num_heads * attention.head_dim" if by_heads else "store's width"
-        for what, size in {
+        for name, size in {
             width: self.width,
             "store.key_dim * attention.head_dim": self.residual_size,
         }.items():
             if size > LARGEST_SIZE:
                 raise UsageError(
-                    f"ModelConfig.{what} = {shown(size)} must be at most {LARGEST_SIZE}"
+                    f"ModelConfig.{name} = {shown(size)} must be at most {LARGEST_SIZE}"
                 )
 
     def _check_mixer(self):
@@ -243,12 +245,12 @@ class ModelConfig(Checked):
 
         If the model has no short form, `stacks` is returned.
         """
-        rest = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         layer = self.stacks[0].cores
         if len(self.stacks) > 1 or len(layer) != 2 or layer[0].kind == layer[1].kind:
-            return rest
-        del rest["stacks"]
-        return {"num_layers": self.stacks[0].repeat, **{c.kind: c for c in layer}, **rest}
+            return values
+        del values["stacks"]
+        return {"num_layers": self.stacks[0].repeat, **{c.kind: c for c in layer}, **values}
 
     @classmethod
     def from_short(cls, **values: Any) -> "ModelConfig":
@@ -257,18 +259,18 @@ class ModelConfig(Checked):
         Raises:
           UsageError: the fields of the short form are not exactly two cores and `num_layers`.
         """
-        given = {name: values.pop(name) for name in list(values) if name in cls.short_names}
-        if not given:
+        short_values = {name: values.pop(name) for name in list(values) if name in cls.short_names}
+        if not short_values:
             return cls(**values)
         if "stacks" in values:
             raise UsageError(
-                f"ModelConfig.{next(iter(given))} and ModelConfig.stacks both set what sublayers "
-                "compute; give one of them"
+                f"ModelConfig.{next(iter(short_values))} and ModelConfig.stacks both set what "
+                "sublayers compute; give one of them"
             )
-        cls.check_short(given)
-        num_layers = given.pop("num_layers")
+        cls.check_short(short_values)
+        num_layers = short_values.pop("num_layers")
         try:
-            stack = Stack(tuple(given.values()), num_layers)
+            stack = Stack(tuple(short_values.values()), num_layers)
         except UsageError as error:
             raise UsageError(str(error).replace("Stack.repeat", "ModelConfig.num_layers")) from None
         return cls(stacks=(stack,), **values)
@@ -319,10 +321,10 @@ class ModelConfig(Checked):
         return self._core(FeedForward)
 
     def _core(self, cls: type) -> Any:
-        found = self.of_kind(cls.kind)
-        if len(found) != 1:
-            raise AttributeError(f"the model has {len(found)} different cores {cls.kind!r}")
-        return found[0]
+        matches = self.cores_of_kind(cls.kind)
+        if len(matches) != 1:
+            raise AttributeError(f"the model has {len(matches)} different cores {cls.kind!r}")
+        return matches[0]
 
     @property
     def cores(self) -> tuple[Core, ...]:
@@ -334,15 +336,15 @@ class ModelConfig(Checked):
         """Sorted names of the scalars that the cores return in addition to their outputs."""
         return tuple(sorted({name for core in self.cores for name in core.aux}))
 
-    def of_kind(self, kind: str) -> tuple[Core, ...]:
+    def cores_of_kind(self, kind: str) -> tuple[Core, ...]:
         """Return the model's distinct cores of the given kind."""
         return tuple(core for core in self.cores if core.kind == kind)
 
     @property
     def learned_positions(self) -> Learned | None:
         """The learned positions that are written with the embedding, or None if there are none."""
-        asked = {getattr(core, "positions", None) for core in self.cores}
-        learned = [positions for positions in asked if isinstance(positions, Learned)]
+        positions = {getattr(core, "positions", None) for core in self.cores}
+        learned = [positions for positions in positions if isinstance(positions, Learned)]
         return max(learned, key=lambda p: p.max_length, default=None)
 
     @property
@@ -410,5 +412,5 @@ class ModelConfig(Checked):
 
     def base_core(self, core: Core) -> Core:
         """Return the core of muP's base model that corresponds to `core` in this model."""
-        of = lambda model: [core for stack in model.stacks for core in stack.cores]
-        return of(self.base_model)[of(self).index(core)]
+        all_cores = lambda model: [core for stack in model.stacks for core in stack.cores]
+        return all_cores(self.base_model)[all_cores(self).index(core)]

@@ -26,14 +26,14 @@ def to_json(config: Any, *, short: bool = True) -> Any:
     if not dataclasses.is_dataclass(config):
         return config
     values = {"kind": config.kind} if hasattr(config, "kind") else {}
-    of_short = getattr(type(config), "short_names", {}) if short else {}
-    if of_short:
+    short_names = getattr(type(config), "short_names", {}) if short else {}
+    if short_names:
         parts = config.short_form()
     else:
         parts = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for name, part in parts.items():
         values[name] = to_json(part, short=short)
-        if name in of_short and isinstance(values[name], dict):
+        if name in short_names and isinstance(values[name], dict):
             del values[name]["kind"]  # the name of the field is its kind
     return values
 
@@ -69,9 +69,9 @@ def apply(config: Config, overrides: dict[str, Any]) -> Config:
     Raises:
       UsageError: a path or value is not legal; the message names it and what is legal.
     """
-    whole = any(_WHOLE_FORM in path.split(".") for path in overrides)
-    values = to_json(config, short=not whole)
-    for path, value in sorted(overrides.items(), key=lambda given: given[0].count(".")):
+    long_form = any(_LONG_FORM_FIELD in path.split(".") for path in overrides)
+    values = to_json(config, short=not long_form)
+    for path, value in sorted(overrides.items(), key=lambda override: override[0].count(".")):
         for node, key in _places(values, path.split("."), path):
             node[key] = value
     return from_json(type(config), values)
@@ -85,7 +85,7 @@ def value_at(config: Any, path: str) -> Any:
     Raises:
       UsageError: the config has no such path.
     """
-    values = to_json(config, short=_WHOLE_FORM not in path.split("."))
+    values = to_json(config, short=_LONG_FORM_FIELD not in path.split("."))
     holder, key = _places(values, path.split("."), path)[0]
     if isinstance(holder, dict) and key not in holder:
         raise UsageError(unknown(f"{path}: field", key, holder))
@@ -93,7 +93,7 @@ def value_at(config: Any, path: str) -> Any:
 
 
 # The first name of a path that exists only in the long form.
-_WHOLE_FORM = "stacks"
+_LONG_FORM_FIELD = "stacks"
 
 
 def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
@@ -106,35 +106,35 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
         if not keys[0].isdecimal() or int(keys[0]) >= len(node):
             legal = ", ".join(map(str, range(len(node))))
             raise UsageError(f"{path}: {keys[0]} is not an index of the list; legal: {legal}")
-        found = [(node, int(keys[0]))]
+        holders = [(node, int(keys[0]))]
     elif keys[0] in node:
-        found = [(node, keys[0])]
+        holders = [(node, keys[0])]
     else:
-        found = _of_kind(node, keys[0]) or [(node, keys[0])]
+        holders = _find_kind(node, keys[0]) or [(node, keys[0])]
     if len(keys) == 1:
-        return found
+        return holders
     places = []
-    for holder, key in found:
+    for holder, key in holders:
         child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
         if isinstance(child, str):  # a class that an earlier override gave by its kind
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
-            done = path.split(".")[: 1 - len(keys)]
-            raise UsageError(f"{path}: {'.'.join(done)} is a value without fields")
+            parent = path.split(".")[: 1 - len(keys)]
+            raise UsageError(f"{path}: {'.'.join(parent)} is a value without fields")
         places += _places(child, keys[1:], path)
     return places
 
 
-def _of_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
+def _find_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
     """Return pairs `(list, index)` for all objects of the given kind in the lists below `node`."""
-    found = []
+    pairs = []
     for values in (v for v in node.values() if isinstance(v, list)):
         for index, item in enumerate(values):
             if isinstance(item, dict) and item.get("kind") == kind:
-                found.append((values, index))
+                pairs.append((values, index))
             elif isinstance(item, dict):
-                found += _of_kind(item, kind)
-    return found
+                pairs += _find_kind(item, kind)
+    return pairs
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -169,7 +169,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
         ]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
-        return [line for i, pair in pairs for line in differences(*pair, f"{path}.{i}")]
+        return [line for i, values in pairs for line in differences(*values, f"{path}.{i}")]
     return [] if old == new else [f"{path} is {_short(old)} there, {_short(new)} here"]
 
 
@@ -200,12 +200,12 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         items = [v for v in value.split(",") if v] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise UsageError(f"{path}={_told(value)} must be a list")
-        (of_items, *_), named = typing.get_args(annotation), isinstance(value, list)
-        if not dataclasses.is_dataclass(of_items) and typing.get_origin(of_items) is Literal:
-            named = False  # errors about plain values name only the list
+            raise UsageError(f"{path}={_shown(value)} must be a list")
+        (item_type, *_), numbered = typing.get_args(annotation), isinstance(value, list)
+        if not dataclasses.is_dataclass(item_type) and typing.get_origin(item_type) is Literal:
+            numbered = False  # errors about plain values name only the list
         return tuple(
-            _parse(of_items, item, f"{path}.{index}" if named else path)
+            _parse(item_type, item, f"{path}.{index}" if numbered else path)
             for index, item in enumerate(items)
         )
     if dataclasses.is_dataclass(annotation):
@@ -227,8 +227,8 @@ def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:
 
 def _parse_fields(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
-        what = f"{path}={_told(values)}" if path else "the config"
-        raise UsageError(f"{what} must be an object of fields")
+        subject = f"{path}={_shown(values)}" if path else "the config"
+        raise UsageError(f"{subject} must be an object of fields")
     short = getattr(cls, "short_names", {})
     hints = typing.get_type_hints(cls) | short
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -236,15 +236,15 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
         if key not in fields | short:
             raise UsageError(unknown(f"field of {path or 'the config'}", key, fields | short))
     in_short = [name for name in short if name in values]
-    needed = [
+    required = [
         name
         for name, f in fields.items()
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if in_short:
         cls.check_short(in_short)
-        needed = [name for name in needed if name != _WHOLE_FORM]
-    if missing := [name for name in needed if name not in values]:
+        required = [name for name in required if name != _LONG_FORM_FIELD]
+    if missing := [name for name in required if name not in values]:
         if not path:
             raise UsageError(f"the config has no {' and no '.join(missing)}")
         kind = {"kind": cls.kind} if hasattr(cls, "kind") else {}
@@ -272,7 +272,7 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
     if annotation is str and type(value) in (int, float):
         return str(value)
     if type(value) is not annotation:
-        raise UsageError(f"{path}={_told(value)} must be {_ARTICLE[annotation]}")
+        raise UsageError(f"{path}={_shown(value)} must be {_ARTICLE[annotation]}")
     return value
 
 
@@ -281,9 +281,9 @@ def _as_written(value: Any) -> Any:
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
-def _told(value: Any) -> str:
-    written = _as_written(value)
-    return shown(value) if written is value else written
+def _shown(value: Any) -> str:
+    text = _as_written(value)
+    return shown(value) if text is value else text
 
 
 _BEYOND_FLOAT = 2**1023  # larger integers do not fit a float

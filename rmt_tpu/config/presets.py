@@ -343,7 +343,7 @@ def run(name: str) -> RunConfig:
     if size in _DEPTH_ROWS:
         return _depth_run(model, size)
     if name in _LLAMA_MODELS:
-        return run_of_today(model)
+        return modern_run(model)
     if name in _KIMI_MODELS:
         return _kimi_run(model)
     batch_size, tokens = _BUDGETS.get(name, (64, 1.7e9))
@@ -363,7 +363,7 @@ def _depth_run(model: ModelConfig, size: str) -> RunConfig:
     return RunConfig(model=model, train=train, data=DataConfig(seq_len=8192))
 
 
-def run_of_today(model: ModelConfig) -> RunConfig:
+def modern_run(model: ModelConfig) -> RunConfig:
     """Return a run that trains a model on 20 tokens per parameter, in batches of 0.5M tokens."""
     batch_size, seq_len = 256, 2048
     steps = round(20 * sum(cost.parameters(model).values()) / (batch_size * seq_len))

@@ -82,7 +82,7 @@ class MatrixStore(Checked):
         return self._keys(port, data_shape) * 2 * self.key_dim * data_shape[1]
 
     def _keys(self, port, data_shape):
-        return sum(port.heads) + port.whole * data_shape[0]
+        return sum(port.heads) + port.residual * data_shape[0]
 
 
 Store = VectorStore | MatrixStore

@@ -25,7 +25,7 @@ from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
 from rmt_tpu.data.tokenizer import Tokenizer, digest
 from rmt_tpu.data.tokenizer_files import load_tokenizer
-from rmt_tpu.errors import RunError, UsageError, of_flag
+from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Folder, Location, open_folder
 
 TOKENISING = "tokenising"
@@ -144,7 +144,7 @@ def prepare(
         part_bytes = part_bytes or plans.usual_part_bytes(sum(file.stop for file in found))
         parts = list(plans.parts(found, part_bytes))
     plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed)
-    with of_flag("output"):
+    with flag_errors("output"):
         folder = open_folder(output)
     _check_same_plan(group, plan, parts)
     if group.number == 0:
@@ -187,7 +187,7 @@ def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> N
     Raises:
       UsageError: the store cannot be written to, or has another plan.
     """
-    with of_flag("output"):
+    with flag_errors("output"):
         folder.check(write=True)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         plans.check_same(folder, complete.get("plan"), plan)

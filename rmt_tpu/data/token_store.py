@@ -30,7 +30,7 @@ from jaxtyping import Int32, Int64
 
 from rmt_tpu.data.inputs import SUFFIXES
 from rmt_tpu.data.tokenizer import Tokenizer
-from rmt_tpu.errors import RunError, UsageError, of_flag
+from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
@@ -307,7 +307,7 @@ def open_store(source: str | Folder) -> TokenStore:
       UsageError: the folder has no store or an incomplete one, or cannot be read.
       RunError: the manifest of the store is damaged.
     """
-    with of_flag("data"):
+    with flag_errors("data"):
         folder = open_folder(source)
         folder.check()
     content = read_sealed(folder, MANIFEST)

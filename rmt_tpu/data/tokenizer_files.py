@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.data.tokenizer import BYTE, BYTE_FILE, FILE, ByteTokenizer, Tokenizer, Unusable
-from rmt_tpu.errors import UsageError, of_flag, unknown
+from rmt_tpu.errors import UsageError, flag_errors, unknown
 from rmt_tpu.storage import Location, open_folder
 
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -63,7 +63,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _from_bucket(spec: str) -> Tokenizer:
-    with of_flag("tokenizer"):
+    with flag_errors("tokenizer"):
         found = open_folder(spec).read(FILE)
     if found is None:
         raise Unusable(f"has no {FILE}; legal: the folder of a run or of a token store")

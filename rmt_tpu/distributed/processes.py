@@ -93,7 +93,7 @@ def initialize(
         raise UsageError(f"--distributed_timeout={timeout:g} must be positive")
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
-    rendezvous.wait_for_all(member, versions, timeout, kernel_tables.known())
+    rendezvous.wait_for_all(member, versions, timeout, kernel_tables.tables_in_use())
     # The service's handler would intercept SIGTERM, to which the training loop responds with a
     # checkpoint.
     jax.config.update("jax_enable_preemption_service", False)

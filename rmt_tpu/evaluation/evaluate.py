@@ -16,7 +16,7 @@ from rmt_tpu.evaluation.documents import Source, SourceRequests, Total, ask, met
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Scorer
 from rmt_tpu.generation.files import Output
-from rmt_tpu.progress import ProgressShown
+from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.storage import Folder
 
 ANSWERS = "evaluation"
@@ -234,7 +234,7 @@ def _by_position(source_requests: SourceRequests, lines: dict[int, dict[str, Any
     return sums
 
 
-class _Progress(ProgressShown):
+class _Progress(ProgressDisplay):
     """A progress display that counts answered requests."""
 
     def __init__(self, label: str, total: int):

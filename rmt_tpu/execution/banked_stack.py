@@ -230,7 +230,7 @@ class StackRunner:
         """
         batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
         rank, size = self.config.data_shape
-        count = lambda port: sum(port.heads) + port.whole * rank
+        count = lambda port: sum(port.heads) + port.residual * rank
         shape = lambda core: (self.repeat, batch, seq, count(core.writes), size)
         dtype = self.store.compute_dtype
         return tuple(jax.lax.empty(shape(core), dtype) for core in self.cores)

@@ -55,7 +55,7 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
     sublayers). Their parameters have a leading axis "layer" over the stack's repeats. For example,
     `stacks/0/1/site/gain` holds the gains of the second sublayer's site in the first stack.
     """
-    stacks, first, writes = [], 0, cfg.WHOLE
+    stacks, first, writes = [], 0, cfg.RESIDUAL_PORT
     for of_stack in config.stacks:
         places = []
         for k, core in enumerate(of_stack.cores):
@@ -83,7 +83,11 @@ def make_final_site(config: cfg.ModelConfig, seed: Seed) -> nnx.Module:
     """Return the site before the unembedding."""
     depth = config.num_sublayers
     place = residual.Place(
-        jnp.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
+        jnp.int32(depth),
+        depth % 2,
+        config.stacks[-1].cores[-1].writes,
+        cfg.RESIDUAL_PORT,
+        last=True,
     )
     return residual.make_site(config, seed, place)
 

@@ -179,7 +179,7 @@ class _Layers:
         in `before`; see `_source`.
         """
         batch, seq, _, size = before.shape
-        count = lambda port: sum(port.heads) + port.whole * self.config.data_shape[0]
+        count = lambda port: sum(port.heads) + port.residual * self.config.data_shape[0]
         shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)
         written = [jax.lax.empty(shape(core), before.dtype) for core in stack.cores]
         if stack.repeat > 1:

@@ -42,7 +42,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
             "legal: stage=1"
         )
     sharding.check_keys(mesh, model.store.has_keys)
-    sharding.check_experts(mesh, bool(model.of_kind("experts")))
+    sharding.check_experts(mesh, bool(model.cores_of_kind("experts")))
     axes = [axis for axis in sharding.CACHE_RULES["tokens"] if mesh.shape[axis] > 1]
     devices = math.prod(mesh.shape[axis] for axis in axes)
     for core in model.cores:

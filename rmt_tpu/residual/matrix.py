@@ -38,7 +38,7 @@ class Site(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
         key_dim = config.store.key_dim
-        count = lambda port: sum(port.heads) + port.whole * rank
+        count = lambda port: sum(port.heads) + port.residual * rank
         # The first site writes the embedding. That is a single write in addition to the 2L writes
         # of the sublayers, so it is not scaled down.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
@@ -63,7 +63,7 @@ class Site(nnx.Module):
         The parts are the vectors of heads and the vectors of the whole residual.
         """
         heads = sum(self.reads.heads)
-        if not self.reads.whole:
+        if not self.reads.residual:
             return Read(heads=vectors)
         if not heads:
             return Read(whole=vectors)

@@ -223,7 +223,7 @@ class Store(nnx.Module):
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
         """Return the sublayer's input from x, which is already normed."""
-        whole = x[..., None, :] if site.reads.whole else None
+        whole = x[..., None, :] if site.reads.residual else None
         if site.read is None:
             return Read(whole=whole)
         with jax.named_scope("projection"):

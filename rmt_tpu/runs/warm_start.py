@@ -15,7 +15,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
+from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors, flag_errors
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
@@ -44,7 +44,7 @@ class WarmStart:
         self._location, self._folder = location, open_folder(location)
         self._is_hub = is_hub(self._folder.local_path)
         try:
-            with of_argument("init_from"):
+            with argument_errors("init_from"):
                 other = self._model()
         except UsageError as error:
             raise UsageError(f"--{str(error).replace('workdir=', '')}") from None
@@ -103,7 +103,7 @@ class WarmStart:
     def _read_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tree = {"params": traverse_util.unflatten_dict(like)}
         step, state, meta = open_checkpoints(self._folder).restore(tree, partial=True)
-        with of_flag("init_from"):
+        with flag_errors("init_from"):
             check_config_meta(self._folder, read_config(self._folder), step, meta, "model.")
         return traverse_util.flatten_dict(state["params"])
 

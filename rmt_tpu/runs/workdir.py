@@ -17,7 +17,7 @@ from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.data.tokenizer_files import FILE as TOKENIZER
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.rendezvous import name_processes
-from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
+from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors, flag_errors
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.runs import text_ends
 from rmt_tpu.storage import Folder, Location, open_folder
@@ -110,7 +110,7 @@ def check_access(folder: Folder, *, write: bool = False) -> None:
     Raises:
       UsageError: the folder cannot be read or written to.
     """
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         folder.check(write=write)
         _check_kinds(folder)
 
@@ -155,7 +155,7 @@ def read_config(workdir: Location) -> RunConfig:
     Raises:
       ArgumentError: there is no run in the folder, or its config cannot be read by this version.
     """
-    with of_argument("workdir"):
+    with argument_errors("workdir"):
         folder = open_folder(workdir)
         folder.check()
         _check_kinds(folder)
@@ -272,7 +272,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     from rmt_tpu.runs.growth import restore_grown
 
     kernel_tables.use_storage()
-    with of_argument("workdir"):
+    with argument_errors("workdir"):
         folder = open_folder(workdir)
     if is_hub(folder.local_path):
         with memory.report_out_of_memory("the model's parameters do not fit"):
@@ -289,7 +289,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     like = {"params": params}
     with memory.report_out_of_memory("the model's parameters do not fit"):
         step, state, meta = restore_grown(checkpoints, like, config.model, step, partial=True)
-    with of_argument("workdir"):
+    with argument_errors("workdir"):
         check_config_meta(folder, config, step, meta, "model.")
     _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
@@ -312,7 +312,7 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
     """
-    with of_argument("workdir"):
+    with argument_errors("workdir"):
         folder = open_folder(workdir)
     if not is_hub(folder.local_path):
         read_config(workdir)  # raises an error if there is no run
@@ -402,7 +402,7 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
 def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> ConfigChanges:
     """Return the differences between the configs, or raise UsageError if one is not allowed."""
     # Parse the old config, so that fields that were added in later versions get their defaults.
-    with of_flag("workdir"):
+    with flag_errors("workdir"):
         old = _parsed(folder, found)
     has_begun = bool(open_checkpoints(folder).steps())
     rules = _different(old, config, has_begun=has_begun)

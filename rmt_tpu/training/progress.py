@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from rmt_tpu.progress import ProgressShown
+from rmt_tpu.progress import ProgressDisplay
 
 _WINDOW = 20  # number of steps over which tokens per second are averaged
 
 
-class TrainingProgress(ProgressShown):
+class TrainingProgress(ProgressDisplay):
     """A display of completed steps, loss, tokens per second and remaining time.
 
     Args:

@@ -277,7 +277,7 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             seq_len = config.data.seq_len
             sharding.check_divides(mesh, "--seq_len", seq_len, "tokens", parts=2, what=what)
     sharding.check_keys(mesh, model.store.has_keys)
-    sharding.check_experts(mesh, bool(model.of_kind("experts")))
+    sharding.check_experts(mesh, bool(model.cores_of_kind("experts")))
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:

@@ -9,7 +9,7 @@ from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import RunConfig
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.errors import UsageError, flag_errors
 from rmt_tpu.runs import workdir
 from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
@@ -125,7 +125,7 @@ def _restore_at(
     )
     name, _, _ = flag.partition("=")
     step, state, meta = restore_grown(saved.checkpoints, like, config.model, step)
-    with of_flag(name.removeprefix("--")):
+    with flag_errors(name.removeprefix("--")):
         workdir.check_config_meta(saved.folder, saved.config, step, meta)
     fingerprint = text.tokenizer.fingerprint()
     if meta.get("tokenizer", fingerprint) != fingerprint:

@@ -125,7 +125,7 @@ def test_parameters_bring_their_vocabulary(tmp_path, monkeypatch):
     for preset in "llama-tiny", None:
         given = {"preset": preset, "config": None, "init_from": str(tmp_path)}
         monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
-        _, base = common.model_of_flags()
+        _, base = common.selected_config()
         assert base.model.vocab_size == 300 and base.data.tokenizer == str(tmp_path)
 
 
@@ -293,13 +293,13 @@ def test_what_a_run_began_with_is_not_opened_once_it_has_begun(monkeypatch):
     )
     given = {"preset": None, "config": None, "init_from": "gone/"}
     monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
-    assert common.model_of_flags(lambda name: own) == ("gone", own)
+    assert common.selected_config(lambda name: own) == ("gone", own)
     with pytest.raises(UsageError, match="--init_from=gone.* holds no run"):
-        common.model_of_flags(lambda name: None)
+        common.selected_config(lambda name: None)
     for init_from in "gone/", None:
         given |= {"preset": "rmt-tiny", "init_from": init_from}
         monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
-        name, base = common.model_of_flags(lambda name: own)
+        name, base = common.selected_config(lambda name: own)
         assert (name, base.model.vocab_size, base.data.tokenizer) == ("rmt-tiny", 300, "t")
         assert base.train.init_from == "gone" and base.model.store.kind == "matrix"
 

@@ -9,8 +9,8 @@ class Average(Computes):
 
     kind: ClassVar[str] = "average"
     letter: ClassVar[str] = "V"
-    reads: ClassVar[Port] = WHOLE
-    writes: ClassVar[Port] = WHOLE
+    reads: ClassVar[Port] = RESIDUAL_PORT
+    writes: ClassVar[Port] = RESIDUAL_PORT
     divided_heads: ClassVar[dict[str, int]] = {}
 
     def parameters(self, width: int, read_width: int) -> int:

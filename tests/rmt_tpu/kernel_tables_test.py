@@ -58,12 +58,12 @@ def test_the_users_file_may_be_in_a_bucket(server, monkeypatch):
     monkeypatch.setenv("RMT_TPU_TUNED", location)
     tuned.read_anew()
     kernel_tables.add(location, [entry(512)])
-    known = kernel_tables.known()
+    known = kernel_tables.tables_in_use()
     assert tuned.user_table().entries == (entry(512),) and known.file == location
     kernel_tables.add(location, [entry(256)])
-    assert kernel_tables.known() == known  # what a process has read it keeps
+    assert kernel_tables.tables_in_use() == known  # what a process has read it keeps
     tuned.read_anew()
-    assert kernel_tables.known().fingerprint != known.fingerprint
+    assert kernel_tables.tables_in_use().fingerprint != known.fingerprint
     monkeypatch.setenv("RMT_TPU_TUNED", "off")
-    assert kernel_tables.known().file is None
+    assert kernel_tables.tables_in_use().file is None
     tuned.read_anew()

@@ -59,7 +59,7 @@ def test_a_program_ends_as_what_it_did(stream, monkeypatch):
 @lost
 def test_a_run_goes_on(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream())
-    with progress.ProgressShown("training", 2, first_line=True) as shown:
+    with progress.ProgressDisplay("training", 2, first_line=True) as shown:
         shown.log("дом")
         shown.show(lambda: "step 1", completed=1)
     streams.log_line("дом")

@@ -45,7 +45,7 @@ def test_no_start_token_where_the_model_s_tokenizer_puts_none():
     for prompt in ("ab", [97, 98], [BOS, 97, 98]):
         one = parse(json.dumps({"prompt": prompt}).encode(), served, 7).prompts[0]
         assert one.tokens.tolist() == [BOS] * (len(prompt) == 3) + [97, 98]
-        assert one.own == len(one.tokens)
+        assert one.client_tokens == len(one.tokens)
     assert parse(b"{}", served, 7).prompts[0].tokens.tolist() == [BOS]
     with pytest.raises(Refusal, match="prompt has 65 tokens; legal: at most 64"):
         parse(json.dumps({"prompt": "a" * 65}).encode(), served, 7)
@@ -57,7 +57,7 @@ def test_ids_that_the_tokenizer_leaves_out_are_refused():
     served = replace(SERVED, tokenizer=tokenizer)
     with pytest.raises(Refusal, match="token 98; legal: 0 to 256, except ids that the tokenizer"):
         parse(b'{"prompt": [97, 98]}', served, 7)
-    assert parse(b'{"prompt": [97, 99]}', served, 7).prompts[0].own == 2
+    assert parse(b'{"prompt": [97, 99]}', served, 7).prompts[0].client_tokens == 2
 
 
 def test_how_tokens_are_chosen():

@@ -46,9 +46,9 @@ def test_a_batch_that_a_host_cannot_hold(tiny, monkeypatch):
     config, run = tiny
     needs = memory_check.lower_bound(config, run)
     on_both = 2 * needs.device + needs.batch
-    monkeypatch.setattr(memory, "of_machine", lambda: on_both)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: on_both)
     assert memory_check.shortfall(config, run) is None
-    monkeypatch.setattr(memory, "of_machine", lambda: on_both - 1)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: on_both - 1)
     line = r"^--batch_size=8 of --seq_len=16 with .* on this machine, which has .* a batch\)"
     with pytest.raises(RunError, match=f"{line}: use a smaller --batch_size"):
         memory_check.check(config, run)
@@ -86,4 +86,4 @@ def test_memory_of_a_control_group(tmp_path):
     names.write_text("0::/of/the/host\n")  # a container sees its own folder only
     (folder / "memory.max").write_text("500\n")
     assert found() == [500]
-    assert 2**27 < memory.of_machine() < 2**50
+    assert 2**27 < memory.machine_bytes() < 2**50

@@ -184,7 +184,7 @@ def test_what_no_machine_can_hold_is_refused(config, tmp_path, path):
 
 @pytest.mark.slow
 def test_memory_that_is_out_is_one_line(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "of_machine", lambda: 2**80)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 2**80)
     huge = overrides.apply(config, {"model.num_layers": 10**9})
     with pytest.raises(RunError, match=r"^out of memory \(.*bytes\): use a smaller .*--batch"):
         trainer.train(huge, tmp_path / "run")
