@@ -42,8 +42,9 @@ def source() -> str:
             raise UsageError(
                 "--workdir is needed, or --init_from with a folder in Hugging Face format"
             )
-            given = f"--workdir={workdir} and --init_from={init_from}"
-            raise UsageError(f"{given} both set the model; give one")
+        raise UsageError(
+            f"--workdir={workdir} and --init_from={init_from} both set the model; give one"
+        )
     if init_from is not None:
         from rmt_tpu.hub.models import describe
 

@@ -76,6 +76,10 @@ TRAIN = {
 
 GENERATE = {
     "no workdir": ([], ["--workdir is needed"]),
+    "two folders": (
+        ["--workdir=a", "--init_from=b"],
+        ["--workdir=a and --init_from=b both set the model; give one"],
+    ),
     "no run": (["--workdir={files}"], ["--workdir=", "holds no run", "config.json"]),
     "no step": (
         ["--workdir={run}", "--step=7"],
