@@ -1,4 +1,7 @@
-"""Cores, the functions that sublayers compute: one file per core; `core` is their interface."""
+"""Cores, the functions that sublayers compute, such as attention.
+
+Each core has its own file. The module `core` defines the interface that all cores implement.
+"""
 
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
@@ -33,9 +36,13 @@ __all__ = [
 
 
 def make_core(config: cfg.ModelConfig, core: cfg.Core, seed: Seed, within: int) -> Core:
-    """Return the configured core for a sublayer.
+    """Return the core (the function of a sublayer) that a config describes.
 
-    `within` is the sublayer's place in its layer of two: 0 or 1.
+    Args:
+      config: the config of the model.
+      core: the config of the core.
+      seed: the seed of the core's weights.
+      within: 0 if the sublayer is the first of the two in its layer, and 1 if it is the second.
     """
     match core:
         case cfg.Attention():

@@ -1,4 +1,4 @@
-"""Causal attention within documents, on data vectors that the residual's store has read."""
+"""Causal softmax attention within documents, with queries, keys and values from the residual."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,16 +33,17 @@ from rmt_tpu.layers.parameters import gain
 
 
 class Cache(NamedTuple):
-    """The keys and values of the tokens so far; a token's heads are concatenated along one axis."""
+    """The keys and values of earlier tokens; the last axis concatenates the heads of a token."""
 
     keys: Float[Array, "repeat batch keys heads_size"]
     values: Float[Array, "repeat batch keys heads_size"]
 
 
 class Attention(Core):
-    """Softmax attention (equations 8 and 21), with grouped queries (Ainslie et al. 2023).
+    """Softmax attention with grouped queries (Ainslie et al. 2023).
 
-    The core reads `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. If tokens are
+    These are equations 8 and 21 of the RMT paper (Mak and Flanigan 2025). The input of the core is
+    `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. If tokens are
     sharded over devices, heads and tokens are exchanged, so that each device attends with its own
     share of the heads over all tokens. If there are too many devices to divide the heads evenly,
     tokens stay sharded over the mesh axis `sequence`, and keys and values are passed around a ring
@@ -51,8 +52,8 @@ class Attention(Core):
     Args:
       config: the model's config, for the scale's parametrisation and the norm's epsilon.
       core: the config of heads and positions.
-      layout: the layout of the heads that the site before the core reads and the site after it
-        writes.
+      layout: how heads are sharded over devices where they are read from the residual and written
+        to it.
 
     Attributes:
       query_gain, key_gain: the gains of the norms of queries and keys, [head_dim]; None without
@@ -146,7 +147,7 @@ class Attention(Core):
         """Return an empty cache for the keys and values of this device's heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         shape = (repeat, batch, capacity, cache_width(heads * self.core.head_dim))
-        # Keys and values are separate arrays, so that both can be donated.
+        # Allocate two arrays, because a program can be given (donated) each array only once.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def cache_specs(self) -> Cache:
@@ -223,8 +224,8 @@ class Attention(Core):
     def _to_heads(self, x, groups=1):
         """Exchange all heads of this device's tokens for this device's heads of all tokens.
 
-        `groups` is the number of equal groups of heads in x; each device receives its share of
-        every group.
+        `groups` is the number of equal groups of heads in x, such as 3 for queries, keys and
+        values. Each device receives its share of every group.
         """
         if sharding.axis_size(self._swapped) == 1:
             return x
@@ -233,7 +234,7 @@ class Attention(Core):
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def _to_tokens(self, y):
-        """Return all heads of this device's tokens; the inverse of `_to_heads`."""
+        """Exchange this device's heads of all tokens for all heads of this device's tokens."""
         return sharding.swap(y, self._swapped, split=1, join=2)
 
     def _pack(self, z, context):
@@ -276,7 +277,7 @@ class Attention(Core):
 
     def _own_heads(self, z):
         """Return queries, keys and values of this device's heads, with biases added."""
-        if self._multi_head:  # one exchange is enough for all three groups
+        if self._multi_head:  # one exchange between devices moves queries, keys and values
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
             devices = sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
@@ -301,10 +302,11 @@ class Attention(Core):
         return jnp.einsum("bhnm,bmhd->bnhd", weights.astype(v.dtype), v)
 
     def _attend_one_query(self, q, k, v, groups, index, query_positions, key_positions, mask):
-        """Attend with one query per row; the heads of keys and values are side by side in one axis.
+        """Attend with one query per row to cached keys and values, whose heads share one axis.
 
-        Each product covers all heads at once, with a query that is zero outside its own head. This
-        needs more arithmetic, but no keys are moved to give heads a separate axis.
+        Each query is padded with zeros to the size of all heads, so that one product covers all
+        heads. This takes more arithmetic than a product per head, but the keys need not be copied
+        to a layout that has a separate axis for heads.
         """
         dtype = jnp.result_type(q, jnp.float32)
         batch, size, used = q.shape[0], q.shape[-1], groups * q.shape[-1]
@@ -316,8 +318,8 @@ class Attention(Core):
         weights = self._softmax(logits, index, query_positions, key_positions, mask)
         y = jnp.einsum("bhm,bmw->bhw", weights[:, :, 0].astype(v.dtype), v)
         if used < v.shape[-1]:
-            # Without the barrier, XLA would instead remove the padding from the values of all
-            # tokens, which copies the values.
+            # Remove the padding from y. Without the barrier, XLA would remove it from the cached
+            # values of all tokens instead, which copies all values.
             y = jax.lax.optimization_barrier(y)
         y = y[..., :used].reshape(batch, groups, -1, groups, size)
         y = jnp.einsum("bgefd,gf->bged", y, own_group)

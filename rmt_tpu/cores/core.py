@@ -1,8 +1,10 @@
 """The interface of cores: the forward pass `y = core(z)`, its backward pass, and caches.
 
-A core receives the rule for which tokens may attend to which (`Context`) and the number of
-sublayers before it. It sees only what its site has read from the residual (`Read`). The core's
-config declares, by its ports, what the core reads and writes, and states the core's cost.
+A core is the function of one sublayer, such as attention or a feed-forward layer. The site before
+a core (the place where the sublayer accesses the residual) reads the core's input z from the
+residual, as a `Read`. A core also receives the rule for which tokens may attend to which
+(`Context`) and the number of earlier sublayers. The core's config states its cost, and describes by
+two ports which vectors the core reads and writes.
 
 In addition to its output, a core may return *scalars* (`Aux`), which are summed over depth. Each
 scalar is a sum over this device's tokens, so that sums over devices, microbatches and accumulation
@@ -26,15 +28,16 @@ from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
-# The cache of a core for all repeats of its stack: a tree of arrays, or () if decoding needs no
-# cache.
+# The decoding cache of a core, for all repeats of the core's stack (a sequence of cores that is
+# repeated in depth): a tree of arrays, or () if the core needs no cache.
 Cache = Any
-# Maps the names in `aux` of the core's config to scalars of at least float32; {} for most cores.
+# The scalars that a core returns in addition to its output, by name. Their names are listed in the
+# field `aux` of the core's config, and their dtype is at least float32. Most cores return {}.
 Aux = dict[str, Float[Array, ""]]
 
 
 class Context(NamedTuple):
-    """The rule for which tokens each token may attend to, the same for all sublayers in a step.
+    """The rule for which tokens each token may attend to. All sublayers of a step use one context.
 
     Attributes:
       query_positions: the positions of the tokens.
@@ -60,7 +63,15 @@ def causal(
     positions: Int[Array, "batch_or_1 seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
 ) -> Context:
-    """Return a context where tokens attend to themselves and to earlier tokens of their segment."""
+    """Return the context of causal attention within segments, without a cache.
+
+    Each token attends to itself and to the earlier tokens of its segment (its document).
+
+    Args:
+      length: the number of tokens per row.
+      positions: the positions of the tokens; None means their indices in the row.
+      segment_ids: the segment of each token; None means that each row is one segment.
+    """
     order = jnp.arange(length)
     if positions is None:
         return Context(order[None], segment_ids)
@@ -86,9 +97,9 @@ def put_tokens(
 ) -> Float[Array, "repeat batch capacity size"]:
     """Return the cache with new tokens of one layer written after the first `start` tokens per row.
 
-    Tokens beyond the capacity are dropped. Heads and head size share one axis of the cache: with
-    separate axes, TPUs would copy the cache to another layout, so that loops over layers could not
-    update it without a copy.
+    Tokens beyond the capacity are dropped. The axis `size` of the cache holds the vectors of all
+    heads. If heads had a separate axis, a TPU would store the cache in another layout, and a loop
+    over layers could not update the cache without copying it.
     """
     new = new.astype(cache.dtype)
     if start is None:
@@ -99,10 +110,11 @@ def put_tokens(
 
 
 def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Flatten the new tokens of all rows into one padded row, if tokens are sharded over a mesh.
+    """Flatten the new tokens of all rows into one row, padded to a multiple of the devices.
 
-    A single new token per row could not be divided over devices. Without a mesh, or without earlier
-    tokens in a cache, x is returned unchanged.
+    When decoding on a mesh that shards tokens, each row has a single new token, which cannot be
+    divided over devices; one row with the tokens of all rows can. On one device, or if there are no
+    earlier tokens in a cache, x is returned unchanged.
     """
     devices = sharding.axis_size(sharding.token_axes())
     if context.start is None or devices == 1:
@@ -112,7 +124,7 @@ def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Arra
 
 
 def unflatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Split the tokens into rows again; the inverse of `flatten_rows`."""
+    """Undo `flatten_rows`: split a single padded row into the rows of the batch."""
     if context.start is None or sharding.axis_size(sharding.token_axes()) == 1:
         return x
     rows, new = context.query_positions.shape
@@ -120,9 +132,10 @@ def unflatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Ar
 
 
 def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float:
-    """Return the factor for query-key products: `1 / sqrt(size)`, with `size` the query size.
+    """Return the factor by which attention multiplies the products of queries and keys.
 
-    In muP the factor is `attention_multiplier * sqrt(base size) / size`.
+    In the standard parametrisation the factor is `1 / sqrt(size)`, where `size` is the size of a
+    query. In muP the factor is `attention_multiplier * sqrt(base size) / size`.
     """
     size = core.query_dim
     match config.parametrization:
@@ -133,10 +146,10 @@ def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float
 
 
 def other_axes() -> tuple[str, ...]:
-    """Return the mesh axes that shard tokens, except `tensor`.
+    """Return all mesh axes that shard tokens, except `tensor`.
 
-    Heads are sharded first over `tensor`, as are the weights that read the heads, and then over
-    these axes.
+    Attention shards heads first over `tensor`, like the weights that compute the heads, and then
+    over the axes that this function returns.
     """
     return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
 
@@ -144,10 +157,11 @@ def other_axes() -> tuple[str, ...]:
 def to_tokens(
     y: Float[Array, "batch seq heads head_dim"], layout: HeadsLayout, axes: tuple[str, ...]
 ) -> Float[Array, "batch y_seq y_heads head_dim"]:
-    """Exchange heads for tokens over `axes`, to give the layout in which the store writes.
+    """Exchange heads for tokens between devices, before the store (the residual) writes the output.
 
-    The input has this device's heads for all tokens. Unless the store's projection is itself
-    sharded by heads, the result has all heads of this device's tokens.
+    The input has this device's heads for all tokens. The result has all heads for this device's
+    tokens, unless the store writes with a matrix that is itself sharded by heads; then only the
+    exchange over `axes` takes place.
     """
     y = sharding.swap(y, axes, split=1, join=2)
     if not layout.projected:  # the store writes all heads of this device's tokens
@@ -156,28 +170,35 @@ def to_tokens(
 
 
 def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
-    """Return "sequence", along which tokens stay sharded, if `axes` cannot divide the heads evenly.
+    """Return the mesh axis along which attention runs as a ring, or None if there is no ring.
 
-    Otherwise return None, because no ring is needed.
+    If the devices of `axes` cannot divide the heads evenly, tokens stay sharded along the axis
+    "sequence", and keys and values are passed around a ring of its devices.
     """
     return "sequence" if heads % sharding.axis_size(axes) else None
 
 
 def own_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Return this device's slice of `x`, which holds all tokens on every device."""
+    """Return this device's share of the tokens in `x`, which has the tokens of all devices.
+
+    `ring` is the mesh axis that shards tokens; None returns `x`.
+    """
     return x if ring is None else sharding.own_part(x, ring, axis=1)
 
 
 def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Gather the tokens of all devices along `ring`; the inverse of `own_tokens`."""
+    """Gather the tokens of all devices along the mesh axis `ring`; None returns `x`."""
     return x if ring is None else sharding.gather(x, ring, axis=1)
 
 
 class Core(nnx.Module):
-    """A core without a cache or scalars, whose backward pass runs the forward pass again.
+    """The base class of cores.
+
+    By default, a core has no cache and returns no scalars, and its backward pass runs the forward
+    pass again.
 
     Attributes:
-      name: the name of the core's scope in a compiled program, by which reports group operations.
+      name: the name of the core's scope in a compiled program. Reports group operations by scope.
     """
 
     name: ClassVar[str]
@@ -188,7 +209,8 @@ class Core(nnx.Module):
         """Return the core's output, in z's dtype.
 
         Args:
-          z: the data vectors read from the residual, with the parts that the core's port declares.
+          z: the vectors that the site before the core has read from the residual, as described by
+            the port `reads` of the core's config.
           context: the rule for which tokens may attend to which.
           index: the number of sublayers before this one.
         """
@@ -197,26 +219,26 @@ class Core(nnx.Module):
     def with_aux(
         self, z: Read, context: Context, index: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux]:
-        """Run the core, and also return its scalars, which are sums over this device's tokens.
+        """Return the core's output, and its scalars as sums over this device's tokens.
 
-        Decoding does not use the scalars.
+        Training uses the scalars, for example as terms of the loss; decoding does not.
         """
         return self(z, context, index), {}
 
     def forward(
         self, z: Read, context: Context, index: Index, to: StackSlice
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
-        """Run the core for a schedule that keeps the core's output for the backward pass.
+        """Run the core for a schedule that keeps the outputs y of all cores in one stacked array.
 
         Returns:
-          The stack `to.stack` with the output y written to its slot, the core's scalars, and what
-          `pull_back` needs in addition to z and y.
+          The array `to.stack` with the output y written at index `to.index`, the core's scalars,
+          and the arrays that `pull_back` needs in addition to z and y.
         """
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:
             return write_slice(jax.lax.optimization_barrier(y), to), aux, ()
-        # y is one long vector per token here, so that XLA can write the last product directly into
-        # its slot.
+        # Concatenate the vectors of y to one vector per token, so that XLA writes the result of the
+        # last matrix product directly into the stacked array.
         long = write_slice(concatenate(y), StackSlice(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 
@@ -232,7 +254,8 @@ class Core(nnx.Module):
     ) -> tuple[Any, Read]:
         """Return the cotangents of the core's parameters, as a pure dict, and of z.
 
-        `d_aux` holds the cotangents of the scalars of all cores of the model, including this one's.
+        `d_aux` maps the name of each scalar in the model to its cotangent; names that this core
+        does not return are ignored.
         """
         graphdef, parameters = nnx.split(self, nnx.Param)
 
@@ -253,8 +276,8 @@ class Core(nnx.Module):
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache]:
-        """Run the core on tokens that follow the cached tokens, and add them to the cache.
+        """Run the core on tokens that follow the cached tokens, and add these tokens to the cache.
 
-        `layer` is the index of the current repeat of the stack.
+        `layer` is the index of the current repeat of the stack, which selects a part of the cache.
         """
         return self(z, context, index), cache

@@ -3,7 +3,7 @@
 For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek-V3", section
 2.1.2):
 
-    s = sigmoid(W_r x)                  C = the k largest of s + b
+    s = sigmoid(W_r x)                  C = the experts with the k largest s + b
     w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
 
 Scores and weights are at least float32. The bias b of an expert affects only which experts are
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 
 
 class Experts(Core):
-    """The core for `config.Experts`.
+    """A mixture of experts, as described by a `config.Experts`.
 
     Attributes:
       w_router: W_r, [D, E].
@@ -146,7 +146,7 @@ class Experts(Core):
             aux["dropped"] = dropped.astype(scores.dtype)
         return y, aux
 
-    # Who meets whom -----------------------------------------------------------------------------
+    # Routing ------------------------------------------------------------------------------------
 
     def _scores(self, x):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -171,9 +171,10 @@ class Experts(Core):
         return Routing(chosen, self.core.scale * weights / total)
 
     def _balance_loss(self, scores, biased, routing):
-        """Return the balance loss over this device's tokens, with loads as extra gradients.
+        """Return the balance loss of this device's tokens.
 
-        Without a balance loss the value is 0, but the gradients remain.
+        Terms of value 0 are added, whose gradients are the loads of the experts. If the config has
+        no balance loss, the result is 0 and has only these gradients.
         """
         count, top_k = self.core.num_experts, self.core.top_k
         row_loads = _loads(routing.chosen, count, scores.dtype)
@@ -192,7 +193,7 @@ class Experts(Core):
                 loss += weight * count * jnp.sum(loads[:, None] * shares)
         return loss.astype(scores.dtype)
 
-    # What they compute --------------------------------------------------------------------------
+    # Computation --------------------------------------------------------------------------------
 
     def _mix(self, x, routing: Routing):
         """Return each token's weighted sum of expert outputs, and the number of dropped choices.
@@ -219,16 +220,17 @@ class Experts(Core):
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
         y = pallas_kernels.sums_of_rows(y, rows.order, rows.places, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
-        # All devices along `tensor` have the same rows, so each reports an equal share.
+        # All devices along `tensor` have the same rows. Each device therefore reports an equal
+        # share of the dropped choices, so that the sum over devices is right.
         dropped = rows.dropped / sharding.axis_size("tensor")
         return sharding.scatter_sum(y, "tensor", axis=1), dropped
 
     def _rows(self, chosen: Int[Array, "tokens top_k"]) -> Rows:
         devices = sharding.axis_size("expert")
         local_experts = self.core.num_experts // devices
-        # This is the maximum number of choices that can fall on this device's experts. With even
-        # loads a device receives `chosen.size / devices` choices, and `capacity` is the allowed
-        # multiple of that number.
+        # Without a capacity, there are enough rows for all choices that can fall on this device's
+        # experts. With even loads a device receives `chosen.size / devices` choices; `capacity` is
+        # the allowed multiple of that number.
         row_limit = len(chosen) * min(self.core.top_k, local_experts)
         if self.core.capacity is not None and devices > 1:
             row_limit = min(row_limit, math.ceil(self.core.capacity * chosen.size / devices))
@@ -282,11 +284,11 @@ def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[A
     change which experts are chosen.
     """
     bins = seen.shape[-1]
-    # The share of tokens at or above the lower edge of each bin.
+    # For each bin, the share of the tokens at or above the bin's lower edge.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
     wanted = share * above[:, :1]
-    # The threshold lies in the highest bin with at least the wanted share at or above its lower
-    # edge. The position within that bin is interpolated.
+    # The threshold lies in the highest bin that has at least the wanted share of tokens at or above
+    # its lower edge. The threshold's position within the bin is interpolated.
     at = jnp.sum(above >= wanted, axis=1, keepdims=True) - 1
     at_bin = lambda x: jnp.take_along_axis(x, at, axis=1)
     within = (at_bin(above) - wanted) / jnp.maximum(at_bin(seen), jnp.finfo(seen.dtype).tiny)

@@ -19,7 +19,9 @@ from rmt_tpu.layers.stacks import isolate
 
 
 class FeedForward(Core):
-    """The layer `W_2 f(W_1 z)` on the concatenated data vectors z (equations 10 and 23 to 25).
+    """The layer `W_2 f(W_1 z)` on the concatenated data vectors z.
+
+    These are equations 10 and 23 to 25 of the RMT paper (Mak and Flanigan 2025).
 
     In a gated layer, W_1 [2, D, D_FF] holds the gate and the up projection, which are multiplied as
     one matrix (Shazeer 2020).
@@ -28,9 +30,9 @@ class FeedForward(Core):
       config: the model's config, for the width and the norm.
       core: the config of hidden size and activation.
       seed: the seed of the weights.
-      output_scale: the initial scale of W_2.
-      input_width: the width of z.
-      norm_hidden: whether `W_1 z` is normed, with the model's kind of norm and a gain.
+      output_scale: the factor of the initial standard deviation of W_2.
+      input_width: the size of z, in numbers per token.
+      norm_hidden: whether `W_1 z` is normalised, with the model's kind of norm and a gain.
     """
 
     name: ClassVar[str] = "feed_forward"
@@ -45,7 +47,7 @@ class FeedForward(Core):
         input_width: int,
         norm_hidden: bool = False,
     ):
-        # A norm needs all of `W_1 z`, so the hidden axis is not sharded if it is normed.
+        # A norm needs all entries of `W_1 z`, so `W_1 z` is not sharded if it is normalised.
         hidden = "width" if norm_hidden else "ff"
         width, hidden_dim = config.width, core.hidden_dim
         self.vectors, self.activation = config.data_shape[0], core.activation
@@ -77,8 +79,8 @@ class FeedForward(Core):
         """Run the layer on new tokens; the cache stays empty."""
         y = self._run(z.whole)
         if y.shape[1] == 1 < self.vectors:
-            # Without the barrier, XLA would reorder the columns of W_2 at every step instead of the
-            # columns of y.
+            # Without the barrier, XLA would reorder the columns of the large matrix W_2 at every
+            # decode step, instead of the entries of y.
             y = jax.lax.optimization_barrier(y)
         return separate(y, self.vectors), cache
 
@@ -89,14 +91,15 @@ class FeedForward(Core):
         w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         if sequential:
-            # Otherwise XLA would slice the weights out of their stack and run both products in one
-            # instruction, which takes a fifth longer than two separate products. Only for few
-            # tokens is that single instruction faster.
+            # Without this, XLA would slice the weights out of their stack and run both matrix
+            # products in one instruction, which takes a fifth longer than two separate products.
+            # The single instruction is faster only for few tokens.
             w_1, w_2 = isolate(w_1), isolate(w_2)
         x = concatenate(z)
         if self.hidden_gain is None:
-            # Each device computes its own columns of `W_1 z` for the tokens of all devices along
-            # `tensor`. The sums are then scattered back to the devices that hold the tokens.
+            # Each device computes some hidden neurons for the tokens of all devices along the mesh
+            # axis `tensor`. The partial results of W_2 are summed, and each device gets the sums
+            # for its own tokens.
             hidden = self._activate(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
             hidden = isolate(hidden) if sequential else hidden
             return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)

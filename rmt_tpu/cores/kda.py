@@ -1,6 +1,7 @@
 """Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"), whose state is one matrix per head.
 
-With x the concatenated data vectors that were read, and q, k and v the heads' data vectors:
+Let x be the concatenated data vectors of a token, and q, k and v the vectors of a head, all read
+from the residual:
 
     q, k, v = silu(conv(q)), silu(conv(k)), silu(conv(v));   q, k = q / |q|, k / |k|
     z = W_gb W_ga x + b       g = -exp(A) softplus(z),  or  lower sigmoid(exp(A) z)
@@ -38,16 +39,17 @@ from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 
-# Added to the squared length of a query or a key before the division by the length.
+# Added to the squared length of a query or a key before the vector is divided by its length.
 _EPSILON = 1e-6
-# Initial steps of the state are drawn log-uniformly from the range _STEPS, and raised to at least
-# _MIN_STEP.
+# The initial step sizes softplus(b) of the decays, one per channel, are drawn log-uniformly from
+# the range _STEPS and raised to at least _MIN_STEP. Without a lower bound on log decays, the initial
+# rates exp(A) are drawn uniformly from 1 to _MAX_RATE.
 _STEPS, _MIN_STEP = (1e-3, 1e-1), 1e-4
 _MAX_RATE = 16.0
 
 
 class Cache(NamedTuple):
-    """The recurrent data kept for decoding, whose size does not depend on the number of tokens.
+    """The data kept between decode steps, whose size does not depend on the number of tokens.
 
     Attributes:
       states: the states S of this device's heads.
@@ -59,7 +61,7 @@ class Cache(NamedTuple):
 
 
 class Kda(Core):
-    """The core for `config.Kda`.
+    """Kimi Delta Attention, as described by a `config.Kda`.
 
     Attributes:
       taps: the weights of the convolutions of queries, keys and values: [conv_size, 3, H D_h].
@@ -81,8 +83,8 @@ class Kda(Core):
             std = config.init_std * shape[0] ** -0.5
             return parameter(seed / name, shape, std=std, role="hidden", axes=axes)
 
-        # Like gains, the taps have no weight decay, because they are of order 1: each is one weight
-        # in a sum over a few tokens.
+        # The taps (convolution weights) are of order 1, because a convolution sums over only a few
+        # tokens. Like gains, they therefore have no weight decay.
         shape, axes = (core.conv_size, 3, size), ("taps", "projection", "heads")
         std = core.conv_size**-0.5
         self.taps = parameter(seed / "taps", shape, std=std, role="gain", axes=axes)
@@ -94,7 +96,7 @@ class Kda(Core):
         steps = jax.random.uniform(key, (size,), minval=lowest, maxval=highest)
         steps = jnp.maximum(jnp.exp(steps), _MIN_STEP)
         bounded = core.lower_bound is not None
-        # The inverse of softplus: softplus(bias) is the step.
+        # The inverse of softplus, so that softplus(decay_bias) equals the drawn step size.
         self.decay_bias = nnx.Param(
             steps + jnp.log(-jnp.expm1(-steps)), role="gain", axes=("heads",)
         )
@@ -135,7 +137,7 @@ class Kda(Core):
         state, tail = stacks.slice_at(cache, layer)
         if context.start is None:
             state, tail = jnp.zeros_like(state), jnp.zeros_like(tail)
-        else:  # a row that starts a new sequence has no earlier tokens
+        else:  # a row without earlier tokens must not use the state of the row's previous sequence
             begun = context.start > 0
             state = jnp.where(begun[:, None, None, None], state, 0)
             tail = jnp.where(begun[:, None, None, None], tail, 0)
@@ -182,7 +184,7 @@ class Kda(Core):
     def _decays(self, x):
         """Return the log decay g of every head.
 
-        It is computed in at least float32 from the bias addition onwards.
+        The addition of the bias, and all operations after it, are computed in at least float32.
         """
         dtype = jnp.result_type(x, jnp.float32)
         z = self._project(x, self.w_decay_down, self.w_decay_up).astype(dtype)

@@ -7,9 +7,9 @@ With x the concatenated data vectors of a token:
     [k_nope, v] = W_kvb norm(c)                      of every head
     y = softmax(q . [k_nope, k_rope] / sqrt(D_h + D_r)) v
 
-Norms are RMS norms with a gain. k_rope is not normed, nor are queries without a low-rank factor
-W_qa. The "rope" parts are rotated by position if the config says so. Otherwise this core does not
-see the order of tokens, and the model must learn it in other layers.
+Norms are RMS norms with a gain. k_rope is not normed, and queries are normed only if there is a
+low-rank factor W_qa. The "rope" parts are rotated by position if the config has RoPE. Otherwise
+this core does not see the order of tokens, and the model must learn the order in other layers.
 
 Training computes ("expands") the keys and values of all heads. Decoding caches only c and k_rope,
 and avoids the expansion by absorbing the two parts W_uk and W_uv of W_kvb into queries and outputs:
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
 
 
 class Mla(Core):
-    """The core for `config.Mla`.
+    """Multi-head latent attention, as described by a `config.Mla`.
 
     Attributes:
       w_q: W_q [D, H (D_h + D_r)], or W_qb [query_rank, H (D_h + D_r)].
@@ -102,10 +102,10 @@ class Mla(Core):
         q, latent, k_rope = self._compress(z)
         k, v = self._expand(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-        # Heads are exchanged for the tokens of all devices along the other axes, such as
-        # `sequence`; the tokens along `tensor` are already here. If there are too many devices to
-        # divide the heads evenly, each device keeps its own tokens along `sequence`, and keys are
-        # passed around a ring.
+        # This device has the tokens of all devices along `tensor`. Heads are now exchanged for the
+        # tokens of all devices along the other mesh axes, such as `sequence`. If there are too many
+        # devices to divide the heads evenly, each device keeps its own tokens along `sequence`, and
+        # keys are passed around a ring of devices.
         ring = ring_axis(self.core.num_heads, sharding.token_axes())
         swapped = tuple(axis for axis in other_axes() if axis != ring)
         exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
@@ -128,7 +128,7 @@ class Mla(Core):
         return to_tokens(y, self.layout, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return an empty cache, which is shared by all heads."""
+        """Return an empty cache of latents and rope keys, which all heads share."""
         zeros = lambda size: jnp.zeros((repeat, batch, capacity, size), dtype)
         return Cache(zeros(self.core.kv_rank), zeros(self.core.rope_dim))
 
@@ -165,9 +165,9 @@ class Mla(Core):
         return to_tokens(y, self.layout, other_axes()), cache
 
     def _compress(self, z):
-        """Return queries of this device's heads, the normed latent, and k_rope.
+        """Return the queries of this device's heads, the normed latents, and k_rope.
 
-        All three cover the tokens of all devices along `tensor`.
+        These arrays have the tokens of all devices along the mesh axis `tensor`.
         """
         x = concatenate(z.whole)
         weights = lambda w, axis=0: sharding.gather(w.astype(x.dtype), "fsdp", axis=axis)
@@ -207,7 +207,7 @@ class Mla(Core):
 
 
 class Step(NamedTuple):
-    """New tokens that follow earlier tokens in a cache; the cache already includes both.
+    """The inputs of attention for new tokens; the cache already includes earlier and new tokens.
 
     Attributes:
       q: the new tokens' queries, for this device's heads.
@@ -230,7 +230,8 @@ class Step(NamedTuple):
 def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
     """Attend with W_kvb absorbed into queries and outputs.
 
-    Keys are not expanded, and all logits are in memory at the same time.
+    Keys and values of the heads are not computed from the latents, and all logits are in memory at
+    the same time.
     """
     q, (w_uk, w_uv) = step.q, step.w_up
     latents, rope_keys = stacks.slice_at(step.cache, step.layer)
@@ -248,9 +249,10 @@ def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
-    """Compute the result of `_attend_absorbed` with the attention kernels, on expanded keys.
+    """Attend with keys and values that are computed from the latents, using attention kernels.
 
-    Only as many keys are expanded at a time as there are queries.
+    The result is that of `_attend_absorbed`. Earlier tokens are processed in parts of as many
+    tokens as there are new tokens, so that only the keys of one part are in memory.
     """
     q, start, capacity = step.q, step.start, step.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}
@@ -260,7 +262,7 @@ def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads 
 
     def add(part, state):
         first = part * size
-        at = jnp.minimum(first, capacity - size)  # the last part may overlap with the one before it
+        at = jnp.minimum(first, capacity - size)  # the last two parts may overlap
         zero, layer = jnp.zeros_like(at), step.layer.astype(at.dtype)
 
         def slice_part(x):
@@ -298,7 +300,7 @@ _attend_in_parts.defvjp(
 
 
 def _expand(w_up, latent, k_rope):
-    """Return the expanded keys and values of this device's heads."""
+    """Return the keys and values of this device's heads, computed from latents and rope keys."""
     k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
     return jnp.concatenate([k, k_rope], axis=-1), v

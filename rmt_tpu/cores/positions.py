@@ -20,9 +20,10 @@ def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
 
 
 def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array, " pairs"]:
-    """Return the frequency `base^(-2 i / dims)` of each pair i out of `dims / 2`, after scaling.
+    """Return the rotation frequency of each of the `dims / 2` pairs of numbers, in radians.
 
-    The scaling is the one in `rope`; see `config.Llama3Scaling`.
+    The frequency of pair i is `base^(-2 i / dims)`, changed by `rope.scaling` if that is set (see
+    `config.Llama3Scaling`).
     """
     half = dims // 2
     frequencies = rope.base ** (-jnp.arange(half, dtype=dtype) / half)
@@ -41,8 +42,8 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Apply RoPE: rotate pairs (x_i, x_{i + dims / 2}) by the angle `position * frequency_i`.
 
-    Only the first `rope.dims` numbers of a head are rotated if that field is set; otherwise all
-    numbers are.
+    If `rope.dims` is set, only the first `rope.dims` numbers of each head are rotated. Otherwise
+    all numbers are rotated.
     """
     dims = x.shape[-1] if rope.dims is None else rope.dims
     if dims < x.shape[-1]:
@@ -64,10 +65,10 @@ def rotate_first(
     heads: int,
     rope: cfg.Rope,
 ) -> Float[Array, "batch seq vectors head_dim"]:
-    """Apply `rotate` to the first `heads` vectors of each token; the others stay unchanged.
+    """Apply `rotate` to the first `heads` vectors of each token; other vectors stay unchanged.
 
-    The vectors are changed in place, and so are their cotangents in the backward pass. If they were
-    split and concatenated instead, a TPU would write all vectors three times. Forward-mode
+    The vectors are changed in place, and so are their cotangents in the backward pass. If vectors
+    were split and concatenated instead, a TPU would write all of them three times. Forward-mode
     differentiation is not supported.
     """
     return _rotate_first(x, positions, heads, rope)
