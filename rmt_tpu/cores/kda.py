@@ -42,8 +42,8 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 # Added to the squared length of a query or a key before the vector is divided by its length.
 _EPSILON = 1e-6
 # The initial step sizes softplus(b) of the decays, one per channel, are drawn log-uniformly from
-# the range _STEPS and raised to at least _MIN_STEP. Without a lower bound on log decays, the initial
-# rates exp(A) are drawn uniformly from 1 to _MAX_RATE.
+# the range _STEPS and raised to at least _MIN_STEP. Without a lower bound on log decays, the
+# initial rates exp(A) are drawn uniformly from 1 to _MAX_RATE.
 _STEPS, _MIN_STEP = (1e-3, 1e-1), 1e-4
 _MAX_RATE = 16.0
 

@@ -22,13 +22,13 @@ _ENDINGS = ("", ".gz", ".zst")
 
 
 class Source(NamedTuple):
-    """The documents on which a model is evaluated: those of one task, or the texts of `--text`.
+    """The documents on which a model is evaluated: the questions of one task, or a set of texts.
 
     Attributes:
       name: the name of the task; "text" for texts.
-      kind: see `Task`.
+      kind: how the documents are scored; see `Task`.
       documents: the documents, in order.
-      digest: a digest of the documents' data and of how the documents are made from it.
+      digest: an identifier of the documents' data and of how the documents are made from the data.
       task: the task; None for texts.
     """
 
@@ -71,7 +71,8 @@ def read_task(
       flag: the command-line flag that set the folder, for error messages.
 
     Raises:
-      UsageError: there is no such file, or one of its lines is not valid data for the task.
+      UsageError: the folder has no file for the task, or a line of the file is not valid data for
+        the task.
       RunError: the hub does not provide the data.
     """
     if data_dir == HUB:
@@ -93,7 +94,9 @@ def read_task(
 
 
 def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
-    """Return the names of the tasks for which a folder has data; "hub" has data for all tasks.
+    """Return those of the given tasks for which a folder has a data file.
+
+    The folder "hub", which stands for the Hugging Face hub, has data for all tasks.
 
     Raises:
       UsageError: the folder has data for none of the tasks.
@@ -144,10 +147,15 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
-    """Read text files, as training's `--data` flag does, or the held-out part of a token store.
+    """Read the texts that the flag `--text` names.
+
+    Args:
+      source: text files and globs, as for the `--data` flag of training, or a token store, of which
+        the held-out documents are read.
+      tokenizer: the tokenizer of the model.
 
     Raises:
-      UsageError: there is no text, or the store was made with another tokenizer.
+      UsageError: there is no text, or the token store was made with another tokenizer.
     """
     if data.is_store(source):
         store = data.open_store(source)
@@ -171,12 +179,12 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
 
 
 class SourceRequests(NamedTuple):
-    """The documents of a source as scoring requests in tokens.
+    """The scoring requests for all documents of one source.
 
     Attributes:
       source: the source.
-      requests: the requests of all its documents.
-      owners: for each request, the index of its document.
+      requests: the requests, in the order of the documents.
+      owners: for each request, the index of the document that it belongs to.
     """
 
     source: Source
@@ -189,12 +197,12 @@ def ask(
 ) -> SourceRequests:
     """Return the scoring requests of all documents of a source.
 
-    A context gets a start token if the tokenizer puts one before texts. As in the harness, at least
-    one token precedes the scored tokens: where there is no context, and always in --text, this
-    token is the start token.
+    A context gets a start token if the tokenizer puts one before texts. As in
+    lm-evaluation-harness, at least one token precedes the scored tokens: if a context is empty, and
+    always in texts of --text, this token is the start token.
 
-    A context and its continuation are encoded together, as the harness does. Spaces at the end of
-    the context are moved to the continuation first.
+    A context and its continuation are encoded together, as in lm-evaluation-harness. Spaces at the
+    end of the context are moved to the continuation first.
 
     Args:
       source: the documents.
@@ -247,7 +255,7 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
 
     Each window has at most `max_length` input tokens. The first window scores all its tokens. Each
     later window scores the next `stride` tokens, after as many tokens of context as fit. With a
-    stride of `max_length`, the windows equal the harness's.
+    stride of `max_length`, the windows equal those of lm-evaluation-harness.
     """
     stop = min(len(tokens), max_length + 1)
     if stop > 1:
@@ -270,7 +278,10 @@ class Total(NamedTuple):
 
     @classmethod
     def of(cls, answer: Answer) -> "Total":
-        """Return the total of an answer, summed in float64."""
+        """Return the sum of an answer's log-probabilities, and whether all its tokens are greedy.
+
+        The sum is computed in float64.
+        """
         return cls(
             float(np.sum(answer.log_probabilities, dtype=np.float64)), bool(answer.greedy.all())
         )
@@ -279,8 +290,12 @@ class Total(NamedTuple):
 def _text_metrics(source_requests: SourceRequests, nats: np.ndarray) -> list[Metric]:
     """Return the perplexities of texts per word, byte and token, and their bits per byte.
 
-    If there is only one text, its windows take the place of documents, so that there is a standard
-    error.
+    If there is only one text, its windows are treated as documents, so that a standard error can be
+    computed.
+
+    Args:
+      source_requests: the requests, which are windows over the texts.
+      nats: the negative log-probability of each window.
     """
     documents = source_requests.source.documents
     lengths = np.array([len(request.continuation) for request in source_requests.requests], float)
@@ -303,10 +318,14 @@ def _text_metrics(source_requests: SourceRequests, nats: np.ndarray) -> list[Met
 
 
 def metrics(source_requests: SourceRequests, totals: list[Total]) -> list[Metric]:
-    """Return the metrics of a source, defined as in the harness, from the totals of its requests.
+    """Return the metrics of a source, defined as in lm-evaluation-harness.
 
-    A task with choices also gets the bits per byte of the right choice. This metric tells small
-    models apart even while their choices are no better than chance.
+    A task with choices also gets the bits per byte of the right choice. This metric shows
+    differences between small models whose choices are no better than chance.
+
+    Args:
+      source_requests: the requests of the source.
+      totals: the answer to each request, summed over tokens.
     """
     documents, kind = source_requests.source.documents, source_requests.source.kind
     logs = np.array([total.log_probability for total in totals])

@@ -7,7 +7,8 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-# Arguments that the harness itself handles, and arguments that are ignored if they have this value.
+# Arguments that are used in addition to SAMPLED, and arguments that are not supported, with the
+# value that has no effect.
 _READ = {"until", "max_gen_toks", "do_sample"}
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
@@ -16,7 +17,7 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
     """Return the sampling settings for a request's text.
 
     Args:
-      arguments: the request's arguments, as normalized by the harness.
+      arguments: the request's arguments, as normalized by lm-evaluation-harness.
       ordinal: the number of the request. It is added to the seed, so that repeated requests give
         different texts.
 
@@ -41,7 +42,10 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
 
 
 def unsupported_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a request that would change its text but are not supported here."""
+    """Return the arguments in a request's `gen_kwargs` that are not supported.
+
+    Arguments that are None or have a value without effect, such as num_beams=1, are left out.
+    """
     supported = _READ | {*SAMPLED}
     return {
         name: value

@@ -1,4 +1,7 @@
-"""Evaluation of a model on sources. Answers are stored, so that no request is computed twice."""
+"""Evaluation of a model on tasks and texts.
+
+Answers are stored in files, so that no request is computed twice.
+"""
 
 import hashlib
 import json
@@ -30,7 +33,8 @@ class Subject(NamedTuple):
       name: the model's name in tables.
       scorer: the scorer that answers requests.
       tokenizer: the tokenizer of the model.
-      identity: everything that the answers depend on, as JSON.
+      identity: JSON values that identify the model and its settings. Stored answers are used again
+        only if they have the same identity.
       folder: the folder in which answers are stored.
       decoder: the decoder, with matrices in the dtype in which it computes; None if the subject has
         no decoder.
@@ -51,14 +55,14 @@ class Result:
     Attributes:
       source: the source.
       metrics: the metrics of the source.
-      identity: everything that the answers depend on, as JSON.
+      identity: the identity of the model (see `Subject`) and, for texts, the stride.
       requests: the number of requests of the source.
       cut: the number of requests whose context was too long and lost its beginning.
       tokens: the number of scored tokens.
       answered: the number of requests that this call answered; the others had stored answers.
       seconds: this source's share of the time that the call spent on answering requests.
-      by_position: for texts, [2, positions]: the sum of nats and the number of tokens, by the
-        number of tokens that precede a token in its window.
+      by_position: for texts, an array [2, positions] with the sum of nats and the number of tokens
+        for each position in a window; None for tasks.
     """
 
     source: Source
@@ -97,8 +101,8 @@ def evaluate(
 
     Args:
       subject: the model.
-      sources: the sources.
-      stride: see `documents.ask`.
+      sources: the tasks and texts.
+      stride: the number of tokens that each window over a text scores; see `documents.ask`.
 
     Returns:
       One result per source, in order.
@@ -129,10 +133,10 @@ class _PendingSource:
     """A source that is being evaluated, and its answers so far.
 
     Attributes:
-      lines: the answered lines by request number; they are in the source's file or will be written
-        there.
-      unanswered: the numbers of the requests that had no stored answer.
-      seconds: the time spent on computing answers.
+      lines: the answers as JSON objects, by request number; each answer is in the source's file or
+        will be written there.
+      unanswered: the numbers of the requests for which the file had no answer at the start.
+      seconds: the number of seconds spent on computing answers.
     """
 
     def __init__(self, subject: Subject, source_requests: SourceRequests, stride: int | None):
@@ -162,7 +166,7 @@ class _PendingSource:
     def flush(self) -> None:
         """Append all new lines to the file in a single write.
 
-        Appending is costly in a bucket, where each addition becomes a separate object.
+        On gs://, each write creates a separate object, so that many small writes would be slow.
         """
         if self._new:
             self._output.add(*self._new)
@@ -186,7 +190,7 @@ class _PendingSource:
 
 
 def _answer(scorer: Scorer, sources: list[_PendingSource], progress: "_Progress") -> None:
-    """Answer the open requests of all sources together, so that batches are full.
+    """Answer the unanswered requests of all sources together, so that batches are full.
 
     New answers are written to their files every few seconds, and also before an error propagates.
     """
@@ -214,7 +218,7 @@ def _line(answer: Answer, per_token: bool) -> dict[str, Any]:
     total = Total.of(answer)
     line = {"log_probability": total.log_probability, "greedy": total.greedy}
     if per_token:
-        # Write the shortest decimal that identifies each float32.
+        # str() of a NumPy float32 gives the shortest decimal that identifies the value.
         line["log_probabilities"] = [float(str(x)) for x in answer.log_probabilities]
     return line
 

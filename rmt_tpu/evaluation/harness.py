@@ -6,7 +6,8 @@
     cache = harness.cache_path("cache", **args)
     lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=cache)
 
-This module needs the package's extra `lm-eval`. It does not import torch itself.
+This module needs lm-evaluation-harness, which `pip install 'rmt_tpu[lm-eval]'` installs. The module
+does not import torch itself.
 """
 
 import hashlib
@@ -34,11 +35,12 @@ _LOG = logging.getLogger("rmt_tpu")
 
 @register_model("rmt_tpu")
 class RmtTpu(TemplateLM):
-    """A trained model, for `simple_evaluate` and for the harness's command line.
+    """A trained model, for the function `simple_evaluate` and the command line of lm-eval.
 
-    A start token precedes each text: always for a run's model, as in training, and for a model in
-    the hub's format if its tokenizer puts one. Each answer is passed to the harness's cache as soon
-    as it is computed, so with `use_cache` an interrupted evaluation can be resumed.
+    A start token precedes each text if the model comes from a run folder, as in training. A model
+    in the Hugging Face hub's format gets a start token only if its tokenizer adds one. Each answer
+    is passed to lm-eval's cache as soon as it is computed, so with `use_cache` an interrupted
+    evaluation can be resumed.
 
     Args:
       workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
@@ -50,7 +52,7 @@ class RmtTpu(TemplateLM):
         sharded.
       max_gen_toks: the maximum number of tokens of a generated text, if the task sets none.
       batch_size: the number of texts that are generated at a time; "auto" means 8.
-      max_batch_size, device: ignored; the harness passes them.
+      max_batch_size, device: arguments that lm-eval passes and that are ignored.
 
     Raises:
       UsageError: there is no such run or step.
@@ -109,7 +111,7 @@ class RmtTpu(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's fingerprint, which is the key of the harness's prompt caches."""
+        """The tokenizer's fingerprint, by which lm-eval distinguishes cached prompts."""
         return self._tokenizer.fingerprint()
 
     def tok_encode(
@@ -158,7 +160,7 @@ class RmtTpu(TemplateLM):
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text.
 
-        It is summed over windows of up to `max_length` tokens that score each token once.
+        The sum runs over windows of at most `max_length` tokens, which score each token once.
         """
         del disable_tqdm
         scored_requests, owners = [], []
@@ -178,8 +180,8 @@ class RmtTpu(TemplateLM):
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each prompt, cut before the first of its stop strings.
 
-        Successive requests get successive seeds, starting with the `seed` in their arguments. So a
-        repeated request gets a different text each time.
+        The number of a request is added to the `seed` in its arguments, so that a request that
+        occurs several times gets a different text each time.
         """
         del disable_tqdm
         by_stops, unknown = defaultdict(list), set()
@@ -215,7 +217,11 @@ class RmtTpu(TemplateLM):
         return texts
 
     def _truncate(self, prompt: str, arguments: dict[str, Any]) -> str:
-        """Return the end of a prompt, short enough to leave room for the generated text."""
+        """Return the end of a prompt that leaves room for the generated text.
+
+        The whole prompt is returned if it is short enough, or if the model has no learned positions
+        and therefore no maximum length.
+        """
         learned = self._decoder.config.learned_positions
         tokens = self._tokenizer.encode(prompt)
         if learned is None or len(tokens) + arguments["max_gen_toks"] < learned.max_length:
@@ -225,9 +231,9 @@ class RmtTpu(TemplateLM):
 
 
 def cache_path(path: str, workdir: str, step: int | None = None, **options: Any) -> str:
-    """Return a path for the harness's `use_cache` that is unique to the model.
+    """Return a path for the argument `use_cache` of lm-eval that is unique to the model.
 
-    The harness's cache keys contain texts but not the model, so each model needs a cache file of
+    The keys in lm-eval's cache contain texts but not the model, so each model needs a cache file of
     its own.
 
     Args:
@@ -243,13 +249,17 @@ def cache_path(path: str, workdir: str, step: int | None = None, **options: Any)
 
 
 def write_tasks(sources: list[Source], folder: Path) -> None:
-    """Write task files for the harness from documents already read, so that it needs no network.
+    """Write task files for lm-evaluation-harness, so that it needs no network.
 
-    `TaskManager(include_path=folder, include_defaults=False)` then finds the tasks by their usual
-    names.
+    `lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)` then finds the tasks by
+    their usual names.
+
+    Args:
+      sources: the tasks, with the documents that have been read.
+      folder: the folder to which the files are written.
 
     Raises:
-      UsageError: a source is a text, whose words the harness counts in its own way.
+      UsageError: a source is a text, whose words lm-evaluation-harness counts in its own way.
     """
     for source in sources:
         if source.kind == "text":
@@ -267,12 +277,12 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
             "metadata": {"version": source.task.version},
             **fields,
         }
-        # JSON is also YAML.
+        # lm-eval expects YAML, and every JSON text is valid YAML.
         (folder / f"{source.name}.yaml").write_text(json.dumps(task), encoding="utf-8")
 
 
 def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the data lines, and the task fields that tell the harness how to read them."""
+    """Return a task's data lines, and the fields of its task file that describe the lines."""
     metrics = lambda *names: {
         "metric_list": [
             {
@@ -294,7 +304,7 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "doc_to_target": "word",
             **metrics("perplexity", "acc"),
         }
-    if not source.documents[0].lengths:  # several beginnings with one ending
+    if not source.documents[0].lengths:  # as in winogrande: several beginnings with one ending
         lines = [
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}
             for d in source.documents

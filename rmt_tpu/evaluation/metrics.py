@@ -15,7 +15,7 @@ class Metric:
     """A ratio of sums over documents, `rate = sum(total) / sum(weight)`, and how it is reported.
 
     Attributes:
-      name: the harness's name for the metric.
+      name: the name of the metric in lm-evaluation-harness.
       unit: the unit of the denominator, such as "word" or "byte".
       display: how the rate is reported: "share" reports the rate unchanged, "perplexity" reports
         exp(rate) of a rate in nats, and "bits" reports rate / ln 2.
@@ -36,12 +36,15 @@ class Metric:
 
     @property
     def influence(self) -> Float[np.ndarray, " documents"]:
-        """The influence of each document on the rate, to first order; these values sum to 0."""
+        """The first-order effect of each document on the rate.
+
+        The values of all documents sum to 0. The standard error is computed from these values.
+        """
         return (self.total - self.rate * self.weight) / math.fsum(self.weight)
 
     @property
     def value(self) -> float:
-        """The rate as the report shows it: as a share, in nats, as a perplexity or in bits."""
+        """The value in reports: the rate as a share, as a perplexity or in bits; see `display`."""
         if self.display == "perplexity":
             return math.exp(min(self.rate, 700.0))  # the largest float is e^709
         return self.rate / math.log(2) if self.display == "bits" else self.rate
@@ -50,7 +53,7 @@ class Metric:
     def error(self) -> float | None:
         """The standard error of the value over randomly drawn documents; None for one document.
 
-        It is exact for a mean, and otherwise correct to first order.
+        The error is exact for a mean over documents, and correct to first order for other ratios.
         """
         error = _error(self.influence)
         if error is None:
@@ -71,10 +74,10 @@ def _error(influence: Float[np.ndarray, " documents"]) -> float | None:
 
 
 class Difference(NamedTuple):
-    """The difference of two models' rates on the same documents, as a share or in nats.
+    """The difference between two models in one metric on the same documents.
 
     Attributes:
-      value: the first model's rate minus the second model's.
+      value: the first model's rate minus the second model's, as a share or in nats.
       error: the paired standard error, computed from per-document differences.
       unpaired: the standard error that would result if the two models had independent documents.
       p: the two-sided p-value, by McNemar's exact test for answers that are right or wrong, and by

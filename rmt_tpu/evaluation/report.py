@@ -44,7 +44,7 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a Markdown table with one row per metric, next to the values in the RMT paper."""
+    """Return a Markdown table with one row per metric, and a column with the RMT paper's values."""
     lines = [
         "| task | metric | value | standard error | documents | unit | paper: 405M Transformer, "
         "305M RMT | seconds |",
@@ -64,7 +64,14 @@ def table(results: Sequence[Result]) -> str:
 def comparison(
     name: str, results: Sequence[Result], other_name: str, others: Sequence[Result]
 ) -> str:
-    """Return a Markdown table of differences on the same documents, with their errors."""
+    """Return a Markdown table of the metrics of two models, their differences and standard errors.
+
+    Args:
+      name: the name of the first model.
+      results: the results of the first model.
+      other_name: the name of the second model.
+      others: the results of the second model on the same sources, in the same order.
+    """
     lines = [
         f"| task | metric | {name} | {other_name} | difference | standard error "
         "| unpaired error | p | paper: 405M Transformer, 305M RMT |",
@@ -87,7 +94,8 @@ def comparison(
 
 def _differences(a: Result, b: Result) -> list[tuple[Metric, Metric, Difference]]:
     pairs = zip(a.metrics, b.metrics, strict=True)
-    # Leave out per-token metrics if the tokenizers differ: their tokens are not a common unit.
+    # Leave out metrics per token if the models have different tokenizers, whose tokens differ in
+    # length.
     same_tokenizer = a.identity["tokenizer"] == b.identity["tokenizer"]
     return [(a, b, difference(a, b)) for a, b in pairs if same_tokenizer or a.unit != "token"]
 
@@ -129,7 +137,7 @@ def _paper(result: Result, metric: Metric) -> str:
 
 
 def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
-    """Plot shares with their standard errors and, for texts, nats per token by position."""
+    """Plot accuracies with their standard errors and, for texts, nats per token by position."""
     from matplotlib.figure import Figure
 
     shares = _bars(results)
@@ -153,7 +161,10 @@ def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
 
 
 def _bars(results: Mapping[str, list[Result]]) -> dict[tuple[str, str], list[Metric]]:
-    """Return all models' metrics for each (task, metric name) that is reported as a share."""
+    """Return the metrics that are reported as shares, such as accuracies.
+
+    The keys are pairs (task name, metric name). A value has one metric per model.
+    """
     bars: dict[tuple[str, str], list[Metric]] = {}
     for model_results in results.values():
         for result in model_results:

@@ -1,4 +1,7 @@
-"""Batched computation of the log-probabilities of continuations, with few distinct row lengths."""
+"""Batched computation of the log-probabilities of continuations.
+
+Rows are padded to one of a few lengths, because the model is compiled once per length.
+"""
 
 import hashlib
 import json
@@ -24,7 +27,7 @@ from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import with_float_residual
 
-BATCH_TOKENS = 16384  # tokens per batch, for each of the devices over which rows are sharded
+BATCH_TOKENS = 16384  # default number of tokens per batch, for each device that has its own rows
 _MIN_ROW = 32  # minimum number of tokens per row
 
 
@@ -46,7 +49,12 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The log-probability of each token of a continuation, in nats, and whether it is greedy."""
+    """The answer to a request: scores of each token of the continuation.
+
+    Attributes:
+      log_probabilities: the log-probability of each token, in nats.
+      greedy: whether the token is the model's likeliest token at its position.
+    """
 
     log_probabilities: Float[np.ndarray, " scored"]
     greedy: Bool[np.ndarray, " scored"]
@@ -59,8 +67,8 @@ class Scorer(NamedTuple):
       scores: a function that computes the scores of rows [batch, seq] and their targets on the
         devices.
       max_length: the maximum number of tokens that the model reads per row.
-      rows: the number of rows in a batch must be a multiple of this.
-      tokens: the number of tokens in a row must be a multiple of this.
+      rows: a number that must divide the number of rows in a batch.
+      tokens: a number that must divide the number of tokens in a row.
       batch_tokens: the approximate number of tokens per batch.
       vocab_size: the bound of token ids that the model has embeddings for; None allows all ids.
     """
@@ -76,8 +84,8 @@ class Scorer(NamedTuple):
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
         """Return a scorer that runs a decoder on the devices that hold its parameters.
 
-        An answer does not depend on the other requests in its batch, because experts drop no
-        tokens.
+        The limit on the number of tokens per expert is removed. Otherwise experts could drop
+        tokens, and an answer would depend on the other requests in its batch.
 
         Raises:
           UsageError: the model has fewer than `max_length` learned positions.
@@ -113,15 +121,17 @@ class Scorer(NamedTuple):
             lambda tokens, targets: compiled(params, shard(tokens), shard(targets)),
             max_length,
             rows,
-            2 * tokens if tokens > 1 else 1,  # in ring attention, a device has two parts of a row
+            2 * tokens if tokens > 1 else 1,  # ring attention gives each device two parts of a row
             batch_tokens * rows,
             vocab_size,
         )
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
-        """Yield answers by request number as they are computed, starting with the longest requests.
+        """Yield the answers of one batch after the other, starting with the longest requests.
 
-        A context that is too long loses its beginning; see `check` for continuations.
+        Each item maps the numbers of requests to their answers. If a request is longer than
+        `max_length`, the beginning of its context is cut off; `check` raises an error if a
+        continuation alone is too long.
 
         Raises:
           UsageError: the model has no embedding for a token.
@@ -139,7 +149,7 @@ class Scorer(NamedTuple):
         )
         running = None
         for size, numbers in batches:
-            # The host makes the next batch while the devices compute this one.
+            # Start this batch before fetching the previous one, so that the devices stay busy.
             begun = numbers, self._begin(size, [requests[number] for number in numbers])
             if running is not None:
                 yield _answers(*running, requests)
@@ -148,7 +158,7 @@ class Scorer(NamedTuple):
             yield _answers(*running, requests)
 
     def check(self, name: str, requests: Sequence[Request]) -> None:
-        """Raise UsageError if a continuation of the task `name` is too long."""
+        """Raise UsageError if a continuation of the task `name` exceeds `max_length` tokens."""
         longest = max(len(request.continuation) for request in requests)
         if longest > self.max_length:
             raise UsageError(
@@ -157,11 +167,15 @@ class Scorer(NamedTuple):
             )
 
     def cut(self, requests: Sequence[Request]) -> int:
-        """Return the number of requests whose context is too long and loses its beginning."""
+        """Return the number of requests that exceed `max_length`, so that their context is cut."""
         return sum(request.length > self.max_length for request in requests)
 
     def _size(self, length: int) -> int:
-        """Return the row length for `length` tokens: a power of two, or 3/4 of one."""
+        """Return the length to which a row of `length` tokens is padded.
+
+        The result is a power of two or 3/4 of a power of two, rounded up to a multiple of `tokens`,
+        and at most `max_length`.
+        """
         size = max(_MIN_ROW, 1 << (length - 1).bit_length())
         if length <= size * 3 // 4 and size > _MIN_ROW:
             size = size * 3 // 4

@@ -22,12 +22,14 @@ NONE = -1
 
 
 class TokenScores(NamedTuple):
-    """The scores of the requested targets; 0 and False at all other positions.
+    """The scores of the tokens for which scores were requested, called targets.
+
+    At positions without a target, the log-probability is 0, and `greedy` is False.
 
     Attributes:
       log_probability: `log softmax(logits)[target]`, in nats.
-      greedy: whether the target is the likeliest token; among equally likely tokens, the first
-        counts.
+      greedy: whether the target is the likeliest token. If several tokens are equally likely, the
+        one with the lowest id counts as the likeliest.
     """
 
     log_probability: Float[Array, "rows seq"]
@@ -35,9 +37,10 @@ class TokenScores(NamedTuple):
 
 
 def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """Return the same model with unlimited expert capacity.
+    """Return the model's config without a limit on the number of tokens per expert.
 
-    Without a capacity, no row affects the scores of another.
+    Without this limit (the capacity), experts drop no tokens, so that the scores of a row do not
+    depend on the other rows.
     """
 
     def free(core: cfg.Core) -> cfg.Core:
@@ -56,8 +59,8 @@ def token_scores(
 ) -> TokenScores:
     """Return the log-probability of each target, given the tokens of its row up to its position.
 
-    Only the requested positions are unembedded, in chunks. Logits are at least float32. Attention
-    is causal, so padding at the end of a row does not affect the tokens before it.
+    Logits are computed only at positions with a target, for a chunk of tokens at a time, and in at
+    least float32. Attention is causal, so padding at the end of a row does not affect its scores.
 
     In per-device code (see `sharding.per_device`), the result covers only this device's tokens.
     With a `schedule` of pipeline stages, it covers only this stage's part of the rows.
@@ -77,7 +80,7 @@ def token_scores(
     chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _MIN_CHUNK))
     dtype = jnp.result_type(x, jnp.float32)
 
-    # Sort the requested positions to the front, and fill up with out-of-range positions.
+    # List the positions with a target first, followed by out-of-range positions as padding.
     size = targets.size + -targets.size % chunk
     places = jnp.nonzero(flat_targets >= 0, size=size, fill_value=targets.size)[0]
 

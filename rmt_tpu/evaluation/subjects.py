@@ -61,10 +61,12 @@ def run_subject(
 
 
 def untrained(workdir: Location, subject: Subject) -> Subject:
-    """Return a run's model as it was before the first step, with the settings of `subject`.
+    """Return a run's model as it was before the first training step, to compare it with `subject`.
+
+    The sequence length, batch size and tokenizer are those of `subject`.
 
     Raises:
-      ArgumentError: the folder has no run, as a folder in the hub's format has none.
+      ArgumentError: the folder has no run, for example because it is in the hub's format.
     """
     config = read_config(workdir)
     decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
@@ -78,7 +80,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
     """Return a model that predicts each token by its frequency in a run's training text.
 
     Raises:
-      ArgumentError: the folder has no run, as a folder in the hub's format has none.
+      ArgumentError: the folder has no run, for example because it is in the hub's format.
     """
     config, tokenizer = read_config(workdir), subject.tokenizer
     batch = dataclasses.replace(config.train, batch_size=1, accumulate=1)
@@ -99,7 +101,10 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
 
 
 def _input_identity(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
-    """Return the part of a subject's identity that says how texts are tokenized and batched."""
+    """Return the settings that affect a model's answers in addition to its weights, for the cache.
+
+    They are the tokenizer, the sequence length, the batch size and this package's version.
+    """
     starts = {} if tokenizer.starts else {"starts": False}
     return starts | {
         "tokenizer": tokenizer.fingerprint(),

@@ -12,18 +12,18 @@ from rmt_tpu.errors import shown
 
 
 class Malformed(Exception):
-    """An error in one line of data. The caller knows the line's location and adds it."""
+    """An error in one line of a task's data. Callers add the line's location to the message."""
 
 
 class Document(NamedTuple):
     """One question of a task, or one text.
 
     Attributes:
-      pairs: the (context, continuation) of each request; ("", text) for a text.
-      gold: the index of the right pair.
-      lengths: the choices' lengths in characters, by which `acc_norm` divides log-probabilities; ()
-        if the task has no `acc_norm`.
-      words, bytes: the size of a text before it was prepared for scoring.
+      pairs: the (context, continuation) of each scoring request; ("", text) for a text.
+      gold: the index of the pair with the right answer.
+      lengths: the lengths of the choices in characters, by which the metric `acc_norm` divides
+        log-probabilities; () if the task does not have this metric.
+      words, bytes: the number of words and bytes of a text, before it was prepared for scoring.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -46,16 +46,16 @@ Kind = Literal["choices", "last_word", "text"]
 
 @dataclass(frozen=True)
 class Task:
-    """A task: how its data are read and scored.
+    """A task, with the functions that read its data and the way in which it is scored.
 
     Attributes:
-      name: the harness's name for the task.
+      name: the name of the task in lm-evaluation-harness.
       kind: "choices" asks which choice is likeliest, "last_word" scores the last word of a passage,
         and "text" scores a whole text.
       document: a function that makes a document from a line of data.
-      fields: the fields of a line, for error messages.
-      hub: the dataset on the hub.
-      version: the harness's version number for the prompt.
+      fields: the names of the fields of a data line, for error messages.
+      hub: the dataset on the Hugging Face hub.
+      version: the version number of the prompt in lm-evaluation-harness.
       chance: the accuracy of random choices.
       papers: for each metric, the values that the RMT paper reports for its Transformer and its
         RMT.
@@ -129,7 +129,7 @@ def _arc(line: Mapping[str, Any]) -> Document:
 
 
 def _without_marks(text: str) -> str:
-    """Return a WikiHow text without its markup, cleaned as the harness does."""
+    """Return a WikiHow text without its markup, cleaned as in lm-evaluation-harness."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
