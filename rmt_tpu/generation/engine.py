@@ -1,10 +1,10 @@
 """Text generation for many prompts at a time, with continuous batching.
 
-A slot is a row of the batch and holds one prompt. When the text in a slot has ended, the next
-prompt takes the slot. The engine reads a new prompt separately, in one pass or in parts of `PART`
-tokens, and then inserts the resulting row into the slot. To keep compilations few, programs are
-compiled only for sizes that double. Lengths, sampling settings and the set of ended rows are
-run-time values.
+A slot is a row of the batch, and holds the text of one prompt. When the text in a slot has ended,
+the next prompt takes the slot. The engine reads a new prompt in a separate batch of one row, either
+in one pass or in parts of `PART` tokens, and then copies the row into the slot. Few programs are
+compiled, because arrays have only sizes that are powers of two. Lengths, sampling settings and
+the set of ended rows are arguments of the programs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,13 +30,16 @@ from rmt_tpu.generation.programs import (
 )
 from rmt_tpu.generation.sampling import Sampling, choice
 
-_MIN_SIZE = 32  # size, in tokens, of the smallest programs
+_MIN_SIZE = 32  # minimum number of tokens per row for which programs are compiled
 PART = 2048  # maximum number of prompt tokens that are read at a time
 SLOTS = 8  # default number of slots
 
 
 class Request(NamedTuple):
-    """A prompt and how to continue it. The prompt and `max_tokens` new tokens must fit the model.
+    """A prompt, and the settings with which it is continued.
+
+    If the model has learned positions, there must be one for each token of the prompt and for each
+    of the `max_tokens` new tokens except the last.
 
     Attributes:
       tokens: all tokens of the prompt, including a start token.
@@ -118,7 +121,7 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Discard all requests and allocate new rows, so that nothing remains of a failed state."""
+        """Discard all requests and allocate an empty cache, for example after an error."""
         self.waiting: dict[int, Request] = {}
         self.numbers: list[int | None] = [None] * self.slots
         self.requests = [Request(np.zeros(1, int), Sampling())] * self.slots
@@ -158,10 +161,9 @@ class Engine:
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         ends, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        try:  # stop tokens are disabled, so that each text has a second token and runs `steps`
+        try:  # without stop tokens, each text has a second token, so that `steps` is compiled
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
-            # After the longest prompt, the steps need more room than the program that reads the
-            # prompt.
+            # The longest text needs a larger cache for its decode steps than for its prompt.
             for length in [*lengths, max(1, tokens - 1)]:
                 sampling = Sampling(max_tokens=2)
                 self.submit(Request(np.zeros(length, int), sampling, scored=scored))
@@ -194,10 +196,11 @@ class Engine:
         return number
 
     def step(self) -> list[NewTokens]:
-        """Read the longest-waiting prompt if a slot is free; otherwise advance all rows.
+        """Read the prompt that has waited longest if a slot is free; otherwise run decode steps.
 
-        After as many successive prompts as there are slots, the rows advance even if prompts are
-        waiting. So requests that end immediately cannot starve the requests in the slots.
+        After as many successive prompts as there are slots, decode steps run even if further
+        prompts are waiting. Otherwise many requests that end at once could block the requests that
+        already have a slot.
         """
         free = self._free()
         rows_run = len(free) < self.slots
@@ -224,7 +227,7 @@ class Engine:
         return [slot for slot, number in enumerate(self.numbers) if number is None]
 
     def _empty(self) -> None:
-        """Replace the rows with empty ones of the smallest capacity."""
+        """Replace the cache of all rows by an empty cache of the smallest capacity."""
         self.rows = None  # free the old rows before allocating the new ones
         self.capacity = self._size(1)
         rows = self.slots // self.model.devices("batch")
@@ -235,7 +238,7 @@ class Engine:
         length = len(request.tokens)
         row, chosen = self._read(request)
         if len(self._free()) == self.slots and self._size(length) < self.capacity:
-            self._empty()  # shrink the cache, so that steps do not read unused room
+            self._empty()  # use a smaller cache, because steps read the unused part of a cache too
         self.lengths[slot], self.requests[slot] = length, request
         self._grow(length)
         self.rows = programs.insert(self.model, self.rows, row, np.int32(slot))
@@ -282,7 +285,7 @@ class Engine:
             self.rows = programs.grow(self.model, self.params, self.rows, self.capacity)
 
     def _size(self, tokens: int) -> int:
-        """Return the size of the program that handles `tokens` tokens."""
+        """Return the number of tokens to which a row of `tokens` tokens is padded."""
         return self._divisible(bucket(tokens))
 
     def _divisible(self, tokens: int) -> int:
@@ -320,7 +323,7 @@ def bucket(tokens: int) -> int:
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
-    """Check that this process can read all rows, that is, that no other process has any of them.
+    """Check that no other process holds rows of the batch, which this process could not read.
 
     Args:
       processes: the processes that own devices of the mesh.

@@ -44,11 +44,14 @@ def read_prompts(location: str) -> list[str]:
 class Output:
     """A JSON Lines file to which numbered results are appended, so that a rerun can skip them.
 
+    The attribute `lines` has the results that were in the file when it was opened.
+
     Args:
       location: the path of the file, local or on gs://.
 
     Raises:
-      UsageError: the file cannot be written, or it has JSON lines that another command wrote.
+      UsageError: the file cannot be written, or it has JSON lines without a number, which another
+        command wrote.
     """
 
     def __init__(self, location: str):
@@ -57,7 +60,8 @@ class Output:
         self._folder.check(write=True)
         file = self._folder.read(self._name, limit=2**32)
         text = file.data.decode(errors="replace") if file else ""
-        # An interrupted run may have left its last line incomplete.
+        # If an interrupted run left an incomplete last line, the next line must begin on a new
+        # line.
         self._broken = text[text.rfind("\n") + 1 :] != ""
         self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
 
@@ -92,8 +96,8 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
     for line in output.lines:
         number = line["number"]
         same_prompt = number < len(prompts) and prompts[number] == line.get("prompt")
-        # A line that lacks a setting was written before the setting existed, with what is now its
-        # default.
+        # An older version of this package, which did not have some setting, leaves the setting out
+        # of its lines. Its texts were generated as with the setting's default.
         line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same_prompt or line_settings != settings:
             raise RunError(

@@ -83,8 +83,8 @@ def generate(
 ) -> Iterator[str]:
     """Yield pieces of the text that follows `prompt`, until it ends or has `max_tokens` tokens.
 
-    Each new token takes one decode step: the keys and values of earlier tokens are cached, and only
-    the newest token has a residual in memory.
+    Each new token takes one decode step, which processes only the newest token, because the keys
+    and values of earlier tokens are cached.
 
     Args:
       decoder: the model.
@@ -99,8 +99,8 @@ def generate(
     """
     draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
-    # Use one row, or one row per device if the mesh divides rows. Each dispatch runs only a few
-    # steps, so that the text appears as it is generated.
+    # The batch has one row, or one row per device if the mesh shards rows; only one row is used.
+    # Few steps run at a time, so that the text appears as it is generated.
     slots = ModelSpec.of(decoder)[0].devices("batch")
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots, steps=4)
     for new_tokens in engine.run([request]):
@@ -158,7 +158,8 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
     if config.learned_positions is None:
         return max_tokens
     max_length = config.learned_positions.max_length
-    # The model never reads the last generated token, so that token needs no position.
+    # The model does not read the last generated token, so a text may have one token more than the
+    # model has positions.
     room = max_length + 1 - prompt_tokens
     if room < 1:
         raise UsageError(

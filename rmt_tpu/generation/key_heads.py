@@ -1,8 +1,9 @@
 """Replication of key and value heads, for meshes with more devices than key heads.
 
-A mesh divides a cache by heads. With grouped queries, the model may have fewer key heads than there
-are devices. The model is then replaced by an equivalent one, in which each key head is repeated
-once per device that reads it. Every device then holds whole heads, in its weights and in its cache.
+On a mesh, the cache of keys and values is sharded by heads. With grouped queries, a model may have
+fewer key heads than there are devices. Such a model is replaced by an equivalent model, in which
+each key head is repeated once per device that reads it. Every device then holds whole heads, both
+in its weights and in its cache.
 """
 
 import dataclasses
@@ -33,7 +34,10 @@ def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.Model
 
 
 def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
-    """Return an equivalent decoder with the configuration that `repeated_model` gives.
+    """Return an equivalent decoder whose key and value heads are divisible over the mesh.
+
+    Its config is the result of `repeated_model`. If all heads are divisible already, `decoder` is
+    returned.
 
     Args:
       decoder: a decoder whose parameters are sharded over the mesh.

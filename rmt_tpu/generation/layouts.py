@@ -23,8 +23,8 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import ModelSpec
 
-# Capacity of the cache, in tokens, and number of steps in the program that is compiled to find the
-# layouts. Programs of other sizes transpose the same weights.
+# The program that is compiled to find the layouts: the capacity of its cache in tokens, and its
+# number of decode steps. Programs of other sizes transpose the same weights.
 _CAPACITY, _COUNT = 1024, 8
 _ROUNDS = 4  # maximum number of compilations
 _PLATFORM = "tpu"  # other platforms have only one layout
@@ -115,13 +115,22 @@ def _axis_orders(
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     rows: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the axis order, from major to minor, of each parameter that decode steps read.
+    """Return the axis orders of parameters with which decode steps transpose no matrix.
 
-    The keys are the indices of the parameters among the leaves of the tree.
+    Args:
+      model: the description of the model.
+      tree: the structure of the parameters.
+      shapes: the shapes and shardings of the parameters, in the order of the tree's leaves.
+      rows: the number of rows in the batch of a step.
+
+    Returns:
+      A mapping from a parameter's index in `shapes` to its axes, from major to minor. Parameters
+      that decode steps do not read are left out.
     """
     params, orders = tree.unflatten(shapes), {}
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # Transposing one matrix may cause the compiler to transpose another, so search repeatedly.
+    # A new layout of one matrix may cause the compiler to transpose another matrix. Compile again
+    # until no matrix is transposed.
     for _ in range(_ROUNDS):
         steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
         layouts = [given.layout for given in jax.tree.leaves(steps.input_formats[0][0])]
@@ -142,7 +151,7 @@ def _axis_orders(
 def transposed_arguments(
     text: str, current: list[tuple[int, ...] | None]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the arguments that a compiled program transposes first, with the axis orders it needs.
+    """Return the arguments that a compiled program transposes before it uses them.
 
     Args:
       text: the program's HLO.

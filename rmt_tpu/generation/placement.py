@@ -28,8 +28,8 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
         for k, core in enumerate(stack.cores):
             site = axes["stacks"][s][k]["site"]
             if "read_fewer" in site and core.kv_heads % mesh.shape["tensor"]:
-                # The weight is replicated over `tensor` until `key_heads` gives each device its own
-                # heads.
+                # Too few key heads to shard: replicate their weight over the mesh axis `tensor`.
+                # The module `key_heads` then repeats the heads, so that they can be sharded.
                 site["read_fewer"] = (*site["read_fewer"][:-1], "shared")
     specs = sharding.parameter_specs(mesh, axes, shapes)
     return jax.tree.map(lambda spec: NamedSharding(mesh, sharding.used_axes(mesh, spec)), specs)
@@ -47,7 +47,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
     devices = math.prod(mesh.shape[axis] for axis in axes)
     for core in model.cores:
         for name, heads in core.divided_heads.items():
-            # Several devices may share a key head: see `key_heads`.
+            # There may be fewer key heads than devices, because `key_heads` repeats key heads.
             if heads % devices and name != "num_kv_heads":
                 raise sharding.MeshError(
                     f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} does not "

@@ -1,4 +1,6 @@
-"""The compiled functions of an engine, each compiled once per size, for one device or a mesh.
+"""The functions of an engine that are compiled, for one device or a mesh.
+
+Each function is compiled once for every size of its arrays.
 
 On a mesh, every device holds its own rows and heads of the cache, and its shard of each parameter.
 The tokens of a prompt are sharded over devices, and so are the tokens of a decode step (one per
@@ -22,7 +24,7 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.generation.sampling import Choice, penalize, sample
 
-RANKS = 5  # maximum number of likeliest tokens that can be reported per position
+RANKS = 5  # number of likeliest tokens that are computed per position
 _SCORED = 64  # number of prompt tokens whose logits are in memory at a time
 
 _BATCH, _TOKENS = sharding.CACHE_RULES["batch"], sharding.CACHE_RULES["tokens"]
@@ -58,7 +60,12 @@ class ChosenTokens(NamedTuple):
     log_probabilities: Float[Array, "*steps batch ranks"]
 
     def scores(self, at: tuple, ranked: bool) -> Scores:
-        """Return the scores of one row's tokens, selected by the index `at`, on the host."""
+        """Return the scores of one row's tokens as Python lists.
+
+        Args:
+          at: the index of the tokens in the arrays.
+          ranked: whether the likeliest tokens were requested.
+        """
         values = [np.asarray(x[at]).tolist() for x in self[1:]]
         likeliest = [dict(zip(*ranks, strict=True)) for ranks in zip(*values[1:], strict=True)]
         return Scores(values[0], likeliest if ranked else [])
@@ -106,7 +113,7 @@ class Ends(NamedTuple):
 
 
 class GenerationSettings(NamedTuple):
-    """The requested generation for a prompt of one row.
+    """The settings with which one prompt is continued.
 
     Attributes:
       lengths: the length of the prompt.
@@ -124,7 +131,10 @@ class GenerationSettings(NamedTuple):
 
 
 def mesh_of(decoder: Decoder) -> Mesh | None:
-    """Return the mesh over which a decoder's parameters are sharded; None for a single device."""
+    """Return the mesh over which a decoder's parameters are sharded.
+
+    The result is None if they are on a single device.
+    """
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(nnx.state(decoder))]
     if all(isinstance(s, NamedSharding) and s.mesh.size > 1 for s in shardings):
         return shardings[0].mesh
@@ -132,7 +142,7 @@ def mesh_of(decoder: Decoder) -> Mesh | None:
 
 
 class ModelSpec(NamedTuple):
-    """The static description of a model that programs are compiled for, together with sizes.
+    """The description of a model that is a static argument of the compiled programs.
 
     On a single device, all fields except the first are empty.
 
@@ -164,17 +174,23 @@ class ModelSpec(NamedTuple):
         return self.mesh and Rows(self.cache, *3 * [self.spec(_BATCH)])
 
     def spec(self, *axes: tuple[str, ...] | None) -> PartitionSpec | None:
-        """Return the partition spec of an array, given the mesh axes for each of its axes."""
+        """Return the partition spec of an array; None without a mesh.
+
+        `axes` has the mesh axes that shard each axis of the array.
+        """
         return self.mesh and sharding.used_axes(self.mesh, axes)
 
     def devices(self, axis: str) -> int:
-        """Return the number of devices over which a logical axis is sharded."""
+        """Return the number of devices over which `axis` ("batch" or "tokens") is sharded."""
         if self.mesh is None:
             return 1
         return int(np.prod([self.mesh.shape[name] for name in sharding.CACHE_RULES[axis]]))
 
     def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Wrap `function` in `shard_map`: each device runs it on its shards of the arguments."""
+        """Return `function` for a mesh, where each device runs it on its shards of the arguments.
+
+        Without a mesh, `function` is returned.
+        """
         if self.mesh is None:
             return function
         return kernels.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)
@@ -230,7 +246,7 @@ def prefill(
         cache = decoder.empty_cache(1, tokens.shape[1])
         logits, cache = decoder.prefill(tokens, settings.lengths, cache)
         in_prompt = jnp.arange(tokens.shape[1]) < settings.lengths[0]
-        # Padding gets an index outside the vocabulary, so that the scatter drops it.
+        # Replace padding by an index outside the vocabulary, so that the scatter ignores it.
         places = jnp.where(in_prompt, tokens[0], logits.shape[1])
         seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
         return _start_row(logits, cache, seen, settings)
@@ -260,7 +276,15 @@ def first(
     seen: Bool[Array, "1 vocab"],
     settings: GenerationSettings,
 ) -> tuple[Rows, ChosenTokens]:
-    """Return the row of a prompt that was read in parts, and its first new token."""
+    """Choose the first new token after a prompt that was read in parts; return the row and token.
+
+    Args:
+      model: the description of the model.
+      logits: the logits of the prompt's last token.
+      cache: the cache with the whole prompt.
+      seen: which tokens occur in the prompt.
+      settings: the settings with which the prompt is continued.
+    """
     row_spec = model.spec(_BATCH)
     specs = (row_spec, model.cache, _WHOLE, _WHOLE), (model.rows, row_spec)
     return model.per_device(_start_row, *specs)(logits, cache, seen, settings)
@@ -282,8 +306,8 @@ def score(
 ) -> ChosenTokens:
     """Return the log-probability of each prompt token but the first, given the tokens before it.
 
-    Position i of the result has the score of token i + 1, so the last position is meaningless.
-    Logits are computed for only a few tokens at a time, to save memory.
+    Position i of the result has the score of token i + 1. The last position has no meaning, because
+    no token follows. Logits are computed for only a few tokens at a time, to save memory.
     """
 
     def score_prompt(decoder, tokens, lengths, ranked):
@@ -303,7 +327,7 @@ def score(
 
 @partial(jax.jit, static_argnames="model", donate_argnames="rows")
 def insert(model: ModelSpec, rows: Rows, row: Rows, slot: Int[Array, ""]) -> Rows:
-    """Write the row `row` into a slot, replacing the slot's previous row."""
+    """Return the batch `rows` with its row number `slot` replaced by the only row of `row`."""
 
     def write(rows, row, slot):
         count = len(rows.token)
@@ -350,16 +374,17 @@ def steps(
     ranked: Bool[Array, ""],
     count: int,
 ) -> tuple[Rows, ChosenTokens]:
-    """Generate `count` more tokens per row, for the rows selected by `used`.
+    """Run `count` decode steps, and return the new state of all rows with the chosen tokens.
 
-    The token is -1 where a row has already ended.
+    Rows for which `used` is False generate nothing. A chosen token is -1 if the row had already
+    ended.
     """
 
     def run(decoder, rows, used, choice, ends, ranked):
         def step(rows, _):
             running = rows.remaining > 0
-            # An ended row decodes at position 0, because there may be no learned position after its
-            # last token.
+            # A row that has ended is still computed. Use position 0 for it, because the model may
+            # have no learned position after the row's last token.
             start = jnp.where(running, rows.cache.length, 0)
             logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
             length = rows.cache.length + running
@@ -387,8 +412,8 @@ def _score_tokens(
     logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
 ) -> ChosenTokens:
     logits = logits.astype(jnp.float32)
-    # Compute only the chosen token's log-probability: computing all of them would take another
-    # array as large as the logits.
+    # Compute the log-probability of the chosen token only. The log-probabilities of all tokens
+    # would be another array as large as the logits.
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_probability = (jnp.take_along_axis(logits, token[:, None], axis=-1) - log_sum)[:, 0]
     ranks = min(RANKS, logits.shape[-1])
@@ -398,5 +423,6 @@ def _score_tokens(
         values, tokens = jax.lax.top_k(logits, ranks)
         return tokens.astype(jnp.int32), values - log_sum
 
-    # Likeliest tokens are seldom requested, and top_k over a whole vocabulary is slow.
+    # Find the likeliest tokens only if some request needs them, because top_k over a whole
+    # vocabulary is slow.
     return ChosenTokens(token, log_probability, *jax.lax.cond(ranked, best, lambda: none))

@@ -23,13 +23,14 @@ _MIN_NORMAL = 2.0**-126  # the smallest float32 that devices do not flush to 0
 _Penalty = Annotated[
     float, Range("positive, at most 3.4e+38, at least 1.2e-38", _MIN_NORMAL, 3.4e38)
 ]
-# The cache allocates room for the keys and values of all new tokens, hence the limit.
+# The number is limited, because the cache allocates memory for the keys and values of all new
+# tokens.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 
 @dataclass(frozen=True)
 class Sampling(Checked):
-    """The settings for choosing new tokens.
+    """The settings of one text that determine how new tokens are chosen.
 
     Attributes:
       temperature: the divisor of the logits; 0 always chooses the likeliest token.
@@ -55,9 +56,9 @@ class Sampling(Checked):
 
 
 class Choice(NamedTuple):
-    """The `Sampling` settings of all rows, as arrays.
+    """The `Sampling` settings of all rows as arrays, which are arguments of compiled programs.
 
-    One compiled program then handles any settings.
+    A program therefore need not be compiled again for other settings.
     """
 
     temperature: Float[Array, " batch"]
@@ -70,9 +71,10 @@ class Choice(NamedTuple):
 
 def choice(rows: Sequence[Sampling]) -> Choice:
     """Return the sampling settings of all rows as NumPy arrays."""
-    # A count above the vocabulary size keeps all tokens, just as 0 does.
+    # Limit top_k to int32. Any value above the vocabulary size keeps all tokens.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
-    # Set smaller numbers to 0 on every device, because only some devices flush them to 0.
+    # Set numbers below _MIN_NORMAL to 0 here. Some devices would flush them to 0 and others not, so
+    # that results would differ.
     normal = lambda value: value if value >= _MIN_NORMAL else 0.0
     return Choice(
         np.array([normal(s.temperature) for s in rows], np.float32),
@@ -90,7 +92,8 @@ def penalize(
     """Apply each row's `repetition_penalty` to the logits of the tokens that the row has seen."""
     penalty = choice.repetition_penalty[:, None]
     smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    # Clip to finite values: infinite logits would be indistinguishable, and their difference NaN.
+    # Clip logits to finite values. Infinite logits could not be ranked, and their differences would
+    # be NaN.
     largest = jnp.finfo(logits.dtype).max
     smaller = jnp.clip(smaller, -largest, largest)
     return jnp.where(seen & (penalty != 1), smaller, logits)
@@ -107,16 +110,19 @@ def sample(
     likeliest = jnp.argmax(logits, axis=-1)
 
     def draw():
-        # Subtract the maximum first: the likeliest token's value is then 0 at any temperature.
+        # Subtract the maximum before the division by the temperature, so that the largest logit is
+        # 0 and a small temperature cannot make it overflow.
         below = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled = below / jnp.where(choice.temperature > 0, choice.temperature, 1)[:, None]
-        truncates = jnp.any((choice.top_k > 0) | (choice.top_p < 1))  # sorting all tokens is slow
+        # Top-k and top-p sort all tokens, which is slow, so skip them if no row uses them.
+        truncates = jnp.any((choice.top_k > 0) | (choice.top_p < 1))
         scaled = jax.lax.cond(
             truncates,
             lambda: jnp.where(_top_k_top_p(scaled, choice), scaled, -jnp.inf),
             lambda: scaled,
         )
-        # Applying min_p last is correct: top-k and top-p do not change probability ratios.
+        # min_p may be applied last, because top-k and top-p do not change the ratios of the
+        # remaining probabilities.
         threshold = jnp.max(scaled, axis=-1) + jnp.log(choice.min_p)
         scaled = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
         tokens = jnp.argmax(scaled + _noise(choice.seed, positions, scaled), axis=-1)
@@ -128,7 +134,7 @@ def sample(
 def _noise(seeds, positions, logits):
     """Return Gumbel noise; the argmax of logits plus noise is a draw from their softmax.
 
-    The noise of a token does not depend on which other tokens are excluded.
+    The noise is drawn for all tokens, also for those that top-k, top-p or min-p exclude.
     """
 
     def row_noise(seed, position):
@@ -141,8 +147,8 @@ def _noise(seeds, positions, logits):
 def _top_k_top_p(logits, choice: Choice) -> Bool[Array, "batch vocab"]:
     """Return which tokens top-k and top-p keep.
 
-    Tokens are kept by rank and not by value, so that ties do not make more than `top_k` tokens
-    pass.
+    Tokens are selected by rank and not by value, so that at most `top_k` tokens are kept even if
+    some have equal logits.
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     top_k = jnp.where(choice.top_k > 0, choice.top_k, logits.shape[-1])

@@ -22,12 +22,13 @@ class Text:
 
     def add(self, tokens: Sequence[int]) -> str:
         """Add tokens, and return the text that later tokens can no longer change."""
-        # A model may have more token ids than its tokenizer; the extra ids have no text.
+        # Skip token ids that the model has in addition to its tokenizer's, because they have no
+        # text.
         ids = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
         return self._release(self.decoder.decode(self.tokenizer.decode_bytes(ids)))
 
     def end(self) -> str:
-        """Return the text that was still held back."""
+        """End the sequence, and return the text that was held back until now."""
         text = self._release(self.decoder.decode(b"", final=True)) + self.pending
         self.pending = ""
         return text
@@ -40,7 +41,7 @@ class Text:
         if ends:
             text, self.pending, self.stopped = self.pending[: min(ends)], "", True
             return text
-        # Hold back the end of the text if it may be the beginning of a stop string.
+        # Hold back the end of the text if that end may be the beginning of a stop string.
         overlap = max((_overlap(self.pending, s) for s in self.stop), default=0)
         end = len(self.pending) - overlap
         text, self.pending = self.pending[:end], self.pending[end:]
