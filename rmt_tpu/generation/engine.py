@@ -318,7 +318,7 @@ class Engine:
 
 
 def bucket(tokens: int) -> int:
-    """Return the smallest power of two that holds `tokens` tokens and is at least `_LEAST`."""
+    """Return the smallest power of two that is at least `tokens` and at least `_MIN_SIZE`."""
     return max(_MIN_SIZE, 1 << (tokens - 1).bit_length())
 
 

@@ -51,7 +51,11 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
 
 
 def _read(folder: Path, described: Description, shapes: Any, shardings: Any | None) -> Any:
-    """Read the parameters into the tree of `nnx.to_pure_dict`; each device reads its shards."""
+    """Return the parameters as a tree like that of `nnx.to_pure_dict`.
+
+    Each device reads only its shards of the parameters. If `shardings` is None, the first device
+    reads them whole.
+    """
     tensors = weights.Tensors(folder)
     by_path = weights.pieces_by_parameter(tensors, described)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -21,7 +21,8 @@ KINDS = {
     "qwen2": (True, False),
     "qwen3": (False, True),
 }
-# The defaults that transformers uses for an absent key. A key that is null does not get them.
+# The values that the transformers library uses for keys that are absent from a config.json, by
+# model type. A key whose value is null does not get a default.
 _ABSENT: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -47,7 +48,7 @@ _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 class Description(NamedTuple):
-    """The content of a config.json.
+    """The model that a config.json in the hub's format describes.
 
     Attributes:
       model: the model's configuration.
@@ -96,7 +97,11 @@ def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens; generation_config.json takes precedence, as in transformers."""
+    """Return the end tokens named in generation_config.json, or else in config.json.
+
+    This is the order of precedence in the transformers library. The result is empty if neither file
+    names an end token.
+    """
     generation = values_in(folder / GENERATION)
     if generation is None and (folder / GENERATION).exists():
         raise UsageError(
@@ -129,7 +134,7 @@ class Fields:
         self._values, self._where = values, where
 
     def wrong(self, name: str, value: object, legal: str) -> UsageError:
-        """Return the error that a field has an illegal value."""
+        """Return an error that says that a field has an illegal value."""
         return UsageError(f"{self._where}: {name}={shown(value)} is not supported; legal: {legal}")
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -164,7 +169,7 @@ class Fields:
         return float(value)
 
     def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
-        """Return what `legal` maps the field's text to.
+        """Return the value that the dict `legal` has for the field's text.
 
         Raises:
           UsageError: the field is missing or its value is not a key of `legal`.
@@ -186,19 +191,26 @@ class Fields:
         return value
 
     def only(self, name: str, *legal: object) -> None:
-        """Check that a field has one of the `legal` values, which are the supported ones."""
+        """Raise UsageError unless a field has one of the values `legal` or is absent.
+
+        An absent field counts as having the first of these values.
+        """
         value = self._values.get(name, legal[0])
         if value not in legal:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
 
     def only_each(self, name: str, legal: str) -> None:
-        """Check that a field is absent, or a list in which every value is `legal`."""
+        """Raise UsageError unless a field is absent or a list in which every value is `legal`."""
         value = self._values.get(name) or []
         if not isinstance(value, list) or any(item != legal for item in value):
             raise self.wrong(name, value, f"a list of {legal!r}")
 
     def group(self, name: str) -> "Fields":
-        """Return the fields in a nested object, which may be absent and must not nest further."""
+        """Return the fields of a nested object, which may be absent.
+
+        Raises:
+          UsageError: the field is not an object, or contains further objects.
+        """
         value = self._values.get(name) or {}
         if not isinstance(value, dict) or any(isinstance(item, dict) for item in value.values()):
             raise self.wrong(name, value, "null, or an object of plain values")
@@ -207,7 +219,8 @@ class Fields:
     def rope(self) -> cfg.Rope:
         """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
-        Newer files have `rope_parameters`, which contains both settings.
+        Files of newer versions of transformers have `rope_parameters`, which contains both the base
+        and the scaling.
         """
         parameters, scaling = self.group("rope_parameters"), None
         for group in (parameters, self.group("rope_scaling")):
@@ -237,7 +250,11 @@ class Fields:
 
 
 def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
-    """Return the config that a config.json of the hub describes; its residual is the plain one.
+    """Return the model config that a config.json in the hub's format describes.
+
+    Args:
+      values: the content of config.json.
+      where: the location of the file, for error messages.
 
     Raises:
       UsageError: the model is of another family, or needs an operation that is not supported here.

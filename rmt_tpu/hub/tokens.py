@@ -1,4 +1,7 @@
-"""The tokenizer in a hub folder, with its start and end tokens. Imports no jax."""
+"""The tokenizer in a folder in the Hugging Face hub's format, with its start and end tokens.
+
+This module imports no jax.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +34,11 @@ def read_tokenizer(folder: str | Path, described: Description) -> data.Tokenizer
 
 
 def tokenizer_config(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return the tokenizer_config.json for an exported model; empty if its tokens have no names."""
-    names = [tokenizer.token_name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
+    """Return the content of tokenizer_config.json for an exported model.
+
+    The result is empty if the tokenizer has no names for its start and end tokens.
+    """
+    names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return {}
     return {
@@ -49,10 +55,10 @@ def _ends(
 ) -> tuple[int, ...]:
     """Return the tokens that end a text.
 
-    They come from the first of these sources that exists: the config's `eos_token_id`, `eos_token`
-    in tokenizer_config.json, the model type's usual end token, and the tokenizer's own end tokens.
-    The usual end token counts only if the tokenizer has a name but no text for it, because in
-    another vocabulary the same id may be a word.
+    The first of these sources that exists determines them: the config's `eos_token_id`, `eos_token`
+    in tokenizer_config.json, the default end token of the model type, and the tokenizer's own end
+    tokens. The default end token counts only if the tokenizer has a name but no text for it,
+    because in another vocabulary the same id may be a word.
     """
     if described.ends:
         return described.ends

@@ -1,6 +1,6 @@
 """Conversion between the hub's tensors and parameters, one tensor at a time.
 
-It supports models of the Llama family.
+This module supports models of the Llama family.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Index = tuple[slice, ...]
 
 
 class Piece(NamedTuple):
-    """A tensor of the hub, and the slice of a parameter that it corresponds to.
+    """The correspondence between a tensor in the hub's format and a slice of a parameter.
 
     Attributes:
       name: the name of the tensor.
@@ -55,9 +55,9 @@ class Piece(NamedTuple):
 def pieces(model: cfg.ModelConfig) -> list[Piece]:
     """Return all tensors of a Llama-family model with a plain residual, as slices of parameters.
 
-    The hub's format and the parameters agree on how heads are arranged along an axis, and on RoPE,
-    which rotates the two halves of a head. Tensors for biases (of queries, keys and values) and for
-    norms (of queries and keys) are included if the model has them.
+    No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
+    along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
+    queries, keys and values, or norms of queries and keys, their tensors are included.
     """
     attention, feed_forward = model.cores
     dim, vocab, hidden = model.store.dim, model.vocab_size, feed_forward.hidden_dim
@@ -185,7 +185,7 @@ def pieces_by_parameter(
             legal = ", ".join(_DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     names = {piece.name for piece in expected}
-    # Older files also store the frequencies of RoPE, which are not parameters.
+    # Ignore the frequencies of RoPE, which older files store in addition to parameters.
     unknown = [n for n in shapes if n not in names and not n.endswith("rotary_emb.inv_freq")]
     problems += [f"{name} {list(shapes[name])} is not a tensor of this model" for name in unknown]
     if problems:
@@ -231,7 +231,7 @@ def reader(
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
                 )
                 target = tuple(target)
-                # Ignore float64 values that overflow here: `check_finite` reports them.
+                # No warning if a float64 value overflows float32: `check_finite` raises an error.
                 with np.errstate(over="ignore"):
                     part[target] = value[tuple(source)]
                 tensors.check_finite(piece.name, part[target])
@@ -264,7 +264,7 @@ def _read_errors(path: Path) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # safetensors also passes on NumPy's errors for unknown dtypes
+    except Exception as error:  # safetensors and NumPy raise errors of several types
         raise RunError(f"{path} cannot be read: {error}") from None
 
 

@@ -1,4 +1,7 @@
-"""The network address of a server. Imports no jax, so that a bad address is reported quickly."""
+"""The network address of a server.
+
+This module imports no jax, so that an error in the address is reported at once.
+"""
 
 import contextlib
 import errno

@@ -10,9 +10,9 @@ from rmt_tpu.serving.protocol import CompletionRequest, ServedModel
 
 
 class Answer:
-    """The response to one request.
+    """The response to one request, as chunks of a stream or as a whole.
 
-    The chunks of a stream add up to the response that is sent without streaming.
+    The texts of the chunks, joined together, equal the texts of the whole response.
 
     Args:
       request: the request.
@@ -110,8 +110,8 @@ class _Choice:
         tokens = zip(completion.tokens, completion.log_probabilities, likeliest, strict=True)
         for token, log, alternatives in tokens:
             self._queue(token, log, alternatives)
-        # A token is reported when its text is sent. The text of a stop string is never sent, so its
-        # tokens are never reported.
+        # Report a token when its text is sent. The tokens of a stop string are never reported,
+        # because a stop string is never sent.
         count = sum(offset < self.characters_sent for *_, offset in self.pending)
         if completion.finish == "length":
             count = len(self.pending)
@@ -122,8 +122,8 @@ class _Choice:
         if scores is None:
             return
         start = len(self.prompt.tokens) - self.prompt.client_tokens
-        # If the client's prompt includes the start token, that token has no score, because no token
-        # precedes it.
+        # If the client's prompt includes the start token, that token gets None as its score,
+        # because no token precedes it.
         unscored = [None] * (1 - start)
         logs = unscored + scores.log_probabilities
         likeliest = unscored + (scores.likeliest or [{}] * len(scores.log_probabilities))
@@ -134,20 +134,20 @@ class _Choice:
         self.characters.reset()
 
     def _queue(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
-        """Queue a token with its log-probability, likeliest alternatives and text offset."""
+        """Record a token with its scores and text offset, to be reported when its text is sent."""
         top = None
         if likeliest is not None:
             best = list(likeliest.items())[: self.request.logprobs]
             top = {self._text(t): _finite(x) for t, x in [*best, (token, log)]}
         self.pending.append((self._text(token), _finite(log), top, self.offset))
-        if token < self.tokenizer.vocab_size:  # larger ids have no text
+        if token < self.tokenizer.vocab_size:  # ids beyond the tokenizer's vocabulary have no text
             self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 
     def _text(self, token: int) -> str:
-        """Return a token's text, or a substitute if it has none of its own.
+        """Return a token's text, or a substitute if the token alone is not valid text.
 
-        A token that is only a part of a character is shown as its bytes, and a token without text
-        as its number.
+        A token that is only a part of a character is shown by its bytes, such as "bytes:\\xe2". A
+        token that has no text is shown by its number, such as "token:300".
         """
         if token >= self.tokenizer.vocab_size:
             return f"token:{token}"
@@ -165,5 +165,5 @@ def _logprobs(tokens: list[tuple]) -> dict[str, list]:
 
 
 def _finite(log: float | None) -> float | None:
-    """Return `log`, or None if it is a number that JSON cannot express."""
+    """Return a log-probability, or None if it is infinite or NaN, which JSON cannot express."""
     return log if log is not None and math.isfinite(log) else None

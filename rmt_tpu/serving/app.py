@@ -23,8 +23,9 @@ from rmt_tpu.streams import log_line
 
 _RETRY_AFTER = 1  # seconds that a refused client is asked to wait before it retries
 _BODY_SECONDS = 60  # maximum number of seconds until a request's body has arrived
-# A body that is too large is still read up to this multiple of max_body: a client that is refused
-# while it is still sending may never read the reason.
+# A body that is larger than max_body is still read up to this multiple of max_body, and discarded.
+# If the server refused the request earlier, a client that is still sending might not read the
+# error.
 _READ_ON = 8
 
 
@@ -64,13 +65,16 @@ class Front:
         )
 
     def open(self, requests: list) -> asyncio.Queue:
-        """Count the texts of `requests` as open; return the queue that receives their pieces."""
+        """Add the texts of `requests` to the number of open texts, and return a new queue for them.
+
+        The queue receives the pieces of the texts.
+        """
         self.texts += len(requests)
         self._waiting.add(pieces := asyncio.Queue())
         return pieces
 
     def close(self, pieces: asyncio.Queue, texts: int) -> None:
-        """Remove a client's queue and its `texts` texts from the open ones."""
+        """Remove a client's queue, and subtract its `texts` texts from the number of open texts."""
         self.texts -= texts
         self._waiting.discard(pieces)
 
@@ -79,7 +83,7 @@ class Front:
         for pieces in self._waiting:
             pieces.put_nowait(Refusal("the server is shutting down", status=503, code="ending"))
         for limit in self._reading:
-            limit.reschedule(0)  # a deadline in the past, which expires at once
+            limit.reschedule(0)  # set a deadline in the past, so that reading stops at once
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})
@@ -108,7 +112,7 @@ class Front:
         try:
             body = await self._body(request)
         except ClientDisconnect:
-            return Response(status_code=400)  # the client has disconnected
+            return Response(status_code=400)  # nobody reads this response
         self._check_open()
         # Parse in another thread: tokenizing a long prompt would block the event loop.
         parsed = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
@@ -177,7 +181,9 @@ class Front:
 
 
 class _Reply:
-    """The texts that one client is waiting for. They occupy slots until `close` is called.
+    """The texts that one client is waiting for.
+
+    They count as open, and may occupy slots of the engine, until `close` is called.
 
     Args:
       front: the front end.
@@ -194,7 +200,7 @@ class _Reply:
         loop = asyncio.get_running_loop()
 
         def deliver(piece: Piece | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # raised if the loop is already closed
+            with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
                 loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self._job = Job(requests, parsed.stop, deliver)
@@ -240,7 +246,8 @@ class _Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        with contextlib.closing(self._reply), contextlib.suppress(OSError):  # disconnected
+        # An OSError means that the client has disconnected.
+        with contextlib.closing(self._reply), contextlib.suppress(OSError):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for chunk in self._reply.chunks():

@@ -52,16 +52,16 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as clients see it.
+    """The model that the server runs, with the limits that requests must respect.
 
     Attributes:
-      name: the name of the model.
+      name: the name by which clients call the model.
       tokenizer: the tokenizer of the model.
       max_length: the maximum number of tokens that the model reads for one text: the start token,
         the prompt and the new tokens except the last.
       max_tokens: the maximum number of new tokens per text.
-      max_texts: the maximum number of open texts, over all clients.
-      vocab_size: the vocabulary size of the model; None means that it is the tokenizer's.
+      max_texts: the maximum number of texts that are queued or being generated, over all clients.
+      vocab_size: the vocabulary size of the model; None means the vocabulary size of the tokenizer.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ServedModel:
 
     @property
     def with_start(self) -> str:
-        """The words that follow a number of tokens in messages."""
+        """The words that error messages add to a number of tokens, to say what it includes."""
         return " (with the start token)" if self.tokenizer.starts else ""
 
     @property
@@ -110,7 +110,7 @@ class CompletionRequest:
       logprobs: the number of likeliest tokens that are reported per position; None reports no
         log-probabilities at all.
       echo: whether each text begins with its prompt.
-      silent: whether the request wants no new tokens (max_tokens=0).
+      silent: whether no new tokens are sent, because the request has max_tokens=0.
       stream: whether to send pieces of text while they are generated.
       include_usage: whether a stream ends with a chunk that reports the numbers of tokens.
     """
@@ -152,7 +152,7 @@ def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionReques
     Args:
       body: the body, in JSON.
       served: the model.
-      fresh_seed: the seed to use if the request has none.
+      fresh_seed: the seed of the random draws if the request sets none.
 
     Raises:
       Refusal: the request is not legal.
@@ -195,7 +195,7 @@ def _object(body: bytes) -> dict[str, Any]:
     """Return the fields that the body sets; a field that is null counts as absent."""
     try:
         values = parse_json(body.decode())
-    except ValueError as error:  # UnicodeDecodeError is one
+    except ValueError as error:  # also raised, as UnicodeDecodeError, by bytes that are not UTF-8
         raise Refusal(f"the request body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Refusal(f"the request body is {shown(values)}; legal: a JSON object")
@@ -225,7 +225,7 @@ def _sampling(
 ) -> tuple[int, Sampling]:
     """Return the maximum number of new tokens and the sampling settings."""
     default = min(_DEFAULT_TOKENS, served.max_tokens)
-    # A request for 0 new tokens makes sense only if the prompt is echoed.
+    # max_tokens=0 is legal only if the prompt is echoed; otherwise the text would be empty.
     max_tokens = _whole_number(values, "max_tokens", default, 0 if echo else 1, served.max_tokens)
     settings = {name: values[name] for name in _SAMPLING if name in values}
     for name, value in settings.items():
@@ -289,13 +289,17 @@ def _prompt(prompt: Any, served: ServedModel) -> Prompt:
             legal += ", except ids that the tokenizer does not use" if tokenizer.gaps else ""
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(prompt, np.int64)
-    # As in training, the model reads exactly one start token at the beginning of a text.
+    # Do not add a start token if the client's prompt begins with one: as in training, a text begins
+    # with exactly one start token.
     with_start = tokens if tokens[0] == tokenizer.bos else tokenizer.with_bos(tokens)
     return Prompt(with_start, len(tokens), tokenizer.decode(tokens))
 
 
 def _room_after(number: int, prompts: list[Prompt], served: ServedModel) -> int:
-    """Return how many new tokens fit after a prompt; the last one is never read by the model."""
+    """Return how many new tokens fit after prompt number `number`.
+
+    The model never reads the last new token, so that token does not count towards `max_length`.
+    """
     tokens = len(prompts[number].tokens)
     room = served.max_length + 1 - tokens
     if room < 1:
@@ -349,5 +353,8 @@ def _field(
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Return a check that a value has exactly one of these types; so a bool is not an int."""
+    """Return a function that checks whether a value's type is one of `kinds`.
+
+    Subclasses do not count, so that a bool is not an int.
+    """
     return lambda value: type(value) in kinds

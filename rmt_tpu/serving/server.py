@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.05  # seconds between checks for open texts while draining
 def serve(
     front: Front, opened: socket.socket, *, drain_seconds: float, ready: Callable[[], None]
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT, then finish the open ones and return.
+    """Answer requests until SIGTERM or SIGINT, then finish the open requests and return.
 
     A second signal stops the server immediately. Signals are handled only in the main thread.
 
@@ -50,8 +50,7 @@ def serve(
 class Protocol(h11_impl.H11Protocol):
     """uvicorn's HTTP protocol, which also closes a connection whose headers arrive too slowly.
 
-    uvicorn itself only closes a connection that is idle between two requests, and it does so
-    sooner.
+    Without this class, uvicorn closes only connections that are idle between two requests.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -115,11 +114,14 @@ class Server(uvicorn.Server):
         self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server has to exit, which it also does if the worker has ended."""
+        """Return whether the server has to exit, for example because the worker has failed."""
         return await super().on_tick(counter) or not self.front.worker.is_alive()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal, which may interrupt the event loop at any point."""
+        """Start to shut down at the first signal, and shut down at once at the second.
+
+        A signal may interrupt the event loop at any point, so the work is scheduled in the loop.
+        """
         if self.front.draining:
             self._end_at_once = True
         self.front.draining = True

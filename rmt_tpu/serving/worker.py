@@ -19,7 +19,8 @@ class Piece(NamedTuple):
     Attributes:
       index: the index of the text in its job.
       completion: the new piece.
-      prompt: the scores of the text's prompt, if they were requested; given with the first piece.
+      prompt: the scores of the prompt's tokens, in the first piece of a text whose request asks for
+        them; otherwise None.
     """
 
     index: int
@@ -59,7 +60,8 @@ class Worker(threading.Thread):
         self.error: Exception | None = None
         self._engine, self._tokenizer = engine, tokenizer
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Maps the engine's request number to (job, index of the text in the job, draft).
+        # Maps the engine's number of a request to its job, the index of the text within the job,
+        # and the text so far.
         self._open: dict[int, tuple[Job, int, Draft]] = {}
 
     def submit(self, job: Job) -> None:
@@ -76,16 +78,19 @@ class Worker(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Run the engine until `stop`; an exception ends all open texts with an error."""
+        """Run the engine until `stop` is called.
+
+        An exception ends all texts in progress with an error, and the engine starts afresh.
+        """
         try:
             while self._take_orders():
                 self._step()
-        except Exception as error:  # resetting the engine has failed, too
+        except Exception as error:  # `_step` raises only if resetting the engine failed
             self.error = error
             self._fail(error)
 
     def _take_orders(self) -> bool:
-        """Run all queued orders (submit, cancel, stop); wait for one if the engine is idle.
+        """Run all queued orders (submit, cancel, stop); if the engine is idle, wait for an order.
 
         Returns:
           False if the thread has been told to stop.
@@ -131,7 +136,7 @@ class Worker(threading.Thread):
         job.deliver(Piece(index, completion, new_tokens.prompt))
 
     def _fail(self, error: Exception) -> str:
-        """Report an error to all open jobs, and return the one-line reason that they receive."""
+        """Report an error to all open jobs, and return its description in one line."""
         reason = "out of memory" if memory.is_out(error) else one_line(error)
         jobs = {id(job): job for job, _, _ in self._open.values()}
         self._open.clear()
