@@ -1,7 +1,8 @@
-"""The config of a run as nested frozen dataclasses, with one class for each choice of a component.
+"""The config of a run, as nested frozen dataclasses.
 
-If a field allows several classes, each of these classes has a `kind`, which names it in JSON and on
-the command line (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
+Some fields allow a choice of components, such as the kind of the residual. Each choice is a class,
+whose attribute `kind` is its name in JSON and on the command line (`--set=model.store=vector`,
+`--set=model.attention.positions=rope`).
 """
 
 from rmt_tpu.config.core import RESIDUAL_PORT, Port

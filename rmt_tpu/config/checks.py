@@ -32,11 +32,11 @@ class Range:
     def __contains__(self, value: int | float) -> bool:
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
-        return above and below  # both are False for NaN
+        return above and below  # NaN is in no interval, because its comparisons are False
 
 
-LARGEST_SIZE = 2**31 - 1  # size of an axis or count; jax stores them as int32
-LARGEST_SEED = 2**32 - 1  # jax uses only 32 bits of a seed
+LARGEST_SIZE = 2**31 - 1  # the largest size of an axis, and largest count; jax uses int32
+LARGEST_SEED = 2**32 - 1  # the largest seed, because jax uses only 32 bits of a seed
 _LARGEST_FLOAT = 3.4e38  # about the largest float32
 
 Size = Annotated[int, Range(f"positive, at most {LARGEST_SIZE}", 1, LARGEST_SIZE)]
@@ -51,7 +51,7 @@ Finite = Annotated[float, Range("finite", -_LARGEST_FLOAT, _LARGEST_FLOAT)]
 Share = Annotated[float, Range("at least 0, at most 1", 0, 1)]
 NonZeroShare = Annotated[float, Range("above 0, at most 1", 0, 1, open_low=True)]
 Decay = Annotated[float, Range("at least 0, below 1", 0, 1, open_high=True)]
-# The decay factor exp(-100) is already 0 for every practical purpose in float32.
+# Log decays below -100 are not needed, because the decay factor exp(-100) is practically 0.
 LogDecay = Annotated[float, Range("at least -100, below 0, like -5", -100, 0, open_high=True)]
 
 
@@ -78,7 +78,7 @@ def ranges(cls: type) -> dict[str, Range]:
     """Return the Range of each field of a dataclass whose annotation has one, by field name."""
     ranges_by_name: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        # Look at the annotation itself, and at `Size` within `Size | None`.
+        # The Range may belong to the annotation itself, or to a part of it, as in `Size | None`.
         for option in (field.type, *typing.get_args(field.type)):
             for note in getattr(option, "__metadata__", ()):
                 ranges_by_name[field.name] = note

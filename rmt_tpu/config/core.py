@@ -33,7 +33,9 @@ RESIDUAL_PORT = Port(residual=True)
 
 
 class Softmax(NamedTuple):
-    """The sizes of a softmax attention over all earlier tokens, for which kernels exist.
+    """The sizes of a core's softmax attention over all earlier tokens.
+
+    Attention of this kind can be computed by kernels.
 
     Attributes:
       heads, kv_heads: number of query heads, and number of key and value heads.
@@ -49,7 +51,7 @@ class Softmax(NamedTuple):
 
 
 class Computes(Checked):
-    """A base class for the configs of cores, with the default values of their common properties.
+    """The base class for the configs of cores, which are the functions of sublayers.
 
     Attributes:
       aux: names of the scalars that the core returns in addition to its output; see
@@ -67,7 +69,10 @@ class Computes(Checked):
         return None
 
     def sharing_heads(self, devices: int) -> "Computes":
-        """Return the core with enough copies of its key and value heads to shard over `devices`."""
+        """Return an equivalent core whose key and value heads can be sharded over `devices`.
+
+        Heads are copied if there are too few. A core without such heads is returned unchanged.
+        """
         return self
 
     def active_parameters(self, width: int, read_width: int) -> int:
@@ -94,5 +99,8 @@ class Heads(Computes):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """Numbers of heads that are sharded over devices that share a sequence, by field name."""
+        """The numbers of heads that the devices of a mesh must divide, by name of the field.
+
+        Devices that share the tokens of a sequence each compute some of the heads.
+        """
         return {"num_heads": self.num_heads}

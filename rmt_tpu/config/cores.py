@@ -92,10 +92,11 @@ class Attention(Heads):
     """Softmax attention.
 
     Attributes:
-      positions: how positions enter the attention.
+      positions: how the attention uses the positions of tokens.
       inverse_layer_scaling: whether the logits in layer l are divided by l + 1.
-      num_kv_heads: number of key and value heads. Each is shared by `num_heads / num_kv_heads`
-        adjacent query heads (grouped queries). None is one per query head.
+      num_kv_heads: number of key and value heads. Each of these heads is shared by `num_heads /
+        num_kv_heads` adjacent query heads (grouped queries). None means one key and value head per
+        query head.
       query_key_norm: whether queries and keys are RMS-normalised over `head_dim` with a gain,
         before they are rotated.
       bias: whether a vector is added to every query, key and value.
@@ -150,22 +151,26 @@ class Attention(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """Numbers of heads that are sharded over devices that share a sequence, by field name."""
+        """The numbers of heads that the devices of a mesh must divide, by name of the field."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
-        """Return the core with enough copies of its key and value heads to shard over `devices`."""
+        """Return an equivalent core whose key and value heads can be sharded over `devices`."""
         if self.kv_heads % devices == 0:
             return self
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of gains and biases; projection matrices are counted with the ports."""
+        """Return the number of entries in gains and biases.
+
+        The matrices or key vectors that read queries, keys and values are not counted here, but by
+        the config of the store (the residual).
+        """
         biases = sum(self.reads.heads) if self.bias else 0
         return (2 * self.query_key_norm + biases) * self.head_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token: logits, weighted values, and 3 per term of the softmax."""
+        """Return the FLOPs per token of logits, softmax (3 per logit) and weighted values."""
         return 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
 
 
@@ -232,10 +237,10 @@ class Mla(Heads):
         directly from the input.
       positions: whether the additional parts are rotated by position ("rope").
 
-    The norms of both latents use the model's `norm_epsilon`. The transformers library always uses
-    1e-6 in these norms for Kimi Linear and DeepSeek-V3, so weights from there give different
-    results if their latents are small. The Hugging Face format of this package does not support
-    such models.
+    The norms of the latent vectors use the model's `norm_epsilon`. The transformers library always
+    uses 1e-6 in these norms for Kimi Linear and DeepSeek-V3, so weights from these models would
+    give different results here if the latents are small. This package cannot read or write models
+    with this core in the Hugging Face hub's format.
     """
 
     kind: ClassVar[str] = "mla"
@@ -301,7 +306,7 @@ class Kda(Heads):
       conv_size: kernel size, in tokens, of the convolutions over queries, keys and values.
       gate_rank: rank of the matrices that compute decays and output gates; None is `head_dim`.
       lower_bound: lower bound of the log decays, like -5. With a bound, a log decay is the bound
-        times a sigmoid. Without one (None), it is computed by a softplus and unbounded.
+        times a sigmoid. Without a bound (None), a log decay is a negative softplus.
     """
 
     kind: ClassVar[str] = "kda"
@@ -374,9 +379,9 @@ class Stack(Checked):
 def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
     """Convert a list of layers, each a list of cores, into stacks by merging repeated layers.
 
-    The list is read from its start. At each point the period is chosen whose repeats cover the
-    largest number of layers; among equal choices the shortest. A layer that does not repeat becomes
-    a stack of its own.
+    Starting at the first layer, the function chooses the period (a sequence of layers) whose
+    repeats cover the largest number of layers, or the shortest such period. It then continues after
+    these repeats. A layer that does not repeat becomes a stack of its own.
 
         stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
     """

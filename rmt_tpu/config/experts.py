@@ -24,8 +24,8 @@ class SignRule(Checked):
 class Quantiles:
     """A bias per expert on the routing scores, recomputed from the last batch.
 
-    It is the bias with which each expert would have had the mean load in that batch. See Kimi Team
-    (2026), "Quantile Balancing".
+    The new bias of an expert is the value with which the expert would have had the mean load in the
+    last batch. See Kimi Team (2026), "Quantile Balancing".
     """
 
     kind: ClassVar[str] = "quantiles"
@@ -35,8 +35,8 @@ class Quantiles:
 class BalanceLoss(Checked):
     """An auxiliary loss that balances the experts within each sequence, without biases.
 
-    It is `weight` (alpha) times `sum_e (E / k) f_e P_e`, with f_e the load of expert e and P_e its
-    mean score (DeepSeek-AI 2024). The sum is 1 if all experts have the same load.
+    The loss is `weight` (alpha) times `sum_e (E / k) f_e P_e`, where f_e is the load of expert e
+    and P_e its mean score (DeepSeek-AI 2024). The sum is 1 if all experts have the same load.
     """
 
     kind: ClassVar[str] = "loss"
@@ -56,12 +56,12 @@ class Experts(Computes):
       hidden_dim: number of hidden neurons in each expert (F).
       shared: number of additional experts that every token uses. They are computed as one layer
         with `shared * hidden_dim` hidden neurons.
-      scale: factor by which the sum over the chosen experts is multiplied.
+      scale: factor by which the sum of the chosen experts' outputs is multiplied.
       balance: rule that balances the load among experts.
       capacity: room per device on a mesh that shards experts, as a multiple of the number of
         choices (pairs of a token and its expert) that the device receives if the load is even.
-        Choices beyond it are dropped and counted. None makes room for all choices, so that none is
-        dropped.
+        Choices that do not fit are dropped and counted. None means unlimited room, so that no
+        choice is dropped.
     """
 
     kind: ClassVar[str] = "experts"
@@ -86,7 +86,7 @@ class Experts(Computes):
     def aux(self) -> tuple[str, ...]:
         """Names of the returned scalars: the balance loss and the number of dropped choices.
 
-        The gradient of the "loss" also holds the loads of the experts, at the place of their bias.
+        The gradient of "loss" with respect to the parameter `load` is the experts' loads.
         """
         return ("loss", "dropped") if self.capacity is not None else ("loss",)
 
@@ -114,12 +114,15 @@ class Experts(Computes):
         ) + router
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters that one token uses: chosen experts and the router."""
+        """Return the number of parameters that one token uses.
+
+        They are those of the router, the experts that the token chooses, and the shared experts.
+        """
         idle = (self.num_experts - self.top_k) * self._expert_parameters(width, read_width)
         return self.parameters(width, read_width) - idle
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token: the matrix products of its experts and of the router."""
+        """Return the FLOPs per token of the matrix products in its experts and in the router."""
         experts = (self.top_k + self.shared) * self._expert_parameters(width, read_width)
         return 2 * (experts + read_width * self.num_experts)
 

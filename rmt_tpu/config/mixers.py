@@ -16,7 +16,7 @@ from rmt_tpu.errors import UsageError
 
 @runtime_checkable
 class Sizes(Protocol):
-    """The fields of a `ModelConfig` that the cost of a mixer depends on."""
+    """The fields of a `ModelConfig` on which the parameters and FLOPs of a mixer depend."""
 
     num_sublayers: int
     num_layers: int
@@ -24,19 +24,20 @@ class Sizes(Protocol):
 
 
 class System(Checked):
-    """A base class for the configs of mixers, with the default values of their properties.
+    """The base class for the configs of mixers.
 
     Attributes:
-      note: what the mixer changes in addition to its equations, for comparisons between mixers.
+      note: differences between models with this mixer and the plain model that do not follow from
+        the mixer's equations, such as other initial values; for reports.
       on_matrix: whether the mixer is defined for a matrix store.
       remats: legal values of `ModelConfig.remat` with this mixer.
       by_layers: whether the mixer treats two consecutive sublayers as one layer.
       banked: whether the mixer keeps earlier outputs in a bank, an array with one row per output or
         per sum of outputs.
-      adds_up: whether outputs are summed over depth. If so, the weights that write are initialised
-        smaller in deeper models, and the input of each sublayer is normed.
+      adds_up: whether outputs are summed over depth. If so, the weights that write to the residual
+        have smaller initial values in deeper models, and the input of each sublayer is normalised.
       second_input: input width of the second sublayer in a layer, as a multiple of the model's
-        width. If it exceeds 1, the hidden layer of that sublayer is normed.
+        width. If this multiple exceeds 1, the hidden layer of that sublayer is normalised.
     """
 
     note: ClassVar[str] = ""
@@ -106,7 +107,8 @@ class _DepthAttention(_BankedSystem):
         logit.
       key_norm: whether keys are RMS-normalised.
       key_gain: whether the norm of the keys has a learned gain.
-      num_heads: number of equal parts into which the residual is split, each with its own softmax.
+      num_heads: number of equal parts into which the residual is split; each part has its own
+        softmax over the sources.
       epsilon: epsilon in the norm of the keys.
     """
 
@@ -147,9 +149,9 @@ class _DepthAttention(_BankedSystem):
     def logit_terms(self, residual_size: int) -> dict[str, int]:
         """Return how many terms of order 1 are summed in a logit, by parameter name.
 
-        For queries and key gains it is the size of the residual divided by `num_heads`. For
-        projections it is this number times the size of the residual, and for learned logits it is
-        1.
+        For queries and key gains, the number is the size of the residual divided by `num_heads`.
+        For projections, it is the same number times the size of the residual. For learned logits,
+        it is 1.
         """
         if self.query == "scalars":
             return {"logits": 1}
@@ -173,7 +175,7 @@ class _DepthAttention(_BankedSystem):
 
     @property
     def fused(self) -> bool:
-        """Whether kernels can compute this mixer, which they can only without ablations."""
+        """Whether kernels can compute this mixer: only if all options have their default values."""
         options = (self.query, self.weights, self.key_norm, self.num_heads)
         return options == ("static", "softmax", True, 1)
 
@@ -185,8 +187,8 @@ class FullAttention(_DepthAttention):
     Attributes:
       window: number of most recent outputs that are sources, in addition to the embedding; None
         uses all outputs.
-      phase_layers: number of layers whose sites share one pass over the earlier outputs. It affects
-        memory traffic but not results. None chooses it automatically.
+      phase_layers: number of layers whose sites share one pass over the earlier outputs. The number
+        affects memory traffic but not results. None chooses the number automatically.
     """
 
     kind: ClassVar[str] = "full_attention"
@@ -195,11 +197,11 @@ class FullAttention(_DepthAttention):
 
     @property
     def fused(self) -> bool:
-        """Whether kernels can compute this mixer: it has no ablation and no window."""
+        """Whether kernels can compute this mixer: only with default options and no window."""
         return super().fused and self.window is None
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block (S), which is 1: every output is a block.
+        """Return the number of sublayers per block (S): 1, because every output is its own block.
 
         Raises:
           UsageError: the window or phase does not fit the depth.
@@ -229,8 +231,8 @@ class BlockAttention(_DepthAttention):
     Attributes:
       num_blocks: number of blocks (N), with `ceil(2L / N)` sublayers per block.
       sublayers_per_block: number of sublayers per block (S), the block size in the paper.
-      layers_per_block: number of layers per block, with two sublayers per layer. Released models
-        call it `attn_res_block_size`.
+      layers_per_block: number of layers per block, with two sublayers per layer. The configs of
+        released models have this number as `attn_res_block_size`.
     """
 
     kind: ClassVar[str] = "block_attention"
@@ -312,7 +314,7 @@ class HyperConnections(System):
     Attributes:
       streams: number of residual vectors (m).
       dynamic: whether the coefficients also depend on the streams.
-      tanh: whether a tanh bounds the part of the coefficients that depends on the streams.
+      tanh: whether the part of the coefficients that depends on the streams is bounded by a tanh.
     """
 
     kind: ClassVar[str] = "hyper_connections"
@@ -497,8 +499,8 @@ class Hierarchical(System):
     The output of a node is the input of the next layers.
 
     Attributes:
-      hidden_dim: hidden size of a node. With 128, and D_FF as published, the model has the
-        parameter count that the RMT paper prints.
+      hidden_dim: hidden size of a node. With the default, 128, and the published D_FF, the model
+        has the parameter count that the RMT paper prints.
       every: number of layers per node.
       shared: whether nodes with the same number of inputs share their weights.
     """

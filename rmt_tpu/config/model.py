@@ -78,11 +78,11 @@ Parametrization = Standard | MuP
 
 @dataclass(frozen=True)
 class ModelConfig(Checked):
-    """The config of a decoder. The paper calls `num_layers` L and `vocab_size` V.
+    """The config of a decoder. The RMT paper calls `num_layers` L and `vocab_size` V.
 
-    If a model repeats one layer with two cores of different kinds, JSON and `replace` use a short
-    form without `stacks`: `num_layers` gives the number of repeats, and each core is a field named
-    after its kind.
+    A core is the function of one sublayer, such as attention. If a model repeats one layer with two
+    cores of different kinds, JSON and `replace` use a short form of the config without `stacks`:
+    `num_layers` gives the number of repeats, and each core is a field named after its kind.
 
     Attributes:
       stacks: the sublayers, as repeated groups of cores in the order of depth; see `config.stacks`.
@@ -123,7 +123,7 @@ class ModelConfig(Checked):
     remat: RematPolicy = changeable("auto")
     kernels: Kernels = changeable("auto")
 
-    # Maps each field name of the short form to the field's type.
+    # Maps each field name that exists only in the short form to the field's type.
     short_names: ClassVar[dict[str, Any]] = {
         "num_layers": int,
         **{core.kind: core for core in get_args(Core)},
@@ -155,10 +155,15 @@ class ModelConfig(Checked):
             )
 
     def _check_ports(self):
-        """Check that all ports fit the store, and that every repeat of a stack can start alike.
+        """Check that the cores' ports fit the store, and that stacks can repeat.
 
-        The first site of a repeat follows the last core of the repeat before, or what precedes the
-        stack, and both must write the same number of keys.
+        A port describes the vectors that a core reads or writes. The first site of a period writes
+        the output of the core before it. In the first repeat, that core precedes the stack; in
+        later repeats, it is the last core of the period. Both cores must write the same number of
+        vectors, because all repeats have parameters of the same shape.
+
+        Raises:
+          UsageError: a port does not fit the store, or a stack cannot repeat.
         """
         matrix = isinstance(self.store, MatrixStore)
         size = self.data_shape[1]
@@ -181,9 +186,9 @@ class ModelConfig(Checked):
                 previous = core.writes
 
     def _write_size(self, port: Port) -> Any:
-        """Return a value that is equal for two ports if one site can take the output of either.
+        """Return the part of a written port that determines the shape of the site's parameters.
 
-        For a matrix store it is the number of key vectors.
+        For a matrix store this is the number of key vectors, and for a vector store the whole port.
         """
         if isinstance(self.store, MatrixStore):
             return sum(port.heads) + port.residual * self.data_shape[0]
@@ -226,7 +231,7 @@ class ModelConfig(Checked):
             )
 
     def _check_base(self):
-        """Check that the base model of muP is legal, and differs from this model only in sizes."""
+        """Raise UsageError unless muP's base model is legal and differs only in sizes."""
         kinds = lambda model: [
             model.store.kind,
             model.mixer.kind,
@@ -312,12 +317,18 @@ class ModelConfig(Checked):
 
     @property
     def attention(self) -> Attention:
-        """The model's attention config; AttributeError unless there is exactly one."""
+        """The model's attention config.
+
+        Reading it raises AttributeError unless the model has exactly one.
+        """
         return self._core(Attention)
 
     @property
     def feed_forward(self) -> FeedForward:
-        """The model's feed-forward config; AttributeError unless there is exactly one."""
+        """The model's feed-forward config.
+
+        Reading it raises AttributeError unless the model has exactly one.
+        """
         return self._core(FeedForward)
 
     def _core(self, cls: type) -> Any:

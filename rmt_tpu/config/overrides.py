@@ -1,6 +1,6 @@
-"""Functions that convert configs to and from JSON and apply `--set path=value` overrides.
+"""Functions that convert configs to and from JSON and apply `--set=path=value` overrides.
 
-All values are checked against the annotations of the config dataclasses.
+All values are checked against the type annotations of the config dataclasses.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Config = TypeVar("Config")
 
 
 def to_json(config: Any, *, short: bool = True) -> Any:
-    """Return a config as plain JSON values; a class with a `kind` includes it.
+    """Return a config as plain JSON values, with the `kind` of each class that has one.
 
     Args:
       config: a config, or a value within one.
@@ -34,14 +34,15 @@ def to_json(config: Any, *, short: bool = True) -> Any:
     for name, part in parts.items():
         values[name] = to_json(part, short=short)
         if name in short_names and isinstance(values[name], dict):
-            del values[name]["kind"]  # the name of the field is its kind
+            del values[name]["kind"]  # in the short form, the field's name says the kind
     return values
 
 
 def from_json(cls: type[Config], values: Any) -> Config:
     """Return the config of class `cls` from JSON values; missing fields get their defaults.
 
-    A class that has a `kind` may be given as this name alone, if all its fields have defaults.
+    In place of an object with a `kind`, the values may have its kind as a string, if all its other
+    fields have defaults.
 
     Raises:
       UsageError: a field is unknown, missing, or of the wrong type; the message names its path.
@@ -62,9 +63,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
-    """Return `config` with the values at dotted paths replaced; the result is checked as a whole.
+    """Return `config` with the values at dotted paths replaced.
 
-    Shorter paths are set first, independently of the order in which they are given.
+    Shorter paths are set first, in whatever order the overrides are given. The config is checked
+    after all values are set.
 
     Raises:
       UsageError: a path or value is not legal; the message names it and what is legal.
@@ -92,7 +94,8 @@ def value_at(config: Any, path: str) -> Any:
     return holder[key]
 
 
-# The first name of a path that exists only in the long form.
+# The name of the field that ModelConfig has only in its long form. A path that contains this name
+# refers to the long form.
 _LONG_FORM_FIELD = "stacks"
 
 
@@ -116,7 +119,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     places = []
     for holder, key in holders:
         child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
-        if isinstance(child, str):  # a class that an earlier override gave by its kind
+        if isinstance(child, str):  # an earlier override has set the object by its kind alone
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
             parent = path.split(".")[: 1 - len(keys)]
@@ -203,13 +206,13 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             raise UsageError(f"{path}={_shown(value)} must be a list")
         (item_type, *_), numbered = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(item_type) and typing.get_origin(item_type) is Literal:
-            numbered = False  # errors about plain values name only the list
+            numbered = False  # error messages about plain values name the list without an index
         return tuple(
             _parse(item_type, item, f"{path}.{index}" if numbered else path)
             for index, item in enumerate(items)
         )
     if dataclasses.is_dataclass(annotation):
-        if hasattr(annotation, "kind"):  # a class with a kind that is the only choice
+        if hasattr(annotation, "kind"):  # a component with only one choice
             return _parse_choice((annotation,), value, path)
         return _parse_fields(annotation, value, path)
     return _parse_scalar(annotation, value, path)
@@ -253,14 +256,14 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
     join = lambda name: f"{path}.{name}" if path else name
     parsed = {}
     for name, value in values.items():
-        # The field's name is the kind, so the value has none.
+        # In the short form, the field's name says the kind of the core, so the value has no `kind`.
         if name in in_short and dataclasses.is_dataclass(hints[name]):
             parsed[name] = _parse_fields(hints[name], value, join(name))
         else:
             parsed[name] = _parse(hints[name], value, join(name))
     try:
         return cls.from_short(**parsed) if in_short else cls(**parsed)
-    except UsageError as error:  # show the user the path, not the class
+    except UsageError as error:  # name the path in the config instead of the class
         raise UsageError(str(error).replace(f"{cls.__name__}.", join(""))) from None
 
 
@@ -277,7 +280,7 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    """Return None, True and False in JSON spelling, as the user wrote them; else the value."""
+    """Return a value as the user wrote it: None, True and False in the spelling of JSON."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 

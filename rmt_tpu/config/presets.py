@@ -66,26 +66,27 @@ def _model(
 
 
 _MODELS = {
-    # Table 8: the Transformers of the scaling experiment.
+    # The Transformers of the scaling experiment, from Table 8 of the RMT paper.
     "gpt2-49m": _model(6, VectorStore(384), 12, 32, 1536),
     "gpt2-160m": _model(12, VectorStore(768), 12, 64, 3072),
     "gpt2-260m": _model(18, VectorStore(896), 14, 64, 3584),
     "gpt2-405m": _model(24, VectorStore(1024), 16, 64, 4096),
-    # Table 9: the Residual Matrix Transformers that correspond to them.
+    # The corresponding Residual Matrix Transformers, from Table 9 of the RMT paper.
     "rmt-46m": _model(6, MatrixStore(32), 12, 32, 1536),
     "rmt-134m": _model(12, MatrixStore(32), 12, 64, 3072),
     "rmt-206m": _model(18, MatrixStore(48), 14, 64, 3584),
     "rmt-305m": _model(24, MatrixStore(64), 16, 64, 4096),
 }
 
-# Figure 6: rmt-134m with residual sizes 384 to 4096.
+# The models in Figure 6 of the RMT paper: rmt-134m with residuals of 384 to 4096 numbers.
 _MODELS |= {
     f"rmt-134m-k{key_dim}": replace(_MODELS["rmt-134m"], store=MatrixStore(key_dim))
     for key_dim in (6, 12, 24, 48, 64)
 }
 
-# Table 10, and hyper-connections, with the sizes of gpt2-160m. No code was published for Table 10.
-# These mixers follow the papers that it cites, with sizes that give the printed parameter counts.
+# The models in Table 10 of the RMT paper, and hyper-connections, with the sizes of gpt2-160m. No
+# code was published for Table 10. The mixers here follow the papers that the table cites, with
+# sizes that give the printed parameter counts.
 _MIXERS = {
     "highway": Highway(),
     "depth-lstm": DepthLstm(),
@@ -106,8 +107,8 @@ _MODELS |= {
     }.items()
 }
 
-# Variants with attention over depth, at the model size at which kernels are compared. Maps each
-# variant to the plain model.
+# Models with attention over depth, at the size at which this project compares kernels. Maps each
+# model's name to the name of the model with the plain residual.
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
@@ -248,9 +249,9 @@ _TINY |= {
     "rmt-kimi-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
 }
 
-# Batch size in sequences of 512 tokens, and number of training tokens, from Tables 8 and 9. The
-# runs of Figure 6 (C.3) and Table 10 (C.4) have 50,000 steps. C.4 prints 5,000, which does not
-# match its 1.6e9 tokens.
+# The batch size in sequences of 512 tokens, and the number of training tokens, from Tables 8 and 9
+# of the RMT paper. The runs of Figure 6 (appendix C.3) and Table 10 (appendix C.4) have 50,000
+# steps. Appendix C.4 prints 5,000 steps, which does not match its 1.6e9 tokens.
 _BUDGETS = {
     "gpt2-49m": (64, 212e6),
     "gpt2-160m": (64, 1.7e9),

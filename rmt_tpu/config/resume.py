@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Literal
 
 Rule = Literal["fixed", "change", "free"]
-# Fields for which a resumed run keeps the value that "auto" chose when the run started, so that its
-# loss curve continues.
+# Config paths of fields that can be "auto". A resumed run keeps the values that "auto" chose when
+# the run started, so that its loss curve continues.
 PINNED_ON_RESUME = ("model.remat", "model.store.dtype")
 # Fields of `train` that say how a run starts. They have no effect once the run has a checkpoint.
 START_FIELDS = ("init_from", "with_optimizer")
@@ -28,16 +28,17 @@ def changeable(default: Any = dataclasses.MISSING) -> Any:
 
 
 def resume_rule(config: Any, path: str) -> Rule:
-    """Return the rule for the field at a dotted path.
+    """Return whether the field at a dotted path may change when a run resumes.
 
-    It is the rule of the outermost field on the path that declares one, or else "fixed".
+    The outermost field on the path that declares a rule determines the result. If no field declares
+    a rule, the result is "fixed".
     """
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
-        if name not in fields:  # the field belongs to another class, or is `kind`
+        if name not in fields:  # `kind`, or a field of another class than the config has
             break
         if rule := fields[name].metadata.get("resume"):
-            # A class of another kind would need another saved state.
+            # A component of another kind would not fit the saved state, so its kind is fixed.
             return "fixed" if rule == "change" and path.endswith(".kind") else rule
         config = getattr(config, name)
         if not dataclasses.is_dataclass(config):

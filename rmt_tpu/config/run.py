@@ -20,7 +20,7 @@ from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
 from sharding.spec import parse_mesh
 
-# The number is limited because the decoding cache holds keys and values of all sampled tokens.
+# The number of sampled tokens is limited, because the cache has keys and values of all of them.
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
@@ -48,7 +48,7 @@ class AdamW(Checked):
     """
 
     kind: ClassVar[str] = "adamw"
-    implied: ClassVar[bool] = True  # config.json files of early versions name no optimizer kind
+    implied: ClassVar[bool] = True  # the kind of an optimizer without "kind", as in old files
     learning_rate: Positive = 2e-3
     warmup_fraction: Share = 0.05
     final_fraction: Share = 0.1
@@ -97,10 +97,10 @@ class TrainConfig(Checked):
       batch_size: number of sequences per step, over all devices and accumulation steps.
       accumulate: number of parts into which a batch is split for gradient accumulation.
       optimizer: the optimizer with its hyperparameters.
-      depth_rate: factor of the learning rate for the parameters that weigh sources over depth in
-        full_attention and block_attention, such as their queries. These parameters have no weight
-        decay. None is the factor of the resumed run, or for a new run the factor from the rule in
-        `rmt_tpu.training.depth_rate`.
+      depth_rate: factor of the learning rate for the parameters that compute the weights of
+        earlier outputs in the mixers full_attention and block_attention, such as queries. These
+        parameters have no weight decay. None keeps the factor of a resumed run, and uses the rule
+        in `rmt_tpu.training.depth_rate` for a new run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
         parameters. Once the run has a checkpoint, this folder is not read any more and the option
@@ -110,9 +110,9 @@ class TrainConfig(Checked):
       seed: seed of the parameters and of the order of the data.
       mesh: axes of the device mesh, like "data=2,fsdp=4"; -1 uses all remaining devices.
       microbatches: number of microbatches into which a pipeline splits the rows of each device, a
-        multiple of the number of stages P (mesh axis `stage`); 0 is P. With more microbatches of
-        the same size stages idle less, namely for P - 1 of `microbatches * virtual_stages + P - 1`
-        ticks. Memory does not grow beyond 2 P microbatches.
+        multiple of the number of stages P (mesh axis `stage`); 0 means P. With more microbatches of
+        the same size, stages idle for a smaller part of the time: P - 1 of `microbatches *
+        virtual_stages + P - 1` ticks. Memory does not grow beyond 2 P microbatches.
       virtual_stages: number of chunks of layers on each stage of a pipeline.
       log_every: number of steps between rows of metrics.
       checkpoint_every, eval_every: number of steps between checkpoints, and between evaluations on
