@@ -1,4 +1,4 @@
 """The recipes: one absl program per job, run with `python -m recipes.NAME --flags`.
 
-A recipe builds a config from its flags and passes the config to a function of `rmt_tpu`.
+A recipe turns its flags into a config or arguments, and calls a function of `rmt_tpu` with them.
 """

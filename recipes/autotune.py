@@ -72,10 +72,10 @@ common.define_list_presets()
 
 
 def main() -> int:
-    """Search for block sizes for the kernels of the flags, write a table, and return 0."""
+    """Search for fast block sizes of kernels, write the best to a table, and return 0."""
     targets, device = _targets()
     work = _requested_work()
-    if not _DRY_RUN.value:  # fail now, before the slow work starts
+    if not _DRY_RUN.value:  # check the table before the slow work starts
         from rmt_tpu.analysis import autotune
 
         out = _out()

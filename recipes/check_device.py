@@ -31,7 +31,7 @@ _TIME = flags.DEFINE_bool("time", True, "also time every call, a matrix product 
 
 
 def main() -> int:
-    """Check the ops of the flags; return 0 if all results are right, otherwise 1."""
+    """Check the ops that --op names; return 0 if all results are right, otherwise 1."""
     import jax
 
     from rmt_tpu.analysis import device_check

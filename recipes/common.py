@@ -14,7 +14,7 @@ from recipes.program import PrintAndExit
 from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
 from rmt_tpu.errors import ArgumentError, UsageError, flag_errors, unknown
 
-# For each flag: its name, its config path, its type and its help text.
+# Each entry describes a flag: its name, the config path that it sets, its type and its help text.
 _RUN_FLAGS = [
     ("data", "data.source", str, "text: stdlib, a token store of recipes.prepare_data, or "
      "comma-separated .txt and .jsonl files and globs"),
@@ -57,7 +57,10 @@ def define_model_flags() -> None:
 
 
 def define_run_flags() -> None:
-    """Define the flags that change a preset's RunConfig. A flag that is None changes nothing."""
+    """Define the flags that change fields of a RunConfig.
+
+    A flag that is not set changes nothing.
+    """
     kinds = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -155,7 +158,8 @@ def _config_of_source(init_from: str) -> RunConfig:
         config = read_config(init_from)
     except ArgumentError as error:
         raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
-    # Clear where that run itself started: a run that starts from its weights does not depend on it.
+    # Clear the fields that say where the source run itself got its weights from: a run that starts
+    # from the weights of the source run does not need them.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
@@ -180,7 +184,7 @@ def run_config(base: RunConfig) -> RunConfig:
         from rmt_tpu import data
 
         if data.is_store(source):
-            data.open_store(source)  # an incomplete store fails here, not at its tokenizer
+            data.open_store(source)  # report an incomplete store before its tokenizer is read
             changes["data.tokenizer"] = source
     try:
         config = overrides.apply(base, changes)

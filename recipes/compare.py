@@ -36,7 +36,7 @@ common.define_run_flags()
 
 
 def main() -> int:
-    """Train the presets of the flags with every seed, compare them, and return the exit code."""
+    """Train the models of --presets with each seed, compare them, and return the exit code."""
     names = _names(_PRESETS.value)
     seeds = several.seeds()
     # All models train with the batch size, steps and data of the first preset.

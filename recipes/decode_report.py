@@ -45,11 +45,11 @@ _PICTURE = flags.DEFINE_string("picture", None, ".png file for the picture, loca
 common.define_list_presets()
 
 _HOST = "host"
-_MOST = 2**20  # maximum number of rows, and of tokens per row
+_MOST = 2**20  # maximum number of rows in a batch, and maximum number of tokens per row
 
 
 def main() -> int:
-    """Estimate or measure the decode steps of the flags, write the report, and return 0."""
+    """Estimate or measure decode steps of the models in --presets, write the report, and return 0."""
     names = _names()
     batches, contexts = _numbers(_BATCH), _numbers(_CONTEXT)
     changes = {name: common.preset_changes(name, names, _SET.value) for name in names}

@@ -39,7 +39,7 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> int:
-    """Write the picture and the numbers of the run folders in the flags, and return 0."""
+    """Compare the models in --workdir over depth, write a picture and numbers, and return 0."""
     from rmt_tpu.analysis.depth import write_report
 
     for flag in (_BATCHES, _BATCH_SIZE):

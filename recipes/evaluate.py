@@ -57,7 +57,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default t
 
 
 def main() -> int:
-    """Evaluate the model that the flags name on tasks and texts, write the report, and return 0."""
+    """Evaluate a model on the tasks and texts that the flags name, write a report, and return 0."""
     _check_flags()
     started = time.monotonic()
     source = trained.source()
@@ -76,7 +76,7 @@ def main() -> int:
     with arguments_as_flags():
         compared = [_subject(source, flags.FLAGS.step)]
     trained.note_missing_start(compared[0].tokenizer)
-    if hub:  # do not write into the hub folder
+    if hub:  # store answers in --output, and do not write into the folder with the weights
         compared = [compared[0]._replace(folder=folder)]
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, compared[0].tokenizer))

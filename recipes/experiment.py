@@ -36,8 +36,7 @@ from rmt_tpu.experiments import catalog
 from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
 from rmt_tpu.storage import Folder, open_folder
 
-# Maps each scale to the compute dtype that replaces "auto", so that a run is the same on all
-# machines.
+# Maps each scale to the compute dtype that replaces "auto", which would depend on the machine.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "size of the models and runs")
@@ -68,13 +67,13 @@ flags.DEFINE_flag(program.PrintAndExit("list", "list the experiments, and exit",
 
 
 def main() -> int:
-    """Run the experiment of the flags, write its page, and return the exit code."""
+    """Run the experiment that --name names, write its page of results, and return the exit code."""
     if _NAME.value is None:
         raise UsageError(f"an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}")
     experiment = catalog.experiment(_NAME.value)
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
-    _tasks(experiment)  # raises errors before anything is trained
+    _tasks(experiment)  # report missing data of tasks before anything is trained
     if experiment.plan is not None:
         return _PlanTrainer(experiment, folder).run()
     if _ONLY.value is not None:
@@ -86,7 +85,10 @@ def main() -> int:
 
 
 class _PlanTrainer:
-    """The trainer of a plan's runs; `run` trains first the searches, then the arms."""
+    """The trainer of all runs of an experiment.
+
+    `run` first trains the hyperparameter searches, and then the arms (the compared models).
+    """
 
     def __init__(self, experiment: Experiment, folder: Folder):
         self.experiment, self.folder = experiment, folder
@@ -185,7 +187,7 @@ class _PlanTrainer:
         if _JOBS.value > 1:
             code = several.train_in_processes(trials, _JOBS.value)
             if self.runs.records is not None:
-                self.runs.records.read()  # read the records that the processes have added
+                self.runs.records.read()  # read the records that the child processes have added
             return code
         from rmt_tpu.experiments.runs import train
 

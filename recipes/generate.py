@@ -54,7 +54,7 @@ _SEED = flags.DEFINE_integer(
 
 
 def main() -> int:
-    """Generate text for the prompt or the file of prompts in the flags, and return 0."""
+    """Generate text for --prompt, or samples for the file --prompts, and return 0."""
     _check_flags()
     from rmt_tpu.generation import Sampling
 
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _load():
-    """Load the run's model, with weights cast to the compute dtype, and its tokenizer."""
+    """Return the decoder, with weights cast to the compute dtype, and the tokenizer."""
     import rmt_tpu
     from rmt_tpu.generation import cast_once
 
@@ -142,7 +142,7 @@ def _generate_file(sampling) -> int:
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
-    for number in sorted({number for number, _ in pending}):  # check all before writing
+    for number in sorted({number for number, _ in pending}):  # report long prompts at the start
         try:
             tokens = tokenizer.with_bos(tokenizer.encode(prompts[number]))
             fitting_tokens(decoder.config, len(tokens), 1)

@@ -1,4 +1,4 @@
-"""The flags with which several processes work as one run.
+"""The flags with which several processes train one run together.
 
 This module does not import jax; see `program` for the reason.
 """
@@ -86,10 +86,10 @@ def join_processes() -> bool:
 
 
 def hush_gloo() -> None:
-    """Silence the connection messages of Gloo, the collectives library of CPUs.
+    """Discard the connection messages of Gloo, the library of collective operations on CPUs.
 
-    Gloo prints them to C++'s stdout, which is reserved for results. Each process calls this
-    function after all processes have joined.
+    Gloo prints these messages to the standard output of C++, which is reserved for results. Each
+    process calls this function after all processes have connected.
     """
     import jax
 

@@ -67,7 +67,7 @@ common.define_run_flags()
 
 
 def main() -> int:
-    """Compile the run of the flags for a pod, report, and return 0 if it fits, otherwise 1."""
+    """Compile a run's program for a pod, print a report, and return 0 if it fits, otherwise 1."""
     name, base = common.selected_config()
     config = common.run_config(base)
     if config.train.init_from:

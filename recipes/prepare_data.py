@@ -55,7 +55,7 @@ class _Progress(ProgressDisplay):
         )
 
     def update(self, done: int, total: int, label: str) -> None:
-        """Show that `done` of `total` bytes are done."""
+        """Show that `done` of `total` bytes have been processed; `label` names the current work."""
         self.show(
             lambda: (
                 f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / max(total, 1):.0%})"
@@ -67,12 +67,13 @@ class _Progress(ProgressDisplay):
 
 
 def main() -> int:
-    """Tokenise the input of the flags into a token store, and return 0."""
+    """Tokenise the text that --input names into a token store, and return 0."""
     from rmt_tpu.data.prepare import SingleProcess, prepare
 
-    # Treat other stop signals like Ctrl-C, so that they leave no processes or semaphores behind.
+    # Treat other signals that stop a program like Ctrl-C, so that worker processes and semaphores
+    # are cleaned up.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
-        if signal.getsignal(number) is signal.SIG_DFL:  # keep ignoring ignored signals (nohup)
+        if signal.getsignal(number) is signal.SIG_DFL:  # programs under nohup ignore SIGHUP
             signal.signal(number, signal.default_int_handler)
     group = SingleProcess()
     if members.join_processes():

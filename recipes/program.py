@@ -28,7 +28,7 @@ from rmt_tpu.errors import RmtError, UsageError, shown, unknown
 # The exit codes that a shell reports for SIGINT and SIGPIPE.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-# Patterns in absl's error messages about flags, each with the text that replaces it.
+# Patterns in absl's error messages about flags, each with the clearer text that replaces it.
 _REWORDED = [
     (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
     (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
@@ -36,7 +36,7 @@ _REWORDED = [
     (r": could not convert string to float.*", " must be a number"),
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
-# Maps names that other programs use for flags to the names of the recipes' flags.
+# Names of flags in other programs, mapped to the recipes' flags that error messages suggest.
 _OTHER_NAMES = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -59,7 +59,7 @@ flags.disclaim_key_flags()
 
 
 class PrintAndExit(flags.BooleanFlag):
-    """A flag like --help, which prints a text and exits with success, whatever the other flags."""
+    """A flag like --help, which prints a text and exits the program with code 0."""
 
     def __init__(self, name: str, help_text: str, text: Callable[[], str], **options):
         super().__init__(name=name, default=False, help=help_text, **options)
@@ -88,7 +88,8 @@ def start(
         when standard output cannot be written. Any other recipe continues, and drops what it cannot
         print.
     """
-    # absl registers the flags of a program's main module under the path of its file.
+    # The name under which absl has registered the recipe's flags: for the program's main module,
+    # the path of its file.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
     help_text = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flag_help(module)}"
     flags.DEFINE_flag(PrintAndExit("help", "print this help, and exit", help_text, short_name="h"))
@@ -110,7 +111,7 @@ def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
 
 def _prepare() -> None:
     streams.install()
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may not be a real file
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may not be a file
         faulthandler.enable()
     # Hide the INFO logs of libraries; the recipes print their own messages instead of logging them.
     for library in ("jax", "matplotlib"):
@@ -133,7 +134,8 @@ def _version() -> str:
 def exit_code(stopped_by: signal.Signals) -> int:
     """Return the exit code of a run that was saved after a signal stopped it.
 
-    It is 0 for all signals except SIGINT, because a scheduler that sends SIGTERM expects success.
+    The exit code is 0 for all signals except SIGINT, because a scheduler that sends SIGTERM expects
+    a program to exit with code 0.
     """
     return INTERRUPTED if stopped_by == signal.SIGINT else 0
 
@@ -196,7 +198,7 @@ def _until_pipe_breaks(print_text: Callable[[], int | None]) -> int | None:
 
 
 def _print_or_fail(print_text: Callable[[], None]) -> int | None:
-    """Call `_printing` with `say`, and print an error of this project as one line."""
+    """Return the exit code of `print_text`; an error of this project is printed as one line."""
     try:
         return _until_pipe_breaks(print_text)
     except RmtError as error:
@@ -217,7 +219,7 @@ def _no_platform() -> str | None:
     try:
         jax.devices()
         return None
-    except (RuntimeError, AssertionError):  # AssertionError if a plugin is missing
+    except (RuntimeError, AssertionError):  # jax raises AssertionError if a plugin is missing
         jax.config.update("jax_platforms", None)
         available = dict.fromkeys([jax.default_backend(), "cpu"])
         return (
@@ -251,14 +253,14 @@ def _check_values_follow(arguments: list[str]) -> None:
     """Check that no flag without `=` takes the next flag as its value.
 
     Raises:
-      UsageError: a value starts with "--". Probably, the intended value was an empty shell
+      UsageError: a value starts with "--". This happens if the intended value was an empty shell
         variable.
     """
     remaining = iter(arguments)
     for argument in remaining:
         name = re.sub("^--?", "", argument)
         if argument == "--" or name == argument:
-            return  # no flags can follow
+            return  # absl parses no flags after this argument
         if name not in flags.FLAGS or flags.FLAGS[name].boolean:
             continue
         if (value := next(remaining, "")).startswith("--"):

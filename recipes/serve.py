@@ -51,11 +51,11 @@ _COMPILE_FIRST = flags.DEFINE_bool(
 )
 _LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "print a line for each request")
 
-_STEPS = 4  # tokens per row between checks for new requests and closed connections
+_STEPS = 4  # number of decode steps between checks for new requests and closed connections
 
 
 def main() -> int:
-    """Serve the model of the flags until a signal, and return 0."""
+    """Serve the model in --workdir until a signal stops the server, and return 0."""
     trained.check_mesh()
     from rmt_tpu.serving import address
 
@@ -82,7 +82,10 @@ def main() -> int:
 
 
 def _front():
-    """Load the model, compile its programs for short texts, and return the server's front end."""
+    """Load the model, compile its first programs, and return the front end that answers requests.
+
+    With --compile_first, the programs for all lengths are compiled.
+    """
     import rmt_tpu
     from rmt_tpu.generation import Engine, cast_once
     from rmt_tpu.serving.app import Front

@@ -161,7 +161,7 @@ def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
     handlers = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
         for s in signals.STOPS.values()
-        if signal.getsignal(s) is not signal.SIG_IGN  # keep ignoring ignored signals (nohup)
+        if signal.getsignal(s) is not signal.SIG_IGN  # programs under nohup ignore SIGHUP
     }
     try:
         while queue or running:
@@ -193,7 +193,8 @@ def _process(trial: Trial, cores: list[int]) -> subprocess.Popen:
     process = subprocess.Popen(
         [*command, f"--only={glob.escape(trial.label)}"],
         stdout=subprocess.DEVNULL,
-        # In a new session, a terminal's Ctrl-C reaches only this process, which forwards it.
+        # The child runs in a new session, so that Ctrl-C in the terminal reaches only this process,
+        # which then sends SIGTERM to all children.
         start_new_session=True,
     )
     if cores:

@@ -123,7 +123,7 @@ def _writable_folder(flag: flags.FlagHolder) -> Any:
 
 
 def _check_space(path: Path | None) -> None:
-    # Space for the largest checkpoint, and for a moment the remains of another one.
+    # There must be room for one checkpoint, and while the previous one is deleted, for two.
     needed = 2.2e9 * _GIGABYTES.value
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(
@@ -139,7 +139,7 @@ def _import_orbax() -> Any:
         raise UsageError(
             "Orbax is not installed; pip install orbax-checkpoint, or give --noorbax"
         ) from None
-    # Importing Orbax raises the logging verbosity, and Orbax logs everything that it does.
+    # Importing Orbax raises the verbosity of absl's logging, and Orbax logs many messages.
     logging.set_verbosity(logging.WARNING)
     return orbax.checkpoint
 
@@ -284,7 +284,7 @@ def _draw(output: Any, rows: list[Row], where: str) -> str:
         bars = axes.barh([row.name for row in rows], seconds, color="tab:blue")
         axes.bar_label(bars, fmt="%.2f s", padding=3)
         axes.set(title=part, xlabel="seconds", xlim=(0, 1.25 * max(seconds)))
-    axes.invert_yaxis()  # both plots share the y axis, so this inverts both
+    axes.invert_yaxis()  # the two plots share their y axis, so one call is enough
     figure.suptitle(where, fontsize="small")
     return save_picture(figure, output, "storage_report.png")
 

@@ -59,7 +59,10 @@ common.define_run_flags()
 
 
 def main() -> int:
-    """Train or compare the variants of the flags, and return the exit code."""
+    """Search over the values of --sweep for each variant, and return the exit code.
+
+    With --coordinates, compare the activations of the variants instead.
+    """
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)
     config = common.run_config(_base_run(folder))
@@ -113,9 +116,10 @@ def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
 def _base(
     config: RunConfig, first: RunConfig, changes: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the muP base: the first variant's value for every model field that variants change.
+    """Return the config change that makes the first variant the base model of muP.
 
-    It is empty without muP, or if the config sets a base.
+    The base has the first variant's value for every model field that some variant changes. There is
+    no change if the parametrisation is not muP, or if the config sets a base.
     """
     parametrization = config.model.parametrization
     if not isinstance(parametrization, MuP) or parametrization.base:
@@ -140,7 +144,7 @@ def _changed(config: RunConfig, changes: dict[str, Any], flag: str) -> RunConfig
 
 
 class _Sweep:
-    """The search over all variants, with all rungs."""
+    """The search over the values of --sweep, for all variants and all rungs of halving."""
 
     def __init__(self, variants: dict[str, RunConfig], seeds: list[int] | None, folder: Folder):
         from rmt_tpu.analysis import sweep

@@ -52,13 +52,13 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 common.define_run_flags()
 members.define_distributed_flags()
 
-_is_distributed = threading.Event()  # set if this process is one of several
+_is_distributed = threading.Event()  # set once this process has connected to other processes
 
 
 def main() -> int:
-    """Train the run of the flags, and return the exit code."""
-    with signals.exit_on_signal(_end) as notice:
-        return _train(notice)
+    """Train a run with the config that the flags describe, and return the exit code."""
+    with signals.between_steps(_end) as at_once:
+        return _train(at_once)
 
 
 def _train(at_once: signals.AtOnce) -> int:
@@ -121,7 +121,10 @@ def _stored_config(name: str) -> RunConfig | None:
 
 
 def _end(line: str, code: int) -> None:
-    """Print `line` and exit the process at once, without waiting for the main thread's imports."""
+    """Print `line`, and exit the process at once with the exit code `code`.
+
+    This function also works while the main thread is importing modules.
+    """
     if _is_distributed.is_set():
         from rmt_tpu.distributed import processes
 

@@ -4,8 +4,7 @@ The formulas come from appendix A of Mak and Flanigan (2025), Table 7 and sectio
 A.2, with two corrections that reproduce the printed results (Table 4, Figure 1). First, parameters
 include the embedding and the unembedding. Second, the key vectors of a layer cost `12 R D_k D_v`
 FLOPs per token, as A.2 lists them. A multiplication and an addition are two FLOPs; a backward pass
-costs
-twice the forward pass.
+costs twice the forward pass.
 
 For mixers the count includes matrix products, weighted sums of residuals and inner products of
 residuals. It leaves out norms, activations, elementwise products with gates and plain sums.
@@ -32,13 +31,14 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     width, store, shape = config.width, config.store, config.data_shape
     learned = config.learned_positions
     positions = learned.max_length * width if learned else 0
-    # The embedding writes, the unembedding reads, and learned positions are written too.
+    # In addition to the cores, the embedding writes the residual, the unembedding reads it, and
+    # learned positions are written to it.
     ports = [*_ports(config), (RESIDUAL_PORT, 2), *([(RESIDUAL_PORT, 1)] if learned else [])]
     core_parameters: dict[str, int] = {}
     for core, read, count in _cores(config):
         added = count * core.parameters(width, read)
         core_parameters[core.kind] = core_parameters.get(core.kind, 0) + added
-    # Number of points at which a norm is applied to what is read from the residual.
+    # The number of norms, which are applied to the residual before it is read.
     sites = config.num_sublayers + 1 if config.mixer.adds_up else 1
     return {
         "embedding": config.vocab_size * width + positions,
@@ -53,7 +53,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
 def active_parameters(config: ModelConfig) -> int:
     """Return the number of parameters that are used to process one token.
 
-    This excludes the embedding, the unembedding and the experts that the token is not routed to.
+    The embedding, the unembedding, and the experts that the token does not use are not counted.
     """
     parts = parameters(config)
     idle = sum(
@@ -66,9 +66,9 @@ def active_parameters(config: ModelConfig) -> int:
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return the forward FLOPs per token in a window of `seq_len` tokens, for each part of a model.
 
-    Attention is counted over the whole window, as in the paper, although the mask is causal.
-    `embedding` counts the look-up as a matrix product, as in Figure 1, although it is never
-    computed in that way.
+    Every token is counted as attending to the whole window, as in the RMT paper, although the mask
+    is causal. The part "embedding" counts the look-up as a matrix product, as in the paper's Figure
+    1, although the look-up is not computed in this way.
     """
     width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
     parts: dict[str, int] = {}
@@ -86,7 +86,10 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
 
 
 def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
-    """Return the forward FLOPs per token without (un)embedding, as in Tables 3 and 4."""
+    """Return the forward FLOPs per token without embedding and unembedding.
+
+    Tables 3 and 4 of the RMT paper give this number.
+    """
     flops = forward_flops(config, seq_len)
     return sum(flops.values()) - flops["embedding"] - flops["unembedding"]
 
@@ -100,7 +103,9 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 
 def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Return the mean forward FLOPs per token in a window with a causal mask, for the MFU.
+    """Return the mean forward FLOPs per token in a window with a causal mask.
+
+    The model FLOPs utilisation (MFU) is computed from this number.
 
     The FLOPs of a token are linear in the number of tokens that it attends to, so the mean over a
     window equals the mean of its first and last tokens.
@@ -119,7 +124,10 @@ def train_flops(forward: int, tokens: int | float) -> int | float:
 
 
 def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
-    """Return each port that cores read or write, with the number of sublayers that use it."""
+    """Return the ports of all cores, each with the number of sublayers that use it.
+
+    A port describes the vectors that a core reads or writes.
+    """
     counts = [(core, count) for core, _, count in _cores(config)]
     return [(port, n) for core, n in counts for port in (core.reads, core.writes)]
 

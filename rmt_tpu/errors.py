@@ -85,13 +85,13 @@ def one_line(error: Exception) -> str:
     return kind + " ".join(str(error).split())
 
 
-_LONGEST_LIST = 300  # in characters; a longer line would be hard to read
+_LONGEST_LIST = 300  # maximum number of characters of the list of legal names in a message
 
 
 def unknown(kind: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
-    """Return one line about an unknown name, with similar legal names and the list of legal names.
+    """Return an error message about an unknown name, which suggests similar names and lists all.
 
-    The list is shortened if it is too long.
+    The list of legal names is shortened if it is too long.
 
     Args:
       kind: the kind of thing that has the name, like "preset".

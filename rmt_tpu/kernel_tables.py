@@ -10,7 +10,7 @@ from rmt_tpu.distributed.rendezvous import Tables
 from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_parent
 
-_TRIES = 20  # maximum attempts; each fails only if another writer succeeds
+_TRIES = 20  # maximum number of attempts; an attempt fails only if another process has written
 
 
 def tables_in_use() -> Tables:
@@ -49,7 +49,7 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
     for _ in range(_TRIES):
         file = folder.read(name)
         existing = tuned.Table(location) if file is None else tuned.parse(file.data, location)
-        if existing.faults:  # the faulty entries would be lost
+        if existing.faults:  # writing the file would delete its faulty entries
             raise RunError(
                 f"{existing.faults[0]}; the file is not overwritten: fix it, or move it away"
             )
@@ -76,5 +76,5 @@ def _read_bytes(location: str) -> bytes | None:
 
 
 def use_storage() -> None:
-    """Allow $RMT_TPU_TUNED to name a gs:// location from now on."""
+    """Allow the environment variable RMT_TPU_TUNED to name a table on gs://."""
     tuned.READERS["gs"] = _read_bytes

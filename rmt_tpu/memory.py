@@ -17,7 +17,7 @@ TRAIN_ADVICE = (
 def machine_bytes() -> int:
     """Return the bytes of memory that this process can use.
 
-    This is the machine's memory, or less if cgroups limit the process.
+    The number is the size of the machine's memory, or less if cgroups limit the process.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
@@ -42,7 +42,7 @@ def _limits(groups: Path, mounted: Path) -> Iterator[int]:
                 continue
             folder = top / path.lstrip("/")
             for group in (g for g in (folder, *folder.parents) if g.is_relative_to(top)):
-                with contextlib.suppress(OSError, ValueError):  # not visible from here, or "max"
+                with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
                     yield int((group / name).read_text())
 
 
@@ -54,10 +54,12 @@ def format_bytes(count: int) -> str:
 
 @contextlib.contextmanager
 def report_out_of_memory(advice: str) -> Iterator[None]:
-    """Turn an out-of-memory error in the body, of a host or a device, into a one-line RunError.
+    """Turn an out-of-memory error in the body of a `with` statement into a one-line RunError.
+
+    The memory may be the host's or a device's.
 
     Args:
-      advice: text for the message that tells the user how to need less memory.
+      advice: the end of the error message, which says how the user can reduce the memory needed.
     """
     try:
         yield
@@ -71,11 +73,11 @@ def report_out_of_memory(advice: str) -> Iterator[None]:
 
 
 def is_out(error: Exception) -> bool:
-    """Return whether an error means that XLA, its runtime, numpy or Python is out of memory.
+    """Return whether an error means that there is not enough memory on the host or on a device.
 
-    XLA may also report this at compile time.
+    The error may come from XLA (when a program is compiled or run), NumPy or Python.
     """
-    if isinstance(error, RmtError):  # for example an exceeded storage quota
+    if isinstance(error, RmtError):  # not about memory, but for example about a storage quota
         return False
     message = str(error)
     return isinstance(error, MemoryError) or (

@@ -28,7 +28,8 @@ class ProgressDisplay:
 
         Args:
           label: name of the task in progress.
-          total: the value of `completed` at which the task is done; None if not known yet.
+          total: the value of `completed` at which the task is done; None if the value is not known
+            yet.
           *columns: columns of the bar.
           line_seconds: minimum number of seconds between two lines if there is no bar.
           first_line: whether the first line is shown at once, instead of after `line_seconds`.
@@ -53,7 +54,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def log(self, text: str) -> None:
-        """Print one line, above the bar."""
+        """Print one line, which appears above the bar if there is one."""
         if not self._show:
             return
         if self._bar:
@@ -70,7 +71,7 @@ class ProgressDisplay:
         """Update the bar; if there is no bar, print a line if `line_seconds` have passed.
 
         Args:
-          line: returns the line to print if there is no bar.
+          line: a function that returns the line to print if there is no bar.
           now: whether to print the line even if `line_seconds` have not passed.
           **fields: see `change`.
         """

@@ -9,10 +9,10 @@ from rmt_tpu.errors import RunError
 
 
 class SafeStream:
-    """A stream of messages for people, which drops text that cannot be written and does not raise.
+    """A text stream that drops text that cannot be written, instead of raising an error.
 
-    A run must not fail because a message about it cannot be written. Characters that the stream's
-    encoding lacks are written as escapes.
+    Messages are printed to it, because a run must not fail when a message cannot be written.
+    Characters that the stream's encoding lacks are written as escapes.
 
     Args:
       stream: the stream for the text. None drops all text; `sys.stderr` is None if it was closed.
@@ -29,7 +29,7 @@ class SafeStream:
                 stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling look these up before `_stream` is set
+        if name.startswith("__"):  # copy and pickle look up such names before `_stream` is set
             raise AttributeError(name)
         return getattr(self._stream, name)
 
@@ -72,7 +72,7 @@ class SafeStream:
             getattr(self._stream, method)(*arguments)
         except (OSError, ValueError) as error:  # a UnicodeError is a ValueError
             if self.needed and isinstance(error, BrokenPipeError):
-                self.needed = False  # the flush at the end may then drop text
+                self.needed = False  # the flush at exit must not raise the error again
                 raise
             self._lost(getattr(error, "strerror", None) or str(error))
 
@@ -84,8 +84,8 @@ class SafeStream:
 
 def install() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that drop text instead of raising errors."""
-    # Otherwise a file opened later would get the descriptor of a closed stream, and would receive
-    # what libraries print.
+    # If a standard stream is closed, open /dev/null in its place. Otherwise a file that is opened
+    # later would get the stream's descriptor, and the messages of libraries would go to that file.
     for number in range(3):
         try:
             os.fstat(number)
@@ -98,7 +98,10 @@ def install() -> None:
 
 
 def need_stdout() -> None:
-    """Mark what is printed from now on as the program's result; see `SafeStream.needed`."""
+    """Mark standard output as the program's only result, so that a failure to write it is an error.
+
+    See `SafeStream.needed`.
+    """
     if isinstance(sys.stdout, SafeStream):
         sys.stdout.needed = True
 
