@@ -49,7 +49,7 @@ _MOST = 2**20  # maximum number of rows in a batch, and maximum number of tokens
 
 
 def main() -> int:
-    """Estimate or measure decode steps of the models in --presets, write the report, and return 0."""
+    """Estimate or measure decode steps of models, write the report, and return 0."""
     names = _names()
     batches, contexts = _numbers(_BATCH), _numbers(_CONTEXT)
     changes = {name: common.preset_changes(name, names, _SET.value) for name in names}
