@@ -57,11 +57,11 @@ _is_distributed = threading.Event()  # set once this process has connected to ot
 
 def main() -> int:
     """Train a run with the config that the flags describe, and return the exit code."""
-    with signals.between_steps(_end) as at_once:
-        return _train(at_once)
+    with signals.exit_on_signal(_end) as notice:
+        return _train(notice)
 
 
-def _train(at_once: signals.AtOnce) -> int:
+def _train(notice: signals.ExitNotice) -> int:
     name, base = common.selected_config(_stored_config)
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:

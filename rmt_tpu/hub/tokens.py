@@ -38,7 +38,7 @@ def tokenizer_config(tokenizer: data.Tokenizer, max_length: int) -> dict[str, An
 
     The result is empty if the tokenizer has no names for its start and end tokens.
     """
-    names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
+    names = [tokenizer.token_name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return {}
     return {
@@ -64,11 +64,11 @@ def _ends(
         return described.ends
     end_token = values.get("eos_token")
     end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
-    token = tokenizer.named(end_token) if isinstance(end_token, str) else None
+    token = tokenizer.token_id(end_token) if isinstance(end_token, str) else None
     if token is not None and token < described.model.vocab_size:
         return (token,)
     default = described.default_end
-    if default is not None and default < tokenizer.vocab_size and tokenizer.spelled(default):
+    if default is not None and default < tokenizer.vocab_size and tokenizer.token_name(default):
         if not tokenizer.decode_bytes([default]):
             return (default,)
     return tokenizer.ends

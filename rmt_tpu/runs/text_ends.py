@@ -57,7 +57,7 @@ def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
     path = folder.local_path
     try:
         if is_hub(path):
-            theirs = read_tokenizer(path, describe(path))
+            other = read_tokenizer(path, describe(path))
         else:
             other = load_saved(folder)
             other.ends = load(folder, other)
