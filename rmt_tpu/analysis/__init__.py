@@ -1,1 +1,1 @@
-"""Estimates and measurements of what models cost, and tools that compare trained models."""
+"""Estimates and measurements of the cost of models, and tools that compare trained models."""

@@ -1,4 +1,4 @@
-"""A check of which attention implementation a model uses on a device, and why not a kernel."""
+"""The attention implementation that a model uses on a device, and why it is not a kernel."""
 
 import dataclasses
 from types import ModuleType
@@ -20,11 +20,11 @@ class AttentionForm:
     """The implementation of attention for one kind of attention layer in a model.
 
     Attributes:
-      core: the kind of the layer's attention core.
+      core: the config's name for the kind of attention, such as "attention" or "mla".
       size: the head size of queries and keys.
       form: the implementation: "mosaic_tpu", "cudnn" or "xla". "xla" is plain JAX, which uses an
         online softmax if there are many logits.
-      why: the reason why the kernel is not used, in one line, or None if it is used.
+      why: the reason why the device's kernel is not used, in one line, or None if it is used.
     """
 
     core: str
@@ -41,9 +41,9 @@ def attention_forms(
     Args:
       model: the model; its compute dtype "auto" counts as bfloat16, as on an accelerator.
       target: the device.
-      length: the number of tokens per row, or of keys for a prompt.
-      segments: whether attention gets segment ids, which separate the documents in a row or mark
-        unused cache entries.
+      length: the number of tokens per sequence, or, for a prompt, the number of keys.
+      segments: whether attention gets segment ids, which separate the documents of a sequence or
+        mark unused cache entries.
     """
     name, kernel = _KERNELS[target.platform]
     found = []
@@ -62,7 +62,7 @@ def attention_forms(
 
 
 def _refusal(kernel: ModuleType, target: Target, arguments: AttentionOperands) -> str | None:
-    """Return the reason why the kernel does not support these arguments, or None if it does."""
+    """Return why an attention kernel does not support these arguments, or None if it does."""
     reasons = []
 
     def ask(arguments):
@@ -77,7 +77,7 @@ def _refusal(kernel: ModuleType, target: Target, arguments: AttentionOperands) -
 def _attention_arguments(
     model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool
 ) -> AttentionOperands | None:
-    """Return attention's arguments for one row, or None for a core without softmax attention."""
+    """Return abstract arguments of attention over one sequence; None without softmax attention."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
     if (softmax := core.softmax) is None:

@@ -1,4 +1,8 @@
-"""Tuning of kernels one after the other, with a log of all candidates and a table of results."""
+"""Tuning of kernels: a search for the fastest block sizes of each kernel.
+
+A candidate is one choice of a kernel's block sizes. All candidates that were tried are logged. The
+best one goes into a table, in which programs look up their block sizes.
+"""
 
 import contextlib
 import dataclasses
@@ -25,10 +29,10 @@ class TuningOutcome(NamedTuple):
     """The result of tuning one kernel.
 
     Attributes:
-      problem: the kernel and the size that it was tuned for.
+      problem: the kernel, with the device kind and the array sizes that it was tuned for.
       result: the result of the search, or None if the kernel was skipped.
-      entry: the kernel's entry in the table, from this search or an earlier one. If it is None, the
-        kernel uses the default rule's block sizes.
+      entry: the kernel's entry in the table, from this search or an earlier one. None means that
+        programs use the block sizes that the default rule computes.
       note: why the kernel was skipped, or that its entry comes from an earlier search.
     """
 
@@ -40,14 +44,14 @@ class TuningOutcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """A tuner, which searches for kernels' block sizes and writes the table of the results.
+    """A tuner, which searches for kernels' block sizes and writes them to a table.
 
     Attributes:
       out: the path of the table, local or gs://.
-      log: the log of all trials.
+      log: the log of all trials (candidates with their outcomes).
       rate: a function that compiles a candidate and rates it.
       timer: a function that times candidates on a device, or None without a device.
-      top: the number of candidates per kernel to time, in addition to the default.
+      top: the number of candidates per kernel to time, in addition to the default block sizes.
       refresh: whether to tune kernels again that already have an entry in the table.
       progress: a function that is called with a line of text per candidate.
       clock: a function that returns the current time in seconds.
@@ -63,9 +67,10 @@ class Tuner:
     clock: Callable[[], float] = time.monotonic
 
     def run(self, problems: Sequence[Problem], seconds: float) -> Iterator[TuningOutcome]:
-        """Tune the kernels within a time budget of `seconds`.
+        """Tune the kernels within a time budget of `seconds`, and yield the outcome of each.
 
-        Each kernel's outcome is yielded once its result has been written to the table.
+        The remaining time is divided equally among the remaining kernels. A kernel's result is in
+        the table before its outcome is yielded.
 
         Raises:
           RunError: the table cannot be written.
@@ -76,7 +81,7 @@ class Tuner:
             yield self.tune(problem, now + (end - now) / (len(problems) - number))
 
     def tune(self, problem: Problem, until: float) -> TuningOutcome:
-        """Tune one kernel, and stop when the clock reaches `until` (in seconds)."""
+        """Search for one kernel's block sizes, at most until the clock shows `until` seconds."""
         found = self._table_entry(problem)
         if found is not None and not self.refresh:
             old = "" if dict(found.versions) == _versions() else " (other versions; see --refresh)"
@@ -110,7 +115,10 @@ class Tuner:
         return TuningOutcome(problem, result, entry)
 
     def _table_entry(self, problem: Problem) -> tuned.Entry | None:
-        """Return the table's entry for the current version of the problem's kernel, or None."""
+        """Return the table's entry for the current version of the problem's kernel, or None.
+
+        If candidates can be timed, an entry that was only estimated counts as missing.
+        """
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
             if entry.identity == identity and entry.kernel_version == problem.tuned_kernel.version:
@@ -166,7 +174,7 @@ def _versions() -> dict[str, str]:
 
 
 def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
-    """Return the block fields in which a candidate differs from the default, as text."""
+    """Return the block sizes in which a candidate differs from the default, like "tokens=256"."""
     old, new = tuned.fields(default), tuned.fields(blocks)
     return " ".join(f"{name}={new[name]}" for name in new if new[name] != old[name]) or "default"
 
@@ -183,11 +191,13 @@ def _progress_line(problem: Problem, trials: Sequence[Trial], number: int, count
 
 
 class TrialLog:
-    """A log of all trials, stored next to the table with one line of JSON per trial.
+    """A log of tuning trials, stored next to the table with one line of JSON per trial.
+
+    A trial is a candidate (a choice of block sizes) with its outcome.
 
     Args:
       out: the path of the table.
-      resume: whether to reuse the trials in an existing log; if False, the log is started anew.
+      resume: whether to reuse the trials in an existing log; if False, that log is deleted.
 
     Raises:
       RunError: the log cannot be read or written.
@@ -204,7 +214,8 @@ class TrialLog:
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
         """Return the logged trials of a problem with the current versions of kernel and compiler.
 
-        Times on a device are left out, because times from different sessions are not comparable.
+        Times that were measured on a device are left out, because they are comparable only with
+        other times of the same run.
         """
         head, found = _head(problem), {}
         for line in self._lines:
@@ -216,7 +227,7 @@ class TrialLog:
         return found
 
     def write(self, problem: Problem, *trials: Trial) -> None:
-        """Append trials of a problem to the log."""
+        """Append the trials of a tuning problem to the log."""
         head, names = _head(problem), [f.name for f in dataclasses.fields(Trial)]
         lines = []
         for trial in trials:

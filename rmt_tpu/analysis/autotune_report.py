@@ -44,7 +44,7 @@ def _us(seconds: float | None) -> str:
 
 
 def summary(done: Sequence[TuningOutcome], out: str) -> str:
-    """Return a summary of the results in one or two lines."""
+    """Return a summary of the tuning results, in one or two lines of text."""
     searched = [outcome for outcome in done if outcome.result is not None]
     gained = [outcome for outcome in searched if outcome.entry is not None]
     late = sum(outcome.result.late for outcome in searched)
@@ -70,7 +70,7 @@ def summary(done: Sequence[TuningOutcome], out: str) -> str:
 
 
 def values(done: Sequence[TuningOutcome]) -> list[dict[str, Any]]:
-    """Return the results as JSON values."""
+    """Return the tuning results as JSON values, with one dict per kernel."""
     return [_values(outcome) for outcome in done]
 
 
@@ -100,7 +100,7 @@ def _values(outcome: TuningOutcome) -> dict[str, Any]:
 
 
 def draw(done: Sequence[TuningOutcome], path: Path) -> bool:
-    """Draw each candidate's time relative to the default's, with one row per kernel.
+    """Draw the time of each candidate relative to the default block sizes, one row per kernel.
 
     Returns:
       False if there is nothing to draw.

@@ -18,10 +18,11 @@ _CURVES_IN_ONE = 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """The cost and the losses of one run.
+    """The cost and the losses of one training run.
 
-    Losses are in nats per token. FLOPs include the forward and backward passes. `train_loss` is the
-    mean training loss over the last tenth of the steps.
+    Losses are in nats per token. FLOPs include the forward and backward passes. `residual_size` is
+    the number of entries in a token's residual, and `seconds` the time of all training steps.
+    `train_loss` is the mean training loss over the last tenth of the steps.
     """
 
     name: str
@@ -207,7 +208,7 @@ def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
 
 
 def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
-    """Draw curves.png: one panel per system with its held-out loss, and the others' in grey."""
+    """Draw curves.png: one panel per system, with its held-out loss; other systems are grey."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

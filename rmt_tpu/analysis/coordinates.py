@@ -38,7 +38,7 @@ QUANTITIES = ("read", "written", "residual", "logits")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one model's activations, for each quantity in the module's list.
+    """Root mean squares of one model's activations, for each of QUANTITIES.
 
     Each list has one value before the first step, and one value after each step.
 
@@ -104,8 +104,8 @@ def _sizes(activations: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
 def growth(by_width: dict[int | float, Coordinates], quantity: str) -> float:
     """Return the exponent p for which a quantity's change grows as width^p; 0 means no dependence.
 
-    It is the slope of a least-squares line through log(change after the last step) against
-    log(width).
+    The exponent is the slope of a least-squares line through log(change after the last step)
+    against log(width).
     """
     widths = np.log(list(by_width))
     moved = np.log([found.moved[quantity][-1] for found in by_width.values()])

@@ -3,9 +3,9 @@
 The lower bound on a step's time is the longer of two times: moving its bytes at the device's full
 bandwidth, and computing its matrix products at peak FLOP/s. It assumes that the weights, in the
 compute dtype, and the cache are read once and nothing else is moved. The lower bound is compared
-with one of two times. One is an estimate for a TPU that need not be present, made like that for a
-train step (see `step_cost`) from a compiled dispatch of several steps. The other is the time of the
-engine's steps, measured on this machine.
+either with an estimate or with a measurement. The estimate is for a TPU that need not be present:
+several steps are compiled as one program, and `step_cost` rates its instructions. The measurement
+is of the text generator's steps (`generation.Engine`) on this machine.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from rmt_tpu.generation.engine import bucket
 from rmt_tpu.generation.layouts import lay_out, lower_steps
 from rmt_tpu.generation.programs import ModelSpec
 
-STEPS = 8  # tokens generated per row in one dispatch, as in the engine
-_MOST = 64  # maximum number of tokens generated per row in one repeat of a measurement
+STEPS = 8  # new tokens per row of the batch in one dispatch, as in `generation.Engine`
+_MOST = 64  # maximum number of new tokens per row in one repeat of a measurement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DecodeCase:
 
     Attributes:
       preset: the name of the model's preset.
-      batch: the number of rows.
+      batch: the number of rows of the batch; a step generates one token for each.
       context: the number of tokens per row, including the new token.
       changes: config values that replace the preset's, keyed by dotted path.
     """
@@ -67,7 +67,7 @@ class DecodeCase:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens per row that the program's cache has room for."""
+        """The number of tokens per row for which the cache has space, at least `context`."""
         return bucket(self.context)
 
 
@@ -99,7 +99,7 @@ class DecodeLowerBound:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRow:
-    """The result of a case on one device.
+    """The estimated or measured time of a decode step on one device.
 
     Attributes:
       case: the decode step.
@@ -137,7 +137,10 @@ class DecodeRow:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The minimum and maximum time in seconds, over repeats or over cost models, or None."""
+        """The minimum and maximum time of a step in seconds, or None if there is no result.
+
+        They are taken over the repeats of a measurement, or over the cost models of an estimate.
+        """
         if self.times:
             return min(self.times), max(self.times)
         if self.cost is None:
@@ -150,7 +153,7 @@ class DecodeRow:
 
     @property
     def of_bandwidth(self) -> float | None:
-        """The lower bound on the time divided by the step's time, or None."""
+        """The lower bound on the step's time divided by its time; None if one is unknown."""
         if self.seconds is None or self.least_seconds is None:
             return None
         return self.least_seconds / self.seconds
@@ -168,7 +171,7 @@ class DecodeRow:
 
 
 def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
-    """Compute the minimum costs of a case from the shapes of its arrays alone.
+    """Return the minimum traffic, memory and FLOPs of a decode step, from array shapes alone.
 
     Raises:
       UsageError: see `DecodeCase.model`.
@@ -196,7 +199,7 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
 def estimate(
     cases: Sequence[DecodeCase], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[DecodeRow]:
-    """Estimate each case on a chip that need not be present.
+    """Estimate the decode steps of all cases on a TPU that need not be present.
 
     `progress` is called with a line of text when a case has been compiled.
 
@@ -229,11 +232,11 @@ def _compiled(row: DecodeRow, outcome: Program | Failure) -> DecodeRow:
 
 
 def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
-    """Lower (for compilation) a dispatch of decode steps, like the engine's.
+    """Lower (for compilation) a dispatch of STEPS decode steps, as the text generator runs it.
 
     See `layouts.lower_steps`. The device need not be present. Each step chooses the likeliest
-    token: other sampling methods are in conditional branches, and the estimate does not know how
-    often those are taken.
+    token: other sampling methods are in conditional branches, and an estimate cannot know how
+    often a branch runs.
 
     Args:
       device: a device of a topology description.
@@ -253,7 +256,7 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:
-    """Return the count and total bytes of HBM-to-HBM moves of at least `least_bytes` in one run."""
+    """Return the number and total bytes of a program's HBM copies of at least `least_bytes`."""
     calls = moved = 0
     for ran in module.run():
         instruction = ran.instruction
@@ -271,11 +274,12 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
 def measure(
     cases: Iterable[DecodeCase], repeats: int, progress: Callable[[str], None] | None = None
 ) -> Iterator[DecodeRow]:
-    """Time the engine's decode steps for each case on this machine's first device.
+    """Time the text generator's decode steps for each case on this machine's first device.
 
     Weights, prompts and sampled tokens are random. Rows grow until they reach the case's context.
-    The result of a repeat is the median over its rounds of steps. It excludes prompt processing,
-    and a first repeat, which includes compilation, is discarded.
+    A repeat consists of rounds of STEPS steps, and its result is the time per step in the median
+    round. Prompt processing is not timed. The first repeat, which includes compilation, is
+    discarded.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -320,7 +324,9 @@ def _times(case: DecodeCase, repeats: int) -> Iterator[float]:
         for number, _ in enumerate(engine.run(requests)):
             if number % case.batch == case.batch - 1:
                 ends.append(time.perf_counter())
-        if repeat:  # ends[0] ends the prompts; the next round may still grow the cache
+        # ends[0] is when all prompts have been read. The round after it may still enlarge the
+        # cache, so the differences start with ends[1].
+        if repeat:
             yield float(np.median(np.diff(ends[1:]))) / STEPS
 
 
@@ -332,7 +338,7 @@ def _random_decoder(config: ModelConfig) -> Decoder:
 
 
 def _fault(case: DecodeCase, bound: DecodeLowerBound, limit: int | float) -> str:
-    """Return why a step is impossible, in one line, or "" if no reason is known."""
+    """Return why a decode step cannot run, in one line, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
         return f"has only {learned.max_length} learned positions"
@@ -348,7 +354,7 @@ def _abstract(config: ModelConfig) -> Decoder:
 
 
 def _cache(decoder: Decoder, batch: int, capacity: int) -> Cache:
-    """Return a cache with abstract arrays (shapes only)."""
+    """Return the cache of a decoder as abstract arrays (shapes only)."""
     return jax.eval_shape(lambda: decoder.empty_cache(batch, capacity))
 
 

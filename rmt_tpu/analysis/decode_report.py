@@ -19,7 +19,7 @@ def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
     """Return a Markdown report with the method, a table per device, and parts of estimated steps.
 
     Args:
-      rows: the rows of all devices.
+      rows: the results of decode steps, on all devices.
       versions: the versions of the software that produced the figures.
       largest: the number of most expensive instructions to list for each estimated step.
     """
@@ -34,7 +34,7 @@ def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
 
 
 def how(rows: Sequence[DecodeRow]) -> list[str]:
-    """Return paragraphs that explain how the figures were obtained and how accurate they are."""
+    """Return paragraphs on how decode steps were timed or estimated, and how accurately."""
     paragraphs = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         paragraphs += [
@@ -71,7 +71,7 @@ def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
-    """Draw the fraction of bandwidth, or milliseconds if that is unknown, against batch size."""
+    """Draw the share of HBM bandwidth of decode steps, or their milliseconds, by batch size."""
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)
@@ -138,7 +138,7 @@ def _figures(row: DecodeRow, rows: Sequence[DecodeRow], several: bool) -> list[s
 
 
 def _over(row: DecodeRow, rows: Iterable[DecodeRow]) -> float | None:
-    """Return the row's time relative to the first preset's for the same case, or None."""
+    """Return a decode step's time relative to the first preset's, or None if one is unknown."""
     rows = list(rows)
     same = lambda other: (other.device, other.case.batch, other.case.context)
     first = rows[0].case.preset

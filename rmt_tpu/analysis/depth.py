@@ -130,7 +130,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _per_site(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """Return one value per site, None at sites with a single source; None if there are no sites."""
+    """Return the values of all sites, with None for single-source sites; None without sites."""
     counts = [len(w) for w in total["weights"]]
     return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
 
@@ -149,7 +149,10 @@ def in_full_precision(decoder: Decoder) -> Decoder:
 def tapped_loss(
     decoder: Decoder, batch: Batch, taps: Sequence[Float[Array, "batch seq *shape"]]
 ) -> tuple[Float[Array, ""], tuple[Loss, Trace]]:
-    """Return the cross-entropy summed over a batch, with `taps[k]` added to write k."""
+    """Return the cross-entropy summed over a batch, with `taps[k]` added to the k-th write.
+
+    The writes are those of the embedding and of the sublayers to the residual.
+    """
     trace = unrolled(decoder, batch.inputs, taps=taps, segment_ids=batch.segment_ids)
     unembedding = decoder.unembedding
     loss = next_token_loss(
@@ -163,7 +166,7 @@ def tapped_loss(
 
 
 def no_taps(decoder: Decoder, batch: int, seq: int) -> list[Float[Array, "batch seq *shape"]]:
-    """Return taps of zeros for `tapped_loss`."""
+    """Return zeros for the taps of `tapped_loss`, the arrays that it adds to residual writes."""
     config = decoder.config
     zeros = jnp.zeros((batch, seq, *config.residual_shape), decoder.dtype)
     return [zeros] * (config.num_sublayers + 1)
@@ -197,7 +200,7 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
 def _entropy(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Return the entropy over sources, divided by that of equal weights; 0 for a single source."""
+    """Return the entropy over sources divided by the entropy of equal weights, from 0 to 1."""
     share = weights / jnp.sum(weights, axis=0)
     return -jnp.sum(jax.scipy.special.xlogy(share, share), axis=0) / np.log(max(2, len(share)))
 
@@ -244,9 +247,10 @@ def unrolled(
 
 
 class _TappedStore:
-    """A wrapper around a residual store that records every write and adds a tap to it.
+    """A wrapper around a residual store that adds a tap to every write and records the result.
 
-    It has the additional methods of a vector store only if the wrapped store is one.
+    A store is the format of the residual (a vector or a matrix), with its writes and reads. The
+    wrapper has the additional methods of a vector store only if it wraps a vector store.
     """
 
     def __init__(self, store: Store, taps: Sequence[Array] | None):
@@ -300,7 +304,7 @@ def _sublayers(decoder, context) -> list[SingleSublayer]:
 
 
 def _advance(decoder, sublayers, store, state, y):
-    """Run all sublayers from the first write `y`, and return the input of the unembedding."""
+    """Run all sublayers after the embedding `y`, and return the input of the unembedding."""
     mixer = decoder.mixer
     state, y = mixer.start(store, state, y)
     for index, (site, core, _) in enumerate(sublayers):

@@ -21,7 +21,7 @@ _TOKENS, _LOGITS = 8192, 2048
 
 
 def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[DeviceCase]]:
-    """Return the distinct cases for some calls, keyed by the name of the op (`Called.name`).
+    """Return test cases for a program's calls, without duplicates, by op name (`Called.name`).
 
     Args:
       calls: the calls that were collected from a program.
@@ -37,9 +37,9 @@ def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[DeviceCas
 
 
 def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
-    """Return the number of rows, and of tokens per row, limited to `most` tokens in total.
+    """Return the number of sequences, and of tokens in each, limited to `most` tokens in total.
 
-    If there is only one token axis, it counts as one row.
+    A single token axis counts as one sequence.
     """
     batch, seq = (1, *tokens)[-2:] if len(tokens) < 3 else (math.prod(tokens[:-1]), tokens[-1])
     seq = min(seq, most)
@@ -61,8 +61,9 @@ def _key_vector(call: Called) -> Iterator[DeviceCase]:
     norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
     tokens = _capped(tuple(tokens))
     if matrix.dtype == jnp.int16 or call.options.get("rebuild"):
-        # A call that has a store is an `undo`, any other an `again`. Both cases need a store and a
-        # read, so a missing one gets size 1.
+        # A call that also writes is tested as an `undo`, and a call that only reads as an
+        # `undo_and_reread`. Both test cases need a write and a read, so that a missing one gets
+        # size 1.
         make = residual.undo if R else residual.undo_and_reread
         yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **norm)
         return

@@ -1,4 +1,4 @@
-"""The test case type with which a device's kernels are checked, and its random inputs."""
+"""The type of the test cases that check a device's kernels, and random inputs for them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ class DeviceCase:
 
     Attributes:
       op: the name of the op.
-      size: the sizes, as text.
+      size: the sizes of the arrays, as text.
       function: a function that calls the op, as `function(implementation, **inputs)`, and returns
         the results by name.
       inputs: a function that creates the inputs, by name.
@@ -30,7 +30,8 @@ class DeviceCase:
       exact: maps each result that must equal an input bit for bit to the name of that input.
       wide: the names of results that are computed in float32 throughout, even if inputs are
         narrower.
-      cancels: the names of results with rows in which all terms may cancel.
+      cancels: the names of results with rows in which all terms may cancel, so that only rounding
+        errors remain.
     """
 
     op: str
@@ -52,12 +53,12 @@ def normal(seed: int, dtype: jax.typing.DTypeLike, *shape: int, scale: float = 1
 
 
 def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int) -> str:
-    """Return sizes as the text that a table shows; the dtype is left out if it is bfloat16."""
+    """Return array sizes as text, like "16x512 K=64 V=64 float32"; bfloat16 is left out."""
     named = [f"{name}={value}" for name, value in sizes.items()]
     return " ".join(["x".join(map(str, tokens)), *named, *([] if dtype == "bfloat16" else [dtype])])
 
 
 def only(inputs: Callable[[], Arrays], names) -> Arrays:
-    """Return only the inputs whose names are in `names`."""
+    """Create the inputs of a test case, and return only those in `names`."""
     arrays = inputs()
     return {name: arrays[name] for name in names}

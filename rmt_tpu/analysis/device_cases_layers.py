@@ -33,13 +33,13 @@ def attention(
 
     Args:
       size: the heads of the queries.
-      tokens: the number of rows, and of tokens per row.
+      tokens: the number of sequences, and of tokens in each.
       kv_heads: the number of key and value heads; None means as many as query heads.
       alibi: whether ALiBi biases are added to the logits.
-      segments: whether each row has two documents.
+      segments: whether each sequence consists of two documents.
       values: the head size of the values, if they and the keys are arrays separate from the
         queries; otherwise None.
-      order: the order of feature rows in the kernel's layout.
+      order: the order of heads and features in the kernel's layout.
       dtype: the dtype of queries, keys and values.
     """
     heads, D = size
@@ -105,7 +105,7 @@ def attention_after(
 
 
 def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for attention to given keys, as in decoding; it has no gradients."""
+    """Return a test case for attention to the keys of a cache, as in decoding; no gradients."""
     heads, D = size
 
     def function(implementation, q, before, seen):
@@ -126,7 +126,7 @@ def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat1
 
 
 def _filled(batch: int, before: int) -> jax.Array:
-    """Return the number of earlier tokens in each row; consecutive rows differ by one token."""
+    """Return each sequence's number of earlier tokens, which grows by one from row to row."""
     return jnp.arange(before - batch, before, dtype=jnp.int32)
 
 
@@ -136,7 +136,7 @@ def delta(
     """Return a test case for linear attention with a gated delta rule.
 
     Args:
-      tokens: the number of rows, and of tokens per row.
+      tokens: the number of sequences, and of tokens in each.
       size: the number and the size of heads.
       dtype: the dtype of queries, keys and values.
       stepwise: whether the reference is the token-by-token recurrence, which keeps every state in
@@ -225,9 +225,10 @@ def _in_a_group(rows, sizes):
 def token_rows(
     tokens: int, choices: int, count: int, width: int, dtype: str = "bfloat16"
 ) -> DeviceCase:
-    """Return a test case that gathers tokens' rows for their chosen experts and sums by token.
+    """Return a test case that gathers the rows of tokens for experts, and sums rows by token.
 
-    Each token has `choices` choices, and `count` rows are gathered.
+    Each of `tokens` tokens chooses `choices` experts, and `count` rows of `width` numbers are
+    gathered.
     """
 
     def inputs():
@@ -260,7 +261,7 @@ def token_rows(
 
 
 def _zero_padding_rows(rows, places):
-    """Return the rows, with rows that belong to no choice replaced by zeros."""
+    """Return the gathered rows, with zeros in rows that belong to no token's choice."""
     there = jnp.zeros(len(rows), bool).at[places].set(True, mode="drop")
     return jnp.where(there[:, None], rows, 0)
 

@@ -22,8 +22,7 @@ Tokens = tuple[int, int]
 
 # Key-vector ops -------------------------------------------------------------------------------
 
-# Results that are sums over all keys of values that were rounded before, so that their terms may
-# cancel.
+# The names of results that sum rounded values over all keys, so that the terms may cancel.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
 
 
@@ -58,7 +57,7 @@ def site(
 
 
 def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a write to the residual alone."""
+    """Return a test case for `store`, a write to the residual without a read."""
     all_inputs = functools.partial(_site_inputs, size, tokens, dtype)
     return DeviceCase(
         "store",
@@ -102,6 +101,8 @@ def undo(
 ) -> DeviceCase:
     """Return a test case for a reversible backward pass: a write in int16, and its undo.
 
+    The undo computes the residual before the write from the residual after it.
+
     The gradients that the undo computes are among the results; the case itself is not
     differentiated.
     """
@@ -135,7 +136,8 @@ def undo_and_reread(
 ) -> DeviceCase:
     """Return a test case for an undo that also reads the rebuilt residual, and for that read alone.
 
-    Neither is differentiated.
+    An undo computes the residual before a write from the residual after it, with gradients. Neither
+    op is differentiated.
     """
 
     def function(implementation, d_stored, d_retrieved, residual, **arrays):
@@ -176,9 +178,9 @@ def undo_and_reread(
 
 
 def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a write, norm and read in one of two layers, with one token per row.
+    """Return a test case for a write, norm and read with the parameters of one of two layers.
 
-    The kernels have no gradients.
+    There is one token per row of the batch, as in decoding. The kernels have no gradients.
     """
     tokens = (batch, 1)
 
@@ -242,7 +244,7 @@ _READ = 12  # number of data vectors to read after a merge
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for depth attention at one site, over all sources."""
+    """Return a test case for depth attention at one site (a sublayer's input), over all sources."""
     _, N, D = size
     return DeviceCase(
         "depth_attention",
@@ -263,7 +265,7 @@ def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Dev
 def partial(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> DeviceCase:
-    """Return a test case for depth attention of all sites at once over the same sources.
+    """Return a test case for depth attention of several sites at once, over the same sources.
 
     The sources are vectors, or K x V matrices if `matrix` gives K and V.
     """
@@ -287,7 +289,9 @@ def partial(
 def merge(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> DeviceCase:
-    """Return a test case for merging the last site's partial result with the current source.
+    """Return a test case for merging one site's depth attention with one more source.
+
+    The merged site is the last one in the partial result, which covers the earlier sources.
 
     If the residual is a vector, the merge also normalizes its result.
     """
@@ -336,7 +340,9 @@ def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat
 
 
 def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a merge with one token per row, in one of two layers.
+    """Return a test case for `depth_attention_merge_at`, with the parameters of one of two layers.
+
+    The op merges a site's depth attention with one more source, for one token per row.
 
     The kernels have no gradients.
     """
@@ -412,6 +418,7 @@ def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
         epsilon=EPSILON,
         norm_epsilon=EPSILON,
     )
-    # A site is merged only once, so its row of `mixed` has no later use and gets no other gradient.
+    # The merge is the last use of this site's row of `mixed`, so the row passed through gets no
+    # gradient.
     mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
     return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}

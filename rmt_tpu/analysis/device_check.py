@@ -1,8 +1,8 @@
 """A check of a device's kernels against their equations, with a measurement of their speed.
 
-Every case of `device_cases` runs as a program would run it. Its results, and the gradients of all
-floating-point inputs, are compared with the equations evaluated in float32. Results that an undo
-must restore are compared bit for bit.
+Every test case of `device_cases` runs as it would inside a model. Its results, and the gradients of
+all floating-point inputs, are compared with the equations evaluated in float32. A residual that is
+rebuilt by undoing a write must equal the original bit for bit.
 """
 
 import contextlib
@@ -24,8 +24,7 @@ from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import program_arguments, seconds_of, wall_seconds
 
 _ROUNDS = 3
-# The minimum duration of a wall-clock measurement in seconds, and the maximum number of calls in
-# it.
+# A wall-clock measurement lasts at least _LONG seconds, or has at least _MOST_CALLS calls.
 _LONG, _MOST_CALLS = 0.02, 256
 # Maps a string in a compiled program to the kernel implementation that it indicates.
 _CALLS = {
@@ -43,7 +42,7 @@ def wrong(differences: Mapping[str, float], bounds: Mapping[str, float]) -> list
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """The outcome of checking one case.
+    """The outcome of checking one test case.
 
     Attributes:
       op, size: the op and the size of the case, as text.
@@ -51,9 +50,9 @@ class CheckRow:
       differences, bounds: maps from each result and gradient to its difference from the equations
         and to the bound on that difference, from `device_compare.compare`.
       seconds: the time of one call, forward and backward, in seconds, or None if it was not timed.
-      bytes, flops: the minimum number of bytes that the call moves, and its FLOPs.
+      bytes, flops: the bytes that the call moves at least, and its FLOPs.
       error: why the case did not run, in one line.
-      note: why the plain form ran although the device has a kernel, in one line.
+      note: why plain JAX ran although the device has a kernel, in one line.
     """
 
     op: str
@@ -79,7 +78,7 @@ class CheckRow:
 
     @property
     def verdict(self) -> str:
-        """The verdict on the case, in one line."""
+        """The result of the check in one line: "ok", or what failed or differs."""
         if self.error:
             return f"failed: {self.error}"
         verdict = "differs: " + ", ".join(self.wrong) if self.wrong else "ok"
@@ -110,7 +109,9 @@ class Rates:
 def check(
     case: DeviceCase, implementation: str | None, *, interpret: bool = False, timed: bool = True
 ) -> CheckRow:
-    """Run a case and compare its results with the equations; a failure is reported in the row.
+    """Run a test case and compare its results with the equations.
+
+    An exception is reported in the returned row.
 
     Args:
       case: the case to run.
@@ -144,7 +145,7 @@ def _check(case: DeviceCase, implementation: str | None, interpret: bool, timed:
 
 
 class CaseRun(NamedTuple):
-    """A case that ran: its inputs, results and expected results, as arrays on the host."""
+    """A test case that ran, with its inputs, and its actual and expected results on the host."""
 
     program: jax.stages.Compiled
     inputs: Arrays
@@ -156,7 +157,7 @@ class CaseRun(NamedTuple):
 
 
 def run(case: DeviceCase, implementation: str | None, *, interpret: bool = False) -> CaseRun:
-    """Compile and run a case, and evaluate its equations; see `check` for the arguments."""
+    """Compile and run a test case, and evaluate its equations; see `check` for the arguments."""
     inputs = case.inputs()
     cotangents = _cotangents(case, inputs)
     with contextlib.ExitStack() as stack:
@@ -200,7 +201,7 @@ def measure_rates(*, small: bool = False) -> Rates:
 
 
 def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
-    """Return a Markdown table with one row per case."""
+    """Return a Markdown table with one row per test case; `rates` is the measured device speed."""
     lines = [
         "| op | size | implementation | largest difference | bound | time, ms | share of device "
         "| result |",
@@ -220,9 +221,10 @@ def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
 
 
 def share(row: CheckRow, rates: Rates | None) -> str:
-    """Return how near a call comes to the device's measured speed, as text.
+    """Return the share of the device's measured speed that a call reaches, as text.
 
-    It is the larger of two fractions: of a copy's bandwidth, and of a matrix product's FLOP/s.
+    The share is the larger of two: that of a copy's bandwidth, and that of a matrix product's
+    FLOP/s.
     """
     if rates is None or not row.seconds:
         return ""
@@ -232,7 +234,7 @@ def share(row: CheckRow, rates: Rates | None) -> str:
 
 
 def record(rows: Sequence[CheckRow], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
-    """Return all results for a machine as JSON values; non-finite numbers become null."""
+    """Return the results of all checks on a device as JSON values; NaN and infinity become null."""
     number = lambda x: x if x is None or math.isfinite(x) else None
     names = lambda values: {name: number(x) for name, x in values.items()}
     of_row = lambda row: (
@@ -257,8 +259,9 @@ def record(rows: Sequence[CheckRow], rates: Rates | None, device: jax.Device) ->
 def results_and_gradients(
     case: DeviceCase, implementation: str | None
 ) -> Callable[[Arrays, Arrays], Arrays]:
-    """Return a function of inputs and cotangents that returns results and gradients by name.
+    """Return a function that runs a test case forward and backward.
 
+    It maps inputs and cotangents to results and gradients, all by name.
     A gradient's name is "d_" followed by the name of the input.
     """
 

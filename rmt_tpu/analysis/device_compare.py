@@ -3,10 +3,11 @@
 An error is measured relative to the magnitude of its row. A row is the last axis of an array, or
 the last axes that have at least 16 entries together. Therefore, an error confined to rows of small
 values counts as much as one in rows of large values. The magnitude of a row is its largest absolute
-value, but at least 1/16 of the largest row's. Where rows may cancel, it is at least 1/4: for
-example, the gradient of a query that sees only one key consists entirely of rounding errors. In
-addition, the root mean square of all errors, relative to the root mean square of the expected
-values, has a tighter bound, because few rounding errors are as large as they can be.
+value, but at least 1/16 of the largest row's. Where the terms of a row may cancel, its magnitude is
+at least 1/4 of the largest row's: for example, the gradient of a query that sees only one key
+consists entirely of rounding errors. In addition, the root mean square of all errors, relative to
+that of the expected values, has a tighter bound, because few rounding errors are as large as they
+can be.
 
 Bounds follow from the dtype of the inputs and the lengths of sums. Rounding to bfloat16 changes an
 entry by at most 2^-8 of its value. A result is rounded once, and up to five of its factors are
@@ -32,7 +33,7 @@ _OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
 _ROW = 16  # minimum number of entries in a row
 _BLOCK = 2**22  # number of entries compared at a time
-MEAN = " (rms)"  # appended to a result's name for its root mean square
+MEAN = " (rms)"  # suffix of a result's name for the root mean square of its errors
 
 
 class RelativeError(NamedTuple):
@@ -40,7 +41,7 @@ class RelativeError(NamedTuple):
 
     Attributes:
       largest: the maximum error, relative to the magnitude of its row.
-      mean: the root mean square of the errors, relative to that of the expected values.
+      mean: the root mean square of the errors divided by that of the expected values.
     """
 
     largest: float
@@ -74,7 +75,7 @@ def compare(
 def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> RelativeError:
     """Return the bound on the error of results that are computed from `inputs`.
 
-    With `wide`, no step of the computation rounds to the dtype of the inputs.
+    `wide` means that all intermediate values are float32, whatever the dtype of the inputs.
     """
     if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
         return RelativeError(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)

@@ -29,8 +29,9 @@ def dry_run(
       config: the run's config.
       name: the name of the run's model.
       folder: the run folder; nothing is written there.
-      change_config: see `runs.workdir.open_workdir`.
-      from_step: see `runs.workdir.step_to_go_back_to`.
+      change_config: whether the config may differ from the one in the folder; see
+        `runs.workdir.open_workdir`.
+      from_step: the checkpoint to continue from; see `runs.workdir.step_to_go_back_to`.
 
     Returns:
       The config as JSON, followed by lines on parameters, FLOPs, memory, tokens and the execution

@@ -1,8 +1,7 @@
 """The table of the implementation that each op uses by default on each platform.
 
 `python -m rmt_tpu.analysis.implementations docs/implementations.md` writes the tables into that
-page. They are asked of the code that makes the choice (`Implementations.chosen`), for the operands
-of the calls below.
+page. Each entry is what `Implementations.chosen` chooses for a call with abstract operands.
 """
 
 import functools
@@ -21,7 +20,7 @@ from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import ALL_SITES, RMT_305M, TOKENS, KeyVector, array
 from pallas_kernels.target import lowering_for
 
-# The device kinds of each platform's column.
+# Maps each column of the table to its devices, by short name and by jax's device kind.
 DEVICES = {
     "TPU": {
         "v4": "TPU v4",
@@ -43,12 +42,12 @@ _NOT_FASTER = "the kernel is not estimated to be faster"
 
 
 class OpCall(NamedTuple):
-    """A call of an op.
+    """A call of an op, for which the table shows the implementation.
 
     Attributes:
-      words: the call in words, for the table of calls that differ; "" for an op's usual call.
-      op: the name of the function of the op's implementations.
-      args: its operands, as `ShapeDtypeStruct`s.
+      words: a description for the table of unusual calls; "" for a usual call.
+      op: the name of the function that every implementation of the op has, such as "forward".
+      args: the operands, as `ShapeDtypeStruct`s.
     """
 
     words: str
@@ -61,9 +60,9 @@ class ImplementationRow(NamedTuple):
 
     Attributes:
       ops: the names of the public ops.
-      group: the name of their `Implementations`.
-      calls: usual calls, which a training step or decoding in bfloat16 has, and then others.
-      operand_kind: what they are ops of, if other rows have the same ops; otherwise "".
+      group: the name of the ops' `Implementations`.
+      calls: the usual calls, which occur in bfloat16 training and decoding, and then unusual calls.
+      operand_kind: the kind of operands, if another row has the same ops; otherwise "".
     """
 
     ops: tuple[str, ...]
@@ -73,12 +72,12 @@ class ImplementationRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The first op, and what it is an op of."""
+        """The name of the first op, with the kind of its operands if that is necessary."""
         return f"`{self.ops[0]}`" + (f" of {self.operand_kind}" if self.operand_kind else "")
 
 
 def rows() -> list[ImplementationRow]:
-    """Return all rows, in the order of the table."""
+    """Return all rows of the table, in order."""
     return [*_key_vector(), *_depth(), *_attention(), *_experts()]
 
 
@@ -117,7 +116,7 @@ def _key_vector() -> Iterator[ImplementationRow]:
 
 
 def _layers(site: SiteOperands, dtype: str) -> SiteOperands:
-    """Return the operands at one layer, with the keys and gains of 24 layers in `dtype`."""
+    """Return a site's operands, with keys and gains that are stacked over 24 layers in `dtype`."""
     stacked = lambda x: array(dtype, 24, *x.shape)
     keys = {name: stacked(getattr(site, name)) for name in ("store_keys", "gain", "read_keys")}
     return site._replace(**keys)
@@ -275,14 +274,24 @@ class ImplementationChoice(NamedTuple):
 
 
 def choice(row: ImplementationRow, call: OpCall, platform: str, kind: str) -> ImplementationChoice:
-    """Return what a call uses by default on a device of `kind`; `platform` is a table's column."""
+    """Return the implementation that a call uses by default on a device.
+
+    Args:
+      row: the row of the table that contains the call.
+      call: the call.
+      platform: the column of the table, a key of DEVICES.
+      kind: jax's name for the kind of the device.
+    """
     chosen = _choices(kind)[row.name, row.calls.index(call)]
     return chosen.get(platform.lower(), ImplementationChoice("xla", None))
 
 
 @functools.cache
 def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]]:
-    """Return the choices of all calls by row and index, each by platform, for a kind of device."""
+    """Return the implementations of all calls on a kind of device.
+
+    The result maps the name of a row and the index of a call to a dict by platform.
+    """
     calls = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
     found = {}
 
@@ -299,7 +308,7 @@ def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]
 
 
 def tables() -> str:
-    """Return both tables as Markdown: usual calls, and calls that use something else."""
+    """Return two Markdown tables: the usual calls, and calls with another implementation."""
     lines = ["| op | TPU | CUDA | CPU |", "|---|---|---|---|"]
     others = ["| op | call | device | uses | reason |", "|---|---|---|---|---|"]
     for number, row in enumerate(rows(), 1):
@@ -313,11 +322,17 @@ def tables() -> str:
 
 
 def _usual(row: ImplementationRow, platform: str) -> str:
-    """Return the cell of a platform, on whose devices all usual calls use the same."""
+    """Return a table cell: the implementation of a row's usual calls on all devices of a platform.
+
+    Raises:
+      ValueError: the usual calls use several implementations.
+    """
     kinds, usual = DEVICES[platform].values(), [call for call in row.calls if not call.words]
     names = {choice(row, call, platform, kind).name for call in usual for kind in kinds}
     if len(names) > 1:
-        raise ValueError(f"{row.ops[0]} uses {sorted(names)} on {platform}: one row for each")
+        raise ValueError(
+            f"{row.ops[0]} uses {sorted(names)} on {platform}; legal: one implementation"
+        )
     (name,) = names
     if name != "xla":
         return f"`{name}`"
@@ -326,13 +341,16 @@ def _usual(row: ImplementationRow, platform: str) -> str:
 
 
 def _on_request(group: Implementations, platform: str) -> str | None:
-    """Return the name of the platform's kernel, or None if there is none."""
+    """Return the name of an op's kernel implementation for a platform, or None without one."""
     kernels = {n: k for n, k in group.kernels.items() if k is not group.portable}
     return next((name for name in kernels if group.names[name] == (platform,)), None)
 
 
 def _others(row: ImplementationRow) -> Iterator[str]:
-    """Yield the cells after the first for calls that use something else than the usual ones."""
+    """Yield table cells for the unusual calls that use another implementation than the usual calls.
+
+    The cells are those after the first column.
+    """
     for words in dict.fromkeys(call.words for call in row.calls if call.words):
         calls = [call for call in row.calls if call.words == words]
         for platform, kinds in DEVICES.items():
@@ -349,7 +367,11 @@ def _others(row: ImplementationRow) -> Iterator[str]:
 
 
 def write(page: Path) -> None:
-    """Write the tables into a page, in place of the tables that it has."""
+    """Replace the tables in a Markdown page, which two HTML comments enclose.
+
+    Raises:
+      ValueError: the page does not have these comments.
+    """
     before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not end:

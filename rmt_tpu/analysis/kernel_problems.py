@@ -17,7 +17,7 @@ from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
 def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
-    """Return the kernels that the ops' cases call, in the forward and the backward pass."""
+    """Return the kernels to tune for some ops, as their cases call them forward and backward."""
 
     def trace() -> None:
         for op in ops:
@@ -29,7 +29,7 @@ def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
 
 
 def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
-    """Return the kernels that a preset calls in a train step, in reading a prompt and in decoding.
+    """Return the kernels to tune for a preset: in a train step, a prompt and a decode step.
 
     The prompt is as long as the sequences of the train step.
 

@@ -50,8 +50,8 @@ GROUPS = {
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NO_MEMORY = "Ran out of memory on HBM"
-# Matches components of an op_name: scopes inside JAX's wrappers, and names that say nothing about
-# the model.
+# The components of an op_name (JAX's path of scopes) that `readable` shortens or drops: a scope
+# inside JAX's wrappers, like "transpose(jvp(attention))", and a name that JAX adds, like "while".
 _WRAPPED = re.compile(r"^(?:transpose\()?(?:jvp|vmap)\(([\w/]*)\)\)?$")
 _PLUMBING = re.compile(
     r"^(jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation"
@@ -122,22 +122,25 @@ class StepTime:
 
     @property
     def compute(self) -> float:
-        """The time of all parts, without collectives."""
+        """The time of all parts of the step in seconds, without collectives."""
         return sum(self.parts.values())
 
     @property
     def total(self) -> float:
-        """The time if no collective overlaps with other work."""
+        """The time of the step in seconds, if no collective overlaps with other work."""
         return self.compute + self.collectives
 
     @property
     def least(self) -> float:
-        """The time if every collective that can overlap with other work is hidden completely."""
+        """The time of the step in seconds, if all collectives that can overlap do so completely."""
         return self._hidden(self.compute)
 
     @property
     def range(self) -> tuple[float, float]:
-        """The range of times: `least` by the lowest cost model, and `total` by the highest."""
+        """The range of the step's time in seconds over the cost models.
+
+        It is from `least` by the lowest cost model to `total` by the highest.
+        """
         shortest, longest = min(self.by_model.values()), max(self.by_model.values())
         return self._hidden(shortest), longest + self.collectives
 
@@ -185,7 +188,10 @@ class Preflight:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The KINDS that can occur in this program."""
+        """The kinds of memory use in this program, a part of KINDS.
+
+        A program for a prompt has no optimizer, and a train step has no cache.
+        """
         others = {"cache"} if self.prompt is None else {"optimizer", "activations"}
         return tuple(kind for kind in KINDS if kind not in others)
 
@@ -214,7 +220,7 @@ class Preflight:
 
     @property
     def used(self) -> int:
-        """The total bytes of memory that a device needs."""
+        """The bytes of memory that each device needs in total."""
         return sum(self.memory.values())
 
     def json(self) -> dict[str, Any]:
@@ -271,7 +277,7 @@ def preflight(
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
         # Only remat is resolved here. The residual's dtype depends on remat and stays "auto", so
-        # that it is resolved again if the advice sets another remat.
+        # that the advice can try another remat with the dtype that fits it.
         config = overrides.apply(config, {"model.remat": resolve_auto(config).model.remat})
     arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
@@ -374,7 +380,7 @@ def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[PeakBuff
 
 
 def _argument(path: str) -> str:
-    """Return the kind of memory use, one of KINDS, for the argument at a path."""
+    """Return the kind of memory use, one of KINDS, of the program argument at a path."""
     names = re.findall(r"\w+", path)
     kinds = {"params": "parameters", "cache": "cache"}
     kinds |= dict.fromkeys(("optimizer", "copies"), "optimizer")

@@ -60,7 +60,7 @@ def _smaller_part(report: Preflight) -> list[Advice]:
 
 
 def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the first (value, bytes) pair that fits with a margin, or the last if none does."""
+    """Return the first (value, bytes) pair that fits in memory with a margin, or else the last."""
     fitting = (s for s in sized if s[1] <= _ROOM * report.limit)
     return next(fitting, sized[-1] if sized else None)
 
@@ -106,9 +106,9 @@ def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
 
 
 def _parts(report: Preflight) -> list[Advice]:
-    """Return advice on gradient accumulation: the fewest parts that fit by a proportional estimate.
+    """Return advice on gradient accumulation: the fewest parts of a batch that fit in memory.
 
-    If no number of parts fits, the maximum is advised.
+    Memory is estimated in proportion. If no number of parts fits, the maximum is advised.
     """
     if report.mesh.get("stage", 1) > 1:
         return _microbatches(report)
@@ -124,10 +124,10 @@ def _parts(report: Preflight) -> list[Advice]:
 
 
 def _microbatches(report: Preflight) -> list[Advice]:
-    """Return advice on a pipeline's microbatches: the fewest that fit by a proportional estimate.
+    """Return advice on a pipeline's microbatches: the fewest that fit in memory.
 
-    More microbatches save memory, because the number of microbatches in memory at a time is
-    bounded.
+    Memory is estimated in proportion. Smaller microbatches save memory, because a pipeline keeps
+    only a bounded number of them in memory at a time.
     """
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate

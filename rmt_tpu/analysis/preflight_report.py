@@ -76,7 +76,7 @@ def _unit(report: Preflight) -> tuple[int, str]:
 def _scale(report: Preflight) -> int:
     """Return the number of bytes that a bar of full length stands for.
 
-    It is the device's whole memory, or, if sizes are shown in MiB, only the memory that is used.
+    These are the bytes of a device's memory, or, if sizes are shown in MiB, only the bytes in use.
     """
     small = _unit(report)[1] == "MiB"
     return max(report.used, 1) if small else max(report.used, report.limit)
@@ -187,7 +187,7 @@ def _collectives(report: Preflight) -> str:
 def _launches(report: Preflight) -> str:
     if report.launches is None:
         return ""
-    # The compiler asks cuDNN for the size of its workspace only when a GPU is present.
+    # XLA asks cuDNN for the size of its workspace only when a GPU is present.
     return (
         f"kernels and copies launched: {report.launches:,} per step; cuDNN's workspace is unknown"
     )

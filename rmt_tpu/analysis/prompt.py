@@ -1,4 +1,8 @@
-"""Compilation of the engine's programs that read or continue a prompt, for absent devices."""
+"""Compilation of the text generator's programs for devices that need not be present.
+
+The programs of `generation.Engine` are of two kinds: one reads a part of a prompt, and the other
+generates tokens for all rows of a batch.
+"""
 
 import dataclasses
 import warnings
@@ -28,7 +32,9 @@ _REPLICATED = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt for the engine to read a part of, or several rows of such prompts to continue.
+    """The work of one program of `generation.Engine`.
+
+    The program reads a part of a prompt, or generates tokens after several prompts.
 
     Attributes:
       tokens: the number of tokens in a prompt, which is also the capacity of the cache.
@@ -46,7 +52,11 @@ class Prompt:
         return self.part if self.rows is None else self.rows * STEPS
 
     def check(self, model: ModelConfig) -> None:
-        """Check that the model has positions for the whole prompt, or raise UsageError."""
+        """Check that the model has positions for the whole prompt.
+
+        Raises:
+          UsageError: the model has learned positions, but too few.
+        """
         learned = model.learned_positions
         if learned is not None and learned.max_length < self.tokens:
             raise UsageError(
@@ -59,7 +69,7 @@ class Prompt:
 def lower_prompt(
     devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int, rows: int | None
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """Lower (for compilation) the engine's program that reads a prompt or generates tokens.
+    """Lower (for compilation) the program that reads a part of a prompt or generates tokens.
 
     Args:
       devices: the devices, which need not be present.
@@ -87,7 +97,7 @@ def lower_prompt(
             f"fsdp; legal: multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
-        # Ignore this warning: some kernels support only calls with many tokens, others only few.
+        # Ignore this warning: some kernels support only many tokens per call, others only few.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, rows or SLOTS + -SLOTS % devices)
     model, params = programs.ModelSpec.of(decoder)

@@ -8,12 +8,12 @@ from rmt_tpu.storage import Folder
 
 
 class ReadingReport(NamedTuple):
-    """The speed of reading random windows, and how much time a consumer waits for them.
+    """The speed of reading random windows of tokens, and the time that a consumer waits for them.
 
     Attributes:
       tokens_per_second: the speed of two threads that read as fast as they can.
       step_tokens_per_second: the speed of the consumer while it does not wait.
-      waited: the fraction of time for which the consumer waited.
+      waited: the fraction of its time for which the consumer waited for a batch.
       batches: the number of batches that were consumed.
       seconds: the duration of the measurement with a consumer, in seconds.
     """
@@ -34,7 +34,9 @@ def reading_report(
     seconds: int | float = 10.0,
     depth: int = 3,
 ) -> ReadingReport:
-    """Measure reading random windows as a run does: at full speed, then with a simulated consumer.
+    """Measure how fast random windows of tokens are read, first without and then with a consumer.
+
+    The windows are read as in a training run, and a simulated train step consumes them.
 
     Args:
       source: the location of the token store.

@@ -51,8 +51,8 @@ PARTS = (
     "other",
 )
 
-# Maps words in an instruction's op_name, which are names of scopes and kernels, to the part of the
-# step. If an op_name contains several of these words, the innermost (last) one decides.
+# Maps names of scopes and kernels to the part of the step that they belong to. An instruction's
+# op_name (JAX's path of scopes) may contain several of these names; the innermost one decides.
 _PART_OF_WORD = {part: part for part in PARTS} | {
     "projection": "projections",
     "key_vector_store": "residual",
@@ -78,7 +78,7 @@ class InstructionCost:
     Attributes:
       name: the name of the instruction.
       part: the part of the step that it belongs to, one of PARTS.
-      what: the last components of its op_name.
+      what: the last components of its op_name, JAX's path of scopes.
       result: the dtype and shape of its first result, as text.
       calls: the number of times that it runs in a step.
       by_model: maps each of MODELS to the cycles of all calls.
@@ -136,12 +136,12 @@ class StepCost:
 
     @property
     def cycles(self) -> float:
-        """The cycles of the step by the best-guess model, the default for all figures here."""
+        """The cycles of the step by the best-guess cost model."""
         return self.by_model[BEST_GUESS]
 
     @functools.cached_property
     def by_model(self) -> dict[str, float]:
-        """The cycles of the step by each of MODELS."""
+        """The cycles of the step by each cost model of MODELS."""
         return {name: float(sum(row.by_model[name] for row in self.rows)) for name in MODELS}
 
     @property
@@ -284,9 +284,10 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
 
 
 def assignment_of(program: Program) -> Assignment:
-    """Return the buffer assignment by which the compiler decides whether a program fits in memory.
+    """Return the buffer assignment, by which the compiler decides whether a program fits in memory.
 
-    `memory_analysis` would overstate the temporary memory on a TPU, by a factor of 1.5 or more.
+    JAX's `memory_analysis` is not used, because it overstates the temporary memory on a TPU by a
+    factor of 1.5 or more.
 
     Raises:
       RunError: the program was compiled without `buffers`, or the compiler dumped no assignment.
@@ -356,7 +357,10 @@ def _row(program: Program, ran: Executed, names: dict[str, str]) -> InstructionC
 
 
 def _op_names(program: Program) -> dict[str, str]:
-    """Return the op_name of each instruction, or of a nearby operand or user if it has none."""
+    """Return the op_name (JAX's path of scopes) of each instruction of a program.
+
+    An instruction without one gets that of a nearby operand or user.
+    """
     names = {}
     for scope in program.module.computations.values():
         operands = {name: instruction.operands for name, instruction in scope.items()}

@@ -14,7 +14,10 @@ Figure = Callable[[StepCost], float]
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column of the table: one step's cycles, or the ratio of the first two models' steps."""
+    """A column of the cost table: the cycles of one step, or the ratio of two models' cycles.
+
+    The column is a ratio if `over`, the cost to divide by, is given.
+    """
 
     title: str
     cost: StepCost
@@ -28,8 +31,9 @@ class _Column:
 
 
 def step_table(costs: Sequence[StepCost]) -> str:
-    """Return a Markdown table of million cycles per part, with the ratio of the first two models.
+    """Return a Markdown table of million cycles per part of a train step, for each model and chip.
 
+    A further column per chip has the ratio of the first two models.
     The rows for the whole step show every cost model; all other rows show the best guess.
     """
     columns = []
@@ -142,6 +146,6 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    # About 18 letters of this size fit an inch.
+    # 15 letters per inch leave a margin: about 18 letters of this size fit.
     figure.supxlabel(textwrap.fill(note, round(15 * width)), fontsize=7)
     figure.savefig(path, dpi=150)

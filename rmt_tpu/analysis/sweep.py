@@ -25,7 +25,7 @@ Point = dict[str, Any]  # maps dotted config paths to values
 # Losses more than this many nats above the lowest loss are cut off in pictures.
 _HEIGHT = 1.5
 
-# The number of random draws per requested point after which the space counts as exhausted.
+# After this many draws per requested point, a random search gives up finding distinct points.
 _DRAWS = 100
 
 
@@ -37,7 +37,7 @@ class Choices:
     values: tuple[Any, ...]
 
     def grid(self) -> list[Any]:
-        """Return all values of the list."""
+        """Return all values to try, in order."""
         return list(self.values)
 
     def draw(self, rng: np.random.Generator) -> Any:
@@ -117,8 +117,8 @@ def parse_space(text: str) -> Space:
     finite = math.isfinite(low) and math.isfinite(high)
     if not finite or low >= high or (kind == "log" and low <= 0) or (number or 2) < 2:
         raise UsageError(
-            f"--sweep={shown(text)} must go from a number to a larger one (for log: from a number "
-            "above 0), in at least 2 points"
+            f"--sweep={shown(text)} is not a legal range; legal: from a number to a larger one "
+            "(for log: above 0), in at least 2 points"
         )
     return NumberRange(path, low, high, kind == "log", number)
 
@@ -142,7 +142,7 @@ def random_points(spaces: Sequence[Space], count: int, seed: int) -> list[Point]
         if len(points) == count:
             return list(points.values())
     raise UsageError(
-        f"--trials={count} is more than the {len(points)} points of --sweep; legal: at most these"
+        f"--trials={count} is more than the distinct points of --sweep; legal: up to {len(points)}"
     )
 
 
@@ -161,9 +161,9 @@ def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
 
 
 def name_of(point: Point) -> str:
-    """Return the folder name of a point, made of the last component of each path, and the values.
+    """Return the folder name of a point, like "learning_rate=0.01,depth_rate=0.3".
 
-    Whole paths are used if two paths have the same last component.
+    The names are the last components of config paths, or whole paths if two of these are equal.
     """
     last = [path.rpartition(".")[2] for path in point]
     names = last if len(set(last)) == len(last) else list(point)
@@ -180,7 +180,7 @@ class SweepRow:
     """The result of training one point of a variant for a number of steps.
 
     Attributes:
-      variant: the name of the variant.
+      variant: the name of the variant, such as a preset.
       point: the config values of the point.
       steps: the number of training steps.
       seeds, losses: the seeds, and the held-out loss for each; a loss is None if it, or the
@@ -202,7 +202,7 @@ class SweepRow:
 
 
 def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
-    """Return the `count` rows of lowest loss, best first; equal losses keep their order."""
+    """Return the `count` results with the lowest loss, best first; ties keep their order."""
     return sorted(rows, key=lambda row: row.loss)[:count]
 
 
@@ -210,9 +210,10 @@ def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
-    """Train a run unless it is settled (complete or diverged), and return the outcome of training.
+    """Train a run unless it is settled (complete or diverged).
 
-    Return None if the run was settled before or has diverged now.
+    Returns:
+      The outcome of training, or None if the run was settled before or has diverged now.
     """
     if is_settled(config, folder):
         return None
@@ -287,7 +288,10 @@ def _losses(row: SweepRow) -> str:
 
 
 def transfer(rows: Sequence[SweepRow]) -> str:
-    """Return a table of each variant's best point, and its loss at the first variant's best."""
+    """Return a Markdown table of each variant's best point.
+
+    It also has each variant's loss at the best point of the first variant.
+    """
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(variant_rows) for variant_rows in by_variant.values())
     lines = [
@@ -305,7 +309,7 @@ def transfer(rows: Sequence[SweepRow]) -> str:
 
 
 def _last_rungs(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return the rows with the largest number of steps, by variant."""
+    """Return the results with the largest number of training steps, by variant."""
     most = max(row.steps for row in rows)
     found: dict[str, list[SweepRow]] = {}
     for row in rows:

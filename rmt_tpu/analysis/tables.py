@@ -4,7 +4,10 @@ import itertools
 
 
 def fitted(text: str, width: int) -> str:
-    """Return Markdown with aligned tables, dropping last columns that exceed `width` characters."""
+    """Return Markdown text with aligned tables, for a terminal of `width` characters.
+
+    The last columns of a table that is too wide are dropped, and a line says how many.
+    """
     lines = []
     for is_table, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
         if not is_table:

@@ -1,4 +1,4 @@
-"""Estimates of what programs and kernels cost, from compiler output alone, without a device."""
+"""Estimates of the cost of programs and kernels, from compiler output alone, without a device."""
 
 from rmt_tpu.estimator.collectives import Collective, collectives
 from rmt_tpu.estimator.cost import (

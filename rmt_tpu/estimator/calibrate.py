@@ -4,8 +4,8 @@
     python -m rmt_tpu.estimator.calibrate v5p v6e
 
 The published times and block sizes in the file are not changed. tokamax is needed only because it
-contains the kernels that were timed; no device is needed. At the end, the program prints the table
-and the text lines that belong in docs/benchmarks/estimates.md.
+contains the kernels that were timed; no device is needed. At the end, the program prints the tables
+that belong in docs/benchmarks/estimates.md.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from rmt_tpu.estimator.topology import DEVICES
 
 
 def main() -> int:
-    """Compile the rows of the targets in `sys.argv`, or of all, and save their new estimates.
+    """Recompile the calls of the targets in `sys.argv`, or of all, and save the new estimates.
 
     Returns:
-      The exit code: 0; 1 if tokamax is not installed; 2 if a target has no rows.
+      The exit code: 0; 1 if tokamax is not installed; 2 if a target has no calls in the file.
     """
     if importlib.util.find_spec("tokamax") is None:
         print(
@@ -51,9 +51,9 @@ def main() -> int:
 
 
 def compiled(rows: Sequence[calibration.PublishedCall]) -> Iterator[calibration.PublishedCall]:
-    """Recompile the rows of one target, and yield them with updated figures.
+    """Recompile published calls of one target, and yield them with updated work and memory.
 
-    The figures come from the installed compiler and from the current cost model.
+    Both come from the installed compiler.
 
     Raises:
       RuntimeError: a call does not compile.
@@ -67,7 +67,7 @@ def compiled(rows: Sequence[calibration.PublishedCall]) -> Iterator[calibration.
 
 
 def works(program: Program) -> Iterator[tuple[Work, int]]:
-    """Yield the work of each instruction with a nonzero cost, and the number of times it runs."""
+    """Yield the work of each instruction that costs time, and the number of times that it runs."""
     for ran in program.module.run():
         work = work_of(program, ran)
         if work.kind not in ("asynchronous", "collective") and (work.hbm or work.estimate):
@@ -76,7 +76,8 @@ def works(program: Program) -> Iterator[tuple[Work, int]]:
 
 
 if __name__ == "__main__":
-    # Worker processes import this module by its name, so it must not run as __main__.
+    # Worker processes import this module by its name, so the functions must come from the module of
+    # that name rather than from __main__.
     from rmt_tpu.estimator import calibrate
 
     sys.exit(calibrate.main())

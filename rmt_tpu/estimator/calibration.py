@@ -1,4 +1,4 @@
-"""A comparison of this package's estimates with measured times that others published.
+"""A comparison of this package's estimates with measured times that other projects published.
 
 calibration.json lists calls of plain XLA and of third-party kernels, timed on TPUs that this
 project does not have. For each call, the file holds the published time of the whole call and, per
@@ -137,7 +137,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def error_bar(targets: Sequence[str]) -> str:
-    """Return a sentence on the error of estimates for `targets`, to print next to the estimates."""
+    """Return a sentence to print with estimates for `targets`, which states their past errors."""
     compared, uncompared = [], []
     for target in dict.fromkeys(targets):
         found = agreement([row for row in rows() if row.target == target])
@@ -157,7 +157,11 @@ def error_bar(targets: Sequence[str]) -> str:
 
 
 def table() -> str:
-    """Return Markdown tables: the times of each call in ms, and agreement per target and kind."""
+    """Return two Markdown tables of estimated and published times.
+
+    The first has one row per call, with the published time in ms and the ratios of the estimates to
+    it. The second has statistics of the ratios per target, cost model and kind of call.
+    """
     lines = [
         f"| chip | call | published | {' | '.join(MODELS)} | memory / published |",
         f"|---|---|---|{'---|' * len(MODELS)}---|",
@@ -187,7 +191,7 @@ def table() -> str:
 
 
 def described(row: PublishedCall) -> str:
-    """Return a description of a call: its function and its arguments, without block sizes."""
+    """Return a call's function and arguments as text, without block sizes."""
     arguments = {k: v for k, v in row.arguments.items() if k != "blocks"}
     sizes = "x".join(map(str, arguments.pop("shape")))
     others = "".join(f", {k} {v}" for k, v in arguments.items())

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what devices send each other, and along which mesh axes.
+"""The collectives of a compiled program, such as all-reduce: bytes sent, and mesh axes.
 
 Byte counts are the bytes that one device sends if a ring of n devices performs the collective, for
 arrays without padding:
@@ -39,7 +39,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
 _OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
 _HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
-_SLICE = 100_000  # libtpu's device ids in slice n start at n times this number
+_SLICE = 100_000  # in TPU slice n, libtpu numbers devices from n times this number
 _KIND_BETWEEN = {
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -63,7 +63,7 @@ class Collective:
       calls: the number of times it runs in one run of the program.
       bytes: the bytes that one device sends over all calls.
       overlaps: whether it runs at the same time as other work.
-      between_slices: whether it sends over the data center's network.
+      between_slices: whether it connects TPU slices, over the data center's network.
     """
 
     kind: str
@@ -115,7 +115,7 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def only_communicates(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction is a collective, a part of one, or a fusion made for one."""
+    """Return whether an instruction only communicates: a collective, or a part or fusion of one."""
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return True
     if instruction.opcode in _HOST_OPCODES:
@@ -131,7 +131,10 @@ _FoundCollective = tuple[dict[str, Instruction], Instruction, str, bool]
 
 
 def _collectives_of(module: Module, ran: Executed) -> Iterator[_FoundCollective]:
-    """Yield an executed instruction if it is a collective, or the collectives that it calls."""
+    """Yield the collectives of an executed instruction: itself, or those in its fusion.
+
+    Each has its computation, instruction, kind, and whether it overlaps with other work.
+    """
     instruction = ran.instruction
     if (kind := kind_of(instruction)) is not None:
         scope = module.computations[ran.computation]
@@ -175,7 +178,7 @@ def _bytes_sent(
 
 
 def _axes_in_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
-    """Return the sizes of the mesh axes within one slice."""
+    """Return the sizes of the mesh axes within one TPU slice."""
     slices = np.asarray(ids).reshape(tuple(mesh.values())) // _SLICE
     first = lambda axis: slices[tuple(slice(None) if a == axis else 0 for a in mesh)]
     return {axis: size // len(np.unique(first(axis))) for axis, size in mesh.items()}
@@ -184,7 +187,7 @@ def _axes_in_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int
 def _slice_collective(
     module: Module, ran: Executed, mesh: Mapping[str, int], ids: Sequence[int]
 ) -> Collective:
-    """Return the collective between slices to which a `send` to the host belongs."""
+    """Return the collective between TPU slices to which a `send` to the host belongs."""
     instruction, scope = ran.instruction, module.computations[ran.computation]
     transfer = _BETWEEN.search(instruction.attributes)
     assert transfer is not None
@@ -212,7 +215,7 @@ def _slice_collective(
 
 
 def _members(attributes: str) -> Groups:
-    """Return the device groups, or source-target pairs, in an instruction's attributes."""
+    """Return the groups of device ids, or source-target pairs, of a collective between slices."""
     if (product := _OF_SLICES.search(attributes)) is not None:
         slices, devices = (_numbers(text) for text in product.groups())
         return tuple(tuple(_SLICE * s + d for s in slices) for d in devices)
@@ -229,7 +232,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _overlaps_work(send: Instruction, scope: dict[str, Instruction]) -> bool:
-    """Return whether anything is computed between a `send` and the completion of its `recv`."""
+    """Return whether anything is computed from a `send` until the matching `recv` is complete."""
     rendezvous = _RENDEZVOUS.findall(send.attributes)
     answers = {
         name
@@ -282,7 +285,7 @@ def replica_groups(attributes: str, count: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which devices form `groups`, or ("?",) if no axes do."""
+    """Return the mesh axes along which the devices of each group differ; ("?",) if none match."""
     wide = [axis for axis, size in mesh.items() if size > 1]
     devices = np.arange(math.prod(mesh.values()))
     wanted = {frozenset(group) for group in groups}
@@ -303,7 +306,7 @@ def _groups_along(axes: Sequence[str], devices: np.ndarray, sizes: Mapping[str, 
 
 
 def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the source and target of any pair differ."""
+    """Return the mesh axes along which data moves between (source, target) pairs of devices."""
     shape = tuple(mesh.values())
     axes = set()
     for pair in pairs:
@@ -313,7 +316,7 @@ def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str
 
 
 def _cycles(pairs: list[tuple[int, ...]]) -> list[set[int]]:
-    """Return the sets of devices connected by `pairs`, directly or through other devices."""
+    """Return the sets of devices that (source, target) pairs connect, directly or indirectly."""
     together: dict[int, set[int]] = {}
     for pair in pairs:
         connected = set().union(*(together.get(device, {device}) for device in pair))

@@ -21,7 +21,7 @@ _ASYNCHRONOUS = ("-start", "-done", "-update")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one call of an instruction; all quantities are in cycles.
+    """The work of one call of an instruction; all times are in cycles.
 
     Attributes:
       kind: "kernel" for a Pallas kernel, "matmul", "asynchronous" for a copy that overlaps other
@@ -34,8 +34,8 @@ class Work:
         schedule already includes its products. For a kernel with a loop of unknown trip count, it
         is the time of the kernel's declared FLOPs at the fraction `Target.grouped` of the peak.
       hbm: the time of moving the instruction's bytes at the full HBM bandwidth.
-      parked: the time that it would take to move the operands and results that XLA keeps in VMEM if
-        they were in HBM.
+      parked: the time that moving operands and results would take from HBM, for those that XLA
+        keeps in VMEM.
     """
 
     kind: Literal["kernel", "matmul", "other", "asynchronous", "collective"]
@@ -78,7 +78,7 @@ CostModel = Callable[[Work], float]
 MODELS: Mapping[str, CostModel] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
-BEST_GUESS = "best guess"  # the model that reports show first
+BEST_GUESS = "best guess"  # the name of the cost model that reports show first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +115,9 @@ class KernelCost:
 class ProgramCost:
     """The cost that a program would have if all its arrays were in HBM.
 
-    XLA keeps arrays in VMEM if they fit, but within a larger model other arrays compete for that
-    space. Therefore `bytes` counts the traffic of every instruction, whether its arrays are in HBM
-    or VMEM, and leaves out copies from HBM to VMEM.
+    XLA keeps arrays of a small program in VMEM, but within a larger model other arrays compete for
+    that space. Therefore `bytes` counts the traffic of every instruction, whether its arrays are in
+    HBM or VMEM, and leaves out copies from HBM to VMEM.
 
     Attributes:
       bytes: the bytes read and written in one run.

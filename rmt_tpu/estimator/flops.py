@@ -45,7 +45,10 @@ def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
 
 
 def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) -> int:
-    """Count the (tap, output) pairs along a spatial axis where the tap reads data, not padding."""
+    """Count the multiplications along a spatial axis of a convolution, without those by padding.
+
+    A multiplication is a pair of a kernel entry (tap) and an output entry.
+    """
 
     def of(field: str, default: str) -> list[int]:
         values = window[field].split("x")[axis] if field in window else default

@@ -46,7 +46,11 @@ VMEM = 1
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array with its memory layout; `order` lists dimensions from the minor-most outwards."""
+    """An array with its memory layout.
+
+    `order` lists the dimensions from the fastest varying to the slowest, `tile` is the shape of the
+    tiles that divide the fastest dimensions, and `space` is 0 for HBM and 1 for VMEM.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -87,7 +91,15 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """An instruction of a compiled program."""
+    """An instruction of a compiled program.
+
+    Attributes:
+      name, opcode: its name in the program, and its operation.
+      arrays: its results.
+      operands: the names of the instructions whose results it reads.
+      attributes: the rest of its text.
+      is_root: whether its results are those of the computation.
+    """
 
     name: str
     opcode: str
@@ -113,7 +125,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, str]:
-        """Called computations by the attribute that names them, such as `body`."""
+        """The names of the called computations, keyed by attribute, such as `body` of a loop."""
         return dict(_CALLED.findall(self.attributes))
 
     @property
@@ -134,7 +146,7 @@ class Instruction:
 
     @property
     def kernel_body(self) -> str:
-        """The kernel's encoded program, which is equal for equal kernels."""
+        """The encoded program of a Pallas kernel, by which equal kernels are recognized."""
         found = self._attribute(_KERNEL_BODY)
         return self.name if found is None else found
 
@@ -187,7 +199,7 @@ class Module:
             raise ValueError("the HLO text has no ENTRY computation")
 
     def run(self) -> Iterator["Executed"]:
-        """Yield every instruction that runs, except those inside fusions, which run as one."""
+        """Yield every instruction that runs; a fusion counts as one instruction."""
         yield from self._run(self.entry, 1, 0)
 
     def _run(self, computation: str, times: int, depth: int) -> Iterator["Executed"]:
@@ -217,7 +229,7 @@ class Module:
         return next((i for i in inside if i.is_kernel), None)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return the trip count of a `while` that counts from 0 to a constant, or else None."""
+        """Return the trip count of a `while` loop from 0 to a constant, or None for other loops."""
         known = _TRIPS.search(loop.attributes)
         if known is not None:
             return int(known.group(1))
@@ -231,8 +243,8 @@ class Module:
     def traffic(self, computation: str, instruction: Instruction) -> Bytes:
         """Return the bytes that an instruction reads and writes.
 
-        An operand that is only sliced counts as its slices, and an array that is updated in place
-        counts as the update. An asynchronous copy counts at the instruction that starts it.
+        If an operand is only sliced, its slices count. If an array is updated in place, the update
+        counts. An asynchronous copy counts at the instruction that starts it.
         """
         opcode = instruction.opcode
         if _is_free(instruction):
@@ -252,9 +264,9 @@ class Module:
         return _declared(instruction, total) if opcode == "custom-call" else total
 
     def equality_key(self, computation: str, instruction: Instruction) -> Hashable:
-        """Return a key that is equal for instructions with equal computations on equal shapes.
+        """Return a key that is equal for instructions that do equal work on arrays of equal shapes.
 
-        The compiler schedules only one of several instructions with equal keys.
+        libtpu dumps the schedule of only one of several instructions with equal keys.
         """
         if instruction.is_kernel:
             return instruction.kernel_body
@@ -281,7 +293,7 @@ class Module:
         )
 
     def launches(self) -> int:
-        """Return how many instructions one run launches, without those that only name memory."""
+        """Return the number of instructions that one run launches, such as kernels and copies."""
         return sum(ran.times for ran in self.run() if not _is_free(ran.instruction))
 
     def moves_only(self, instruction: Instruction) -> bool:
@@ -352,7 +364,7 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """An instruction that runs, with the number of times that it does.
+    """An instruction of a program, with the number of times that it runs.
 
     Attributes:
       computation: the name of the computation that contains it.
@@ -383,7 +395,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _balanced(text: str, start: int) -> int:
-    """Return the index at which the parenthesis opened at `start` is closed."""
+    """Return the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -412,8 +424,8 @@ def _bits(dtype: str) -> int:
 def _declared(kernel: Instruction, total: Bytes) -> Bytes:
     """Return a kernel's declared traffic if it is less than `total`, the traffic of its operands.
 
-    Such a kernel reads only parts of its operands. The parts that it does not read belong to large
-    stacked arrays, which are in HBM.
+    A kernel with less traffic reads only parts of its operands. The parts that it does not read
+    belong to large stacked arrays in HBM, so HBM traffic is reduced.
     """
     declared = _ACCESSED.search(kernel.attributes)
     if declared is None or int(declared.group(1)) >= total.total:

@@ -17,6 +17,7 @@ from rmt_tpu.estimator.programs import lower
 
 Name = TypeVar("Name", bound=Hashable)
 Compiled = jax.stages.Compiled
+# The rounds that are not counted, the rounds that are, and the calls in one profile.
 _WARM_UP, ROUNDS, _CALLS = 2, 7, 5
 _CACHE = 2 * 128 * 2**20  # in bytes: twice the largest second-level cache of any device
 
@@ -24,9 +25,9 @@ _CACHE = 2 * 128 * 2**20  # in bytes: twice the largest second-level cache of an
 def measure(
     case: OpCase, direction: Direction, implementations: Sequence[str | None], device: jax.Device
 ) -> list[float]:
-    """Return one call's time in seconds per implementation, as the median of `ROUNDS` rounds.
+    """Return the seconds of one call for each implementation, as the median of `ROUNDS` rounds.
 
-    The implementations take turns in every round.
+    In every round, each implementation is called once.
 
     Args:
       case: the case to call.
@@ -45,9 +46,9 @@ def measure(
 def seconds_in_turn(
     programs: Mapping[Name, Compiled], arguments: Sequence[Any], donated: Sequence[int]
 ) -> dict[Name, list[float]]:
-    """Return the time in seconds of each of `ROUNDS` calls per program.
+    """Return, for each program, the times of `ROUNDS` calls in seconds.
 
-    The programs take turns, because the clock rate of a device may change over time.
+    The programs are called in turn, because the clock rate of a device may change over time.
 
     Args:
       programs: compiled programs by name; all take the same arguments.
@@ -108,7 +109,7 @@ def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], call
 
 
 def device_spans(folder: Path) -> list[tuple[float, float]]:
-    """Return (start, end) in seconds for each device event in a profile: TPU ops or GPU streams."""
+    """Return the (start, end) in seconds of each event on a TPU or a GPU in a saved profile."""
     spans = []
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -148,10 +149,10 @@ def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list
 def program_arguments(
     program: Compiled, arguments: Sequence[Any], donated: Sequence[int]
 ) -> list[Any]:
-    """Return the arguments in the program's layouts, with donated arguments copied.
+    """Return arguments for one call, in the program's layouts.
 
-    If the arguments are small, all of them are copied. Otherwise they would still be in the
-    device's cache from the previous call.
+    Donated arguments are copied, because a call overwrites them. Small arguments are all copied, so
+    that they are not still in the device's cache from the previous call.
     """
     small = sum(x.nbytes for x in jax.tree.leaves(list(arguments))) < _CACHE
     argument_lists = [

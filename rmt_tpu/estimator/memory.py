@@ -1,7 +1,7 @@
 """The contents of a device's memory at a program's peak memory use, read from XLA's dumps.
 
-XLA dumps its buffer assignment before it reports that a program does not fit in memory, so the
-contents are known even for a program that fails to compile for that reason.
+XLA dumps its buffer assignment before it reports that a program does not fit in memory. Therefore,
+the contents are known even for a program that does not fit.
 """
 
 import bisect
@@ -27,7 +27,7 @@ _PARAMETER = re.compile(r"\bparameter (\d+),")
 _SEQUENCE = re.compile(r"^    (\d+):(\S+)$")
 _LIFE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _INDEXED = re.compile(r"^(.*?)\{(\d+)[\d,]*\}$")
-# Instructions that only pass an array through; their results are named after that array.
+# Instructions that only pass an array through; their results get the name of that array.
 _PASSES = {
     "bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape", "transpose",
 }  # fmt: skip
@@ -93,7 +93,7 @@ class Assignment:
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Return the buffer assignment of the largest program in a dump folder, or None if empty."""
+    """Return the buffer assignment of the largest program in a dump folder, or None without one."""
     found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
     if not found:
         return None
@@ -178,7 +178,10 @@ def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], 
 
 
 def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int, int]]]:
-    """Return the instructions with their times, and the first and last time each value is used."""
+    """Return the instructions with their times, and each value's first and last time of use.
+
+    A time is a position in the order of execution.
+    """
     order, ranges = [], {}
     for line in text.splitlines():
         if line.startswith("  Live ranges at"):
@@ -218,7 +221,7 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
 
 
 def _without_overlaps(values: list[_Value]) -> Iterator[list[_Value]]:
-    """Yield groups of values that share a memory range; of overlapping ranges, keep the largest."""
+    """Yield groups of values that share a memory range; skip ranges that overlap a larger range."""
     places: dict[tuple[int, int], list[_Value]] = {}
     for value in values:
         places.setdefault((value.offset, value.size), []).append(value)
@@ -294,7 +297,7 @@ class _Names:
         return made_by.replace("\\'", "'")
 
     def vagueness(self, value: str) -> tuple[bool, int]:
-        """Return a sort key for values; the smallest key has the most informative name."""
+        """Return a sort key for values, by which the value with the clearest name comes first."""
         name = self.of(value)
         return _is_vague(name), -len(name)
 

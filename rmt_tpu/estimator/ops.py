@@ -1,4 +1,4 @@
-"""The ops that cost reports cover: calls at the sizes of the papers' models, and minimum costs.
+"""The ops of cost reports: test calls at the sizes of the papers' models, and minimum costs.
 
 To add an op, write a function here that returns its cases, and add the op's name to `OPS`.
 """
@@ -26,7 +26,7 @@ _ITEM = 2
 
 @dataclasses.dataclass(frozen=True)
 class MinimumWork:
-    """The minimum HBM traffic in bytes, with each array moved once, and the FLOPs."""
+    """The minimum HBM traffic of a call in bytes, with each array moved once, and its FLOPs."""
 
     bytes: int
     flops: int
@@ -57,13 +57,13 @@ class OpCase:
     carried: bool = False
 
     def work(self, direction: Direction) -> MinimumWork:
-        """Return the work of the forward pass, or for "training" of both passes together."""
+        """Return the minimum work of the forward pass, or, for "training", of both passes."""
         return self.forward if direction == "forward" else self.forward + self.backward
 
     def program(
         self, direction: Direction, implementation: str | None
     ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]]:
-        """Return a function to compile, the shapes of its arguments, and which of them are donated.
+        """Return a function to compile, its arguments' shapes, and which arguments are donated.
 
         For "training", the function also takes the cotangents of the results, and it returns the
         results and the gradients.
@@ -115,10 +115,11 @@ def lower_case(
 
 
 def _key_vector() -> list[OpCase]:
-    """Return key-vector cases: a write to a matrix residual and the reads of the next sublayer.
+    """Return cases of a write to a matrix residual, followed by the next sublayer's reads.
 
-    With R writes per site, attention needs P = 3R reads, and a feed-forward layer P = R. There are
-    cases of both kinds, with small and with large residuals.
+    A sublayer writes R vectors with key vectors. The next one reads P = 3R vectors if it is
+    attention, or P = R if it is a feed-forward layer. There are cases of both, with small and with
+    large residuals.
     """
     rmt = shapes.RMT_305M
     sizes = [rmt, rmt.before_feed_forward, shapes.RMT_134M, shapes.RMT_LARGE]
@@ -178,8 +179,9 @@ def _causal_attention(sizes: Heads) -> OpCase:
 def _depth() -> list[OpCase]:
     """Return the cases of depth attention.
 
-    They are a single site that attends to all blocks or sublayers, the two phases that the
-    Attention Residuals paper divides this into, and the sizes of Full AttnRes.
+    In some cases, one site (a sublayer's input) attends to all blocks or sublayers at once. In the
+    others, this happens in the two phases of the Attention Residuals paper, including the sizes of
+    its Table 1.
     """
     partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
     merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]
@@ -261,7 +263,7 @@ def _delta() -> list[OpCase]:
 
 
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
-    """Return what each schedule of Table 1 moves per sublayer, in units of D elements per token.
+    """Return the traffic per sublayer of each schedule of Table 1, in elements per token over D.
 
     Args:
       moved: maps the name of each case in `TABLE_1`, and `merge D=1024`, to the bytes that its

@@ -1,4 +1,4 @@
-"""Compilation of programs for absent devices, and the compiler's output.
+"""Compilation of programs for devices that need not be present, and the compiler's output.
 
 libtpu reads its options when it loads. Therefore each target has its own process, which compiles
 jobs one by one. A job names its function as `"package.module:function"`. The process calls
@@ -30,7 +30,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Attention kernels, whose schedules contain a branch with a mask and a branch without one.
+# The schedule of these kernels contains a branch with a mask and a branch without one. A step of
+# the kernel takes only one of them, so only the longer branch counts.
 from pallas_kernels.causal_attention.block_sizes import KERNELS as MASKED_KERNELS
 from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.estimator.memory import Assignment, read_assignment
@@ -39,7 +40,7 @@ from rmt_tpu.estimator.topology import Target, compiler_environment
 
 
 class CompilerError(RuntimeError):
-    """The compiler is missing, or it stopped without a result; the message is one line."""
+    """An error: the compiler is missing, or stopped without a result; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Program:
     Attributes:
       target: the target that it was compiled for.
       module: the compiled instructions.
-      schedules: maps names of kernels and fusions to their schedules, where libtpu dumped one;
-        equal kernels share one schedule.
+      schedules: maps names of kernels and fusions to the schedules that libtpu dumped; equal
+        kernels share one schedule.
       memory: maps each field of `jax.stages.Compiled.memory_analysis()` to bytes.
       seconds: the time that compilation took, in seconds.
       warnings: warnings issued during compilation, for example that a call has no kernel.
@@ -104,7 +105,7 @@ def compile_jobs(
     *,
     buffers: bool = False,
 ) -> Generator[Program | Failure, None, None]:
-    """Compile jobs one by one, and yield the outcome of each in the given order.
+    """Compile jobs one by one, and yield the outcome of each job in order.
 
     Args:
       target: the device to compile for.
@@ -124,7 +125,7 @@ def compile_jobs(
 
 
 class Worker:
-    """A process that compiles jobs for one target, one at a time; call `close` when done.
+    """A compiler process that takes jobs for one target, one at a time; call `close` when done.
 
     Args:
       target: the device to compile for.
@@ -313,9 +314,9 @@ def _check_installed(target: Target) -> None:
 
 
 def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
-    """Return schedules by instruction name, for all instructions that have a schedule.
+    """Return the schedules that libtpu dumped, by instruction name.
 
-    libtpu dumps only one of several identical instructions; the others share that schedule.
+    libtpu dumps the schedule of only one of several identical instructions; all of them share it.
     """
     parsed, keys = {}, {}
     for ran in module.run():

@@ -1,9 +1,9 @@
 """Functions with published TPU times, which `calibrate` compiles.
 
-tokamax publishes times for plain XLA functions and for its own kernels. The functions here compute
-the same as those XLA functions, in plain JAX and in the same order of operations, without tokamax.
-Only `attention_kernel` needs tokamax, because it calls the kernel that was timed. Each function
-takes a device of a topology description and returns the lowered call.
+The project tokamax publishes times of plain XLA functions and of its own kernels. The functions
+here repeat these XLA functions in plain JAX, with the same operations in the same order. Only
+`attention_kernel` needs tokamax, because it calls the kernel that was timed. Each function takes a
+device of a topology description and returns the lowered call.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def cross_entropy_gradient(
 ) -> jax.stages.Lowered:
     """Lower (for compilation) the gradients of `cross_entropy`.
 
-    They use the saved log-sum-exp of each token, and recompute the logits.
+    The logits are computed again, and the log-sum-exp of each token is an argument.
     """
 
     def call(x, labels, w, log_sums, gradient):
@@ -112,7 +112,7 @@ def causal_attention(device: jax.Device, shape: Sequence[int]) -> jax.stages.Low
 
 
 def causal_attention_gradient(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Lower (for compilation) the gradients of `causal_attention`; they rerun the forward pass."""
+    """Lower (for compilation) the gradients of `causal_attention`, after a second forward pass."""
 
     def call(q, k, v, gradient):
         return jax.vjp(_attend, q, k, v)[1](gradient)

@@ -1,4 +1,4 @@
-"""Reports that compare the cost of each op's kernel with that of its portable (plain JAX) form."""
+"""Reports that compare the cost of each op's kernel with the op in plain JAX (portable form)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class OpRow:
 
     @property
     def speedups(self) -> list[float]:
-        """The `speedup` by each cost model, in ascending order; empty if the row is measured."""
+        """The `speedup` by each cost model, in ascending order; empty without estimates."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model
@@ -76,7 +76,7 @@ class OpRow:
         return self.work.bytes / seconds / self.bandwidth
 
     def json(self) -> dict[str, Any]:
-        """Return all fields and the figures derived from them, as JSON values."""
+        """Return all fields, the speedup and the shares of bandwidth, as JSON values."""
         return dataclasses.asdict(self) | {
             "speedup": self.speedup,
             "bandwidth_use": self.bandwidth_use(self.seconds),
@@ -90,7 +90,7 @@ def estimate(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Estimate the calls of ops on a TPU.
+    """Estimate the time of calls of ops on a TPU that need not be present.
 
     Args:
       ops: the names of the ops.
@@ -146,7 +146,7 @@ def time_ops(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Time the calls of ops on this machine's device; `only` names the cases, or None for all."""
+    """Time calls of ops on a device of this machine; `only` names the cases, None means all."""
     known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []
@@ -230,7 +230,7 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
     """Return a Markdown table of the elements that depth attention moves per token and sublayer.
 
     The table has the schedules in Table 1 of the Attention Residuals paper, for each chip that has
-    rows for all the necessary cases. It is "" if there is no such chip.
+    rows for all the necessary cases. The result is "" if there is no such chip.
     """
     paper = {"Block, two-phase": 5.5, "Full, two-phase": 24}
     lines = []

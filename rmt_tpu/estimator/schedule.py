@@ -12,10 +12,10 @@ finished the previous product. `_stalled` simulates these stalls.
 
 The model ignores bank conflicts in VMEM, latencies, the time to issue DMAs, and the first and last
 steps of the pipeline. A region under a condition counts as executed. For a kernel that takes one of
-several branches, however, only the longest of adjacent conditional regions counts. The model also
-does not wait for the results of products: with the latencies that libtpu states, estimates were up
-to 2.3 times the measured times; without them, they are close to the measured times (see
-`calibration`).
+several branches, however, only the longest of adjacent conditional regions counts. The model does
+not wait for the results of products either. With the latencies that libtpu states, estimates were
+up to 2.3 times the measured times; without these latencies, they are close to the measured times
+(see `calibration`).
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
 # The minimum number of bundles that execute after a branch before the branch is taken.
 _DELAY_SLOTS = 4
-# The number of iterations to simulate; by the last one, stalls carried over from earlier
-# iterations are included.
+# The number of iterations of a loop to simulate. The last one counts, because it includes the
+# stalls that earlier iterations cause.
 _ITERATIONS = 4
 
 
@@ -112,7 +112,7 @@ class Schedule:
 
     @property
     def mxu_cycles(self) -> int:
-        """The minimum time for the matrix products: the cycles in which the busiest unit works."""
+        """The minimum time of the matrix products: the cycles in which the busiest MXU works."""
         return sum(loop.mxu_cycles * times for loop, times in self.program.walk())
 
     @property
@@ -122,7 +122,7 @@ class Schedule:
 
     @property
     def unit_use(self) -> dict[str, float]:
-        """The fraction of each functional unit's slots that are used over all `cycles`."""
+        """The fraction of each functional unit's issue slots that are used, over all `cycles`."""
         used = Counter()
         for loop, times in self.program.walk():
             used.update({unit: n * times for unit, n in loop.units.items()})
@@ -221,7 +221,7 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
 
 
 def _skipped_bundles(bundles: list[_Bundle]) -> frozenset[int]:
-    """Return the bundles to leave out: all but the longest of adjacent conditional regions."""
+    """Return the bundles to skip: those of all but the longest of adjacent conditional regions."""
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
     }
@@ -265,7 +265,7 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
         sources = _sources(old, text)
         starts = [start for now, start, _ in phis if now == sources[-1]]
         header = head
-        # The counter is carried between iterations in memory, without a phi instruction.
+        # Without a phi instruction, the loop counter is kept in a spill slot between iterations.
         if not starts and sources[-1] in steps:
             header = text
             spill_slots = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
@@ -284,7 +284,7 @@ def _text(bundles: list[_Bundle]) -> str:
 
 
 def _sources(register: str, text: str) -> list[str]:
-    """Return a register and the registers or spill slots that it is a copy of, the origin last."""
+    """Return a register and those that it was copied from in turn, the original register last."""
     copies = dict(_COPY.findall(text))
     stores = [(found.start(), *found.groups()) for found in _SPILL.finditer(text)]
     for found in _FILL.finditer(text):

@@ -1,10 +1,11 @@
 """Search for a kernel's block sizes: compile candidates, rank them, time the best, accept one.
 
-This module neither compiles nor times: the functions that do so, and the clock, are passed in. The
-first candidate is always the default block sizes, which a rule computes from the problem's size;
-they also win every tie. Each next candidate is the untried one that is most similar to the best so
-far. A kernel may have some hundred candidates, and compiling one takes seconds; in this order,
-about twenty compilations suffice to find the best.
+A candidate is one choice of block sizes. This module neither compiles nor times: the functions that
+do so, and the clock, are passed in. The first candidate is always the default block sizes, which a
+rule computes from the sizes of the arrays; they also win every tie. The next candidate is always
+the untried candidate that is most similar to the best so far. A kernel may have some hundred
+candidates, and compiling one takes seconds; in this order, about twenty compilations suffice to
+find the best.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Blocks = Any
-# The minimum gains over the default, as fractions of its time, at which a candidate is accepted.
+# A candidate is accepted if it saves at least this fraction of the default block sizes' time. A
+# measured gain must also be at least SPREADS times the spread of the default's times.
 ESTIMATED_GAIN = 0.05
 MEASURED_GAIN = 0.02
 SPREADS = 3
@@ -38,7 +40,7 @@ Fate = Literal[
 
 
 class Rating(NamedTuple):
-    """The compiler's estimate of how fast a candidate is.
+    """The compiler's estimate of how fast a candidate (a choice of block sizes) is.
 
     Attributes:
       seconds: the estimated time of a call in seconds, or None if unknown.
@@ -55,14 +57,14 @@ class Rating(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The reason why a candidate did not compile."""
+    """The reason why a candidate did not compile, as a `Fate` and as text."""
 
     fate: Fate
     why: str
 
 
 class Timing(NamedTuple):
-    """The times of a candidate's calls on a device in seconds, or why it must not be used."""
+    """The seconds of a candidate's calls on a device, or what is wrong with its results."""
 
     seconds: tuple[float, ...] = ()
     wrong: str = ""
@@ -92,7 +94,7 @@ class Trial:
 
     @property
     def is_bound(self) -> bool:
-        """Whether no block sizes can be clearly faster, because moving the bytes takes as long."""
+        """Whether no block sizes can be clearly faster, because memory traffic takes this long."""
         return self.estimate is not None and self.estimate * (1 - ESTIMATED_GAIN) < self.floor
 
     @property
@@ -103,7 +105,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The result of one search.
+    """The result of one search for a kernel's block sizes.
 
     Attributes:
       default: the trial of the default block sizes.
@@ -134,7 +136,7 @@ class SearchResult:
 
     @property
     def gain(self) -> float | None:
-        """The fraction of the default's time that the best trial saves, or None without times."""
+        """The fraction of the default block sizes' time that the best trial saves, or None."""
         if not self.default.time or not self.best.time:
             return None
         return 1 - self.best.time / self.default.time
@@ -184,9 +186,9 @@ def search(
       top: the number of candidates to time in addition to the default.
     """
     known, grows = known or {}, tuple(grows)
-    # With a device, candidates that an earlier search ruled out by estimates are tried again,
-    # because they may be fast on the device. The default is always compiled, because its time is
-    # needed.
+    # Without a device, only the default block sizes are tried again if an earlier search ruled them
+    # out by an estimate, because their time is needed. With a device, all such candidates are tried
+    # again, because they may be fast there.
     retried = candidates if time is not None else candidates[:1]
     ruled_out = {b for b in retried if b in known and known[b].fate == "no faster"}
     trials = {b: known[b] for b in candidates if b in known and b not in ruled_out}
@@ -232,13 +234,13 @@ def search(
 
 
 def _timed(trial: Trial, timing: Timing) -> Trial:
-    """Return the trial with its times on a device, or with what is wrong with its results."""
+    """Return the trial with its times on a device, or with the fate "wrong"."""
     fate = "wrong" if timing.wrong else "timed"
     return dataclasses.replace(trial, fate=fate, why=timing.wrong, seconds=tuple(timing.seconds))
 
 
 def trials_to_time(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
-    """Return the trials to time: the default, and up to `top` others that may be the fastest."""
+    """Return the trials to time on a device: the default, and up to `top` promising others."""
     others = [t for t in trials if t.fate in ("compiled", "unrated", "timed") and t != default]
     rated = sorted((t for t in others if t.estimate is not None), key=lambda t: t.estimate)
     near = [t for t in rated if t.estimate <= _HOPEFUL * rated[0].estimate]

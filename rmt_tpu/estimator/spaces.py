@@ -1,6 +1,6 @@
-"""The tuning spaces of kernels: candidate block sizes, and a call that runs little but the kernel.
+"""The tuning space of each kernel: its candidate block sizes, and a call to compile or time.
 
-To add a kernel, add an entry to `SPACES`.
+The call does little besides running the kernel. To add a kernel, add an entry to `SPACES`.
 """
 
 import dataclasses
@@ -41,7 +41,15 @@ _EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A kernel to tune, at one size and on one kind of device."""
+    """A kernel to tune, for arrays of one size, on one kind of device.
+
+    Attributes:
+      device: the kind of device, as in the tuned tables, like "tpu_v5_lite".
+      platform: the platform of the device, "tpu" or "cuda".
+      kernel: the name of the kernel.
+      key: the sizes and dtypes that block sizes depend on, by name.
+      tokens: the number of tokens, or of tokens per sequence.
+    """
 
     device: str
     platform: Platform
@@ -56,7 +64,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """A one-line name of the problem."""
+        """The kernel, sizes and tokens as one line of text."""
         return f"{self.kernel} {' '.join(f'{k}={v}' for k, v in self.key)} tokens={self.tokens}"
 
     def default(self) -> tuned.Blocks | None:
@@ -65,7 +73,7 @@ class Problem:
             return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:
-        """Return the default block sizes, then all others whose computed memory use fits."""
+        """Return all candidates whose computed memory use fits, the default block sizes first."""
         default, key = self.default(), dict(self.key)
         space = SPACES[self.platform, self.kernel]
         others = []
@@ -76,11 +84,11 @@ class Problem:
         return [default, *dict.fromkeys(others)]
 
     def bytes(self) -> int:
-        """Return the bytes that must be moved with any block sizes."""
+        """Return the bytes that the kernel must move, whatever its block sizes."""
         return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
-        """Return the entry of a table that records `blocks` for this problem."""
+        """Return a table entry that assigns block sizes to this kernel, size and device."""
         return tuned.Entry(
             self.device,
             self.kernel,
@@ -139,14 +147,14 @@ class Space:
 
 
 def problem_of(look: tuned.Look) -> Problem:
-    """Return the problem of a look-up in the tuned tables."""
+    """Return the tuning problem that a look-up in the tuned tables asks about."""
     return Problem(look.device, look.kernel.platform, look.kernel.name, look.key, look.tokens)
 
 
 def lower_candidate(
     device: jax.Device, problem: Mapping[str, Any], blocks: Values
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) a problem's call, for a device that need not be present.
+    """Lower (for compilation) a kernel with a candidate's block sizes, for an absent device.
 
     Args:
       device: a device of the problem's kind.

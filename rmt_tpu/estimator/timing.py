@@ -11,20 +11,20 @@ from rmt_tpu.estimator.measure import Compiled, draw, program_arguments, seconds
 from rmt_tpu.estimator.search import Timing
 from rmt_tpu.estimator.spaces import SPACES, Problem, TuningCall, lower_call
 
-# _WORSE: the maximum ratio of a candidate's error to the error of the default block sizes, which
-# tests compare with float64. _ROUNDING: an error relative to the array's largest value that counts
-# as rounding and is always allowed.
+# _WORSE: the maximum ratio of a candidate's error to the error of the default block sizes, whose
+# results are tested against float64. _ROUNDING: an error, relative to the largest value of the
+# array, that counts as rounding and is always allowed.
 _WORSE, _ROUNDING = 2.0, 1e-5
 
 
 def time_candidates(
     problem: Problem, candidates: Sequence[tuned.Blocks], device: jax.Device
 ) -> dict[tuned.Blocks | None, Timing]:
-    """Check and time candidates; the default block sizes come first.
+    """Check the results of candidate block sizes, and time them and plain JAX.
 
-    The candidates and plain JAX, which has the key None, take turns. A candidate is not timed if
-    the difference of its results from those of plain JAX is too large compared with the same
-    difference for the default block sizes.
+    The first candidate is the default block sizes. A candidate is not timed if its results differ
+    too much from those of plain JAX, compared with the results of the default block sizes. The
+    programs are called in turn. In the returned dict, plain JAX has the key None.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = draw(call.arguments, call.counts)

@@ -1,4 +1,4 @@
-"""Devices that programs can be compiled for in their absence, with the cost model's parameters.
+"""Devices that programs can be compiled for without the device, and their figures for estimates.
 
 Clock rates follow from XLA's own cycle estimates and the makers' figures for peak FLOP/s.
 Bandwidths are the makers' figures. Matrix-unit timings come from libtpu's critical-path dumps,
@@ -48,7 +48,7 @@ class Target:
       name: the name of the generation.
       topology: the name of the topology, like "v5e:2x2".
       accelerator_type: libtpu's name for the topology, or the compute capability of a GPU.
-      cores: the number of cores that contribute to the peak FLOP/s; it is used for nothing else.
+      cores: the number of cores that contribute to the peak FLOP/s, which is its only use.
       clock: the clock rate of a core in Hz.
       bandwidth: the HBM bandwidth in bytes/s.
       vmem: the bytes of a core's VMEM.
@@ -125,7 +125,7 @@ _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30
-_HOST = 4  # maximum chips per host, for topologies where libtpu does not know it
+_HOST = 4  # chips per host; libtpu needs the number for topologies with fewer chips
 
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:

@@ -1,4 +1,4 @@
-"""Ratings of a kernel's candidate block sizes, by compiling each within a time limit."""
+"""Ratings of a kernel's candidate block sizes, each compiled within a time limit."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ _REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
 
 
 class Compiler:
-    """Compiles and rates candidate block sizes for one target; call `close` when done.
+    """A compiler that rates candidate block sizes for one target; call `close` when done.
 
     Args:
       target: the target to compile for.
@@ -49,11 +49,11 @@ class Compiler:
         self._worker = Worker(target)
 
     def close(self) -> None:
-        """Stop the process that compiles."""
+        """Stop the compiler's process."""
         self._worker.close()
 
     def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:
-        """Compile and rate a candidate; a crash or timeout affects only that candidate."""
+        """Compile and rate a candidate; a compiler that crashes or is too slow gives a refusal."""
         problem_fields = dataclasses.asdict(problem) | {"key": dict(problem.key)}
         arguments = {"problem": problem_fields, "blocks": tuned.fields(blocks)}
         job = Job("rmt_tpu.estimator.spaces:lower_candidate", arguments)
@@ -82,7 +82,7 @@ def _refusal(failure: Failure) -> Refusal:
 
 
 def tpu_rating(program: Program, needed: int) -> Rating:
-    """Rate a TPU program by the longer of schedule time and HBM time, over all its kernels.
+    """Rate a TPU program by the time of its kernels: the longer of schedule and HBM traffic.
 
     `needed` is the number of bytes that must be moved with any block sizes.
     """
@@ -111,8 +111,8 @@ def tpu_rating(program: Program, needed: int) -> Rating:
 def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
     """Rate a GPU kernel by its memory traffic, concurrent warps and spilled registers.
 
-    The estimated time is that of moving the bytes, times a penalty for few concurrent warps and a
-    penalty for spills. It is used only to rank candidates.
+    The estimated time is the time to move the bytes, times a penalty for few concurrent warps and a
+    penalty for spills. The estimate is used only to rank candidates.
 
     Args:
       use: the resources that the kernel uses, or None if unknown.

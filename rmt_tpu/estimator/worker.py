@@ -29,7 +29,8 @@ from rmt_tpu.estimator.memory import DUMPS
 _SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
-# Maximum characters of a compiler message to keep: a whole program may follow its first lines.
+# The maximum number of characters of a compiler message to return, because some messages contain
+# a whole program.
 _MESSAGE = 400
 
 

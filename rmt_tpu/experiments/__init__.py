@@ -1,1 +1,1 @@
-"""The papers' experiments: the runs or computations of each, and the page with its results."""
+"""The papers' experiments: what each trains or computes, and the page with its results."""

@@ -7,12 +7,12 @@ from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
 
-# The flag for the chip for which kernels and steps are estimated.
+# The flag that names the chip for estimates of kernels and steps.
 _TARGET = "--targets=v5e"
 
 
 def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
-    """Return the report commands for two presets: the cost of their steps by part, and memory."""
+    """Return commands that report the cost by part and the memory of two presets' train steps."""
     report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
     memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
     return [report, *memory]
@@ -64,8 +64,8 @@ def _smallest(scale: Scale) -> Plan:
 def _tasks(scale: Scale, run_of) -> list[list[str]]:
     vector, matrix = (run_of(arm.name) for arm in _largest(scale).arms)
     command = ["evaluate", f"--workdir={matrix}", f"--against={vector}"]
-    # A tiny model's tokens are bytes, so the tasks' documents are longer than its training windows.
-    # ALiBi allows longer inputs, because it has no last position.
+    # The tokens of tiny models are bytes, so documents of tasks are longer than training windows.
+    # ALiBi has no last position, so that these models can read longer inputs.
     return [[*command, "--max_length=512"] if scale == "tiny" else command]
 
 
@@ -228,7 +228,8 @@ def experiment(name: str) -> Experiment:
 
 # The chips for which hours are reported, and the fraction of peak FLOP/s assumed for them.
 _CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
-# The FLOP/s that two CPU cores reach on tiny models, from the ladder in docs/results.md.
+# The FLOP/s that two CPU cores reach on tiny models, from the experiment `ladder` in
+# docs/results.md.
 _CPU = 1.2e10
 
 

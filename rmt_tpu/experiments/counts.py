@@ -13,8 +13,8 @@ from rmt_tpu.experiments.plan import Page, tokens
 SEQ_LEN = 512
 _SIZES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
-# _FLOPS: by preset, the FLOPs on 6.04e9 tokens in Table 4. _PRINTED: by preset, the parameters and
-# training tokens in Tables 8 and 9. All are as printed in the paper.
+# Figures that the paper prints, by preset. _FLOPS: the training FLOPs on 6.04e9 tokens in Table 4.
+# _PRINTED: the parameters and training tokens in Tables 8 and 9.
 _FLOPS = {"gpt2-405m": 1.18e19, "rmt-305m": 8.45e18}
 _PRINTED = {
     "gpt2-49m": (49e6, 212e6), "gpt2-160m": (160e6, 1.7e9), "gpt2-260m": (260e6, 3.5e9),
@@ -25,7 +25,7 @@ _PRINTED = {
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """A model in Figure 1: the size of the residual, the parameter count, and the FLOPs per token.
+    """A point in Figure 1: a model's residual size, parameter count and FLOPs per token.
 
     FLOPs are those of the forward pass. Parameters and FLOPs include the embeddings.
     """
@@ -36,7 +36,7 @@ class ModelCounts:
 
 
 def model_counts(config: ModelConfig) -> ModelCounts:
-    """Return a model's counts, including embeddings, at the sequence length of Figure 1."""
+    """Return a model's counts, including embeddings, for the sequence length of Figure 1."""
     return ModelCounts(
         config.residual_size,
         sum(cost.parameters(config).values()),

@@ -7,7 +7,7 @@ respect to the output have variance 1, then
     retrieval of an RMT   z^p = w^p . X             Var z = D_k Var w     Var dX = P Var w
     a Transformer's       y = W x                   Var y = in Var w      Var dx = out Var w
 
-with R writes and P reads per site. The shapes are those of GPT-2 medium: 16 heads of size 64, a
+with R writes and P reads per sublayer. The shapes are those of GPT-2 medium: 16 heads of size 64, a
 feed-forward size D_FF of 4096, and a key size D_k of 64.
 """
 
@@ -22,12 +22,12 @@ _WIDTH = _HEADS * _HEAD_DIM
 
 
 class LayerOperation(NamedTuple):
-    """An operation of a layer, with the paper's figures for it.
+    """A write to the residual or a read from it, with the variances that the paper prints.
 
     Attributes:
-      layer, operation, model: its names in Table 2.
-      out_of, into: the fan-in and fan-out of its weight. For key vectors, they are the numbers of
-        terms (entries or data vectors) that the forward and the backward pass sum.
+      layer, operation, model: the names in Table 2, such as "ATTN", "storage" and "RMT".
+      out_of, into: the fan-in and fan-out of the weight. For key vectors, these are the numbers of
+        terms (entries or data vectors) in a sum of the forward and of the backward pass.
       printed: the variance ratios printed in Table 2, for the forward and the backward pass.
     """
 
@@ -96,13 +96,15 @@ def simulate(operation: LayerOperation, *, draws: int = _DRAWS, seed: int = 0) -
 
 
 def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ...]]:
-    """Return a function of a weight [into, out_of] and inputs, and the input shape per token."""
+    """Return the operation as a function of weight [into, out_of] and inputs.
+
+    The second result is the shape of one token's input.
+    """
     import jax.numpy as jnp
 
     if operation.model == "Transformer":
         return (lambda w, x: x @ w.T), (operation.out_of,)
-    # A storage sums R data vectors, and a retrieval sums D_k rows of the residual, so both are the
-    # same product.
+    # A storage sums R data vectors, and a retrieval D_k rows of the residual, with the same code.
     return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (operation.out_of, _HEAD_DIM)
 
 

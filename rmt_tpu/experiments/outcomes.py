@@ -29,12 +29,12 @@ class Estimate(NamedTuple):
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the 95% interval excludes 0."""
+        """Whether the 95% interval of the mean excludes 0."""
         return abs(self.mean) > self.half
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of `values`, one per seed, with the half-width of its interval."""
+    """Return the mean of `values`, one per seed, with the half-width of its 95% interval."""
     from scipy import stats
 
     count = len(values)
@@ -47,7 +47,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """The results of an arm's runs.
+    """The results of an arm (a model of an experiment), over the runs with all seeds.
 
     Attributes:
       arm: the arm, with the learning rate that its runs used.
@@ -69,12 +69,12 @@ class ArmOutcome:
 
     @property
     def mean(self) -> float:
-        """The mean loss over seeds."""
+        """The mean over seeds of the final held-out loss, in nats per token."""
         return math.fsum(self.losses) / len(self.losses)
 
     @property
     def complete(self) -> bool:
-        """Whether no run diverged."""
+        """Whether the runs with all seeds ended without divergence."""
         return None not in self.losses
 
 
@@ -95,9 +95,10 @@ def arm_outcome(arm: Arm, records: Sequence[Record]) -> ArmOutcome:
 
 
 def differences(outcome: ArmOutcome, base: ArmOutcome) -> list[float]:
-    """Return the losses of `outcome` minus those of `base`, by seed; empty if any run diverged.
+    """Return an arm's final losses minus those of another arm, `base`, seed by seed.
 
-    If one of the two has fewer seeds, these are the first seeds of the other.
+    The list is empty if a run of either arm diverged. If one of the arms has fewer seeds, these are
+    the first seeds of the other arm.
     """
     if not (outcome.complete and base.complete):
         return []
@@ -133,7 +134,7 @@ def paired_test(found: Sequence[float]) -> PairedTest:
     p = float(2 * stats.t.sf(t, freedom)) if of.mean else 1.0
 
     def lacks(shift: float) -> float:
-        """Return the power minus 0.8 if the true mean is `shift` standard errors from 0."""
+        """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
         return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is negligible: below 1e-8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
@@ -154,9 +155,9 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def share_of_tokens(outcome: ArmOutcome, base: ArmOutcome) -> float | None:
-    """Return the fraction of `base`'s tokens that `outcome` needs to reach `base`'s final loss.
+    """Return the fraction of the tokens of `base` that `outcome` needs for the same final loss.
 
-    This is the quantity in Table 3 of the RMT paper. Between evaluations, losses are interpolated
+    Table 3 of the RMT paper has this fraction. Between evaluations, losses are interpolated
     linearly in log(tokens). The result is the mean over seeds, or None if a seed does not reach the
     loss.
     """
@@ -186,14 +187,14 @@ class Fit(NamedTuple):
     intercepts: list[float]
 
     def at(self, x: int | float) -> list[float]:
-        """Return the loss that each seed's fit predicts at `x`."""
+        """Return the loss that the fit of each seed predicts at `x`."""
         return [
             math.exp(b + a * math.log(x))
             for a, b in zip(self.slopes, self.intercepts, strict=True)
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return, for each seed, the x at which its fit reaches the loss given for that seed."""
+        """Return, for each seed, the x at which the fit reaches that seed's loss in `losses`."""
         return [
             math.exp((math.log(loss) - b) / a)
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)
@@ -218,7 +219,7 @@ def fit(outcomes: Sequence[ArmOutcome], x: str) -> Fit | None:
 
 
 def by_system(outcomes: Sequence[ArmOutcome]) -> dict[str, list[ArmOutcome]]:
-    """Group outcomes by system, in the order in which the systems first occur."""
+    """Group outcomes by system (kind of residual), in the order of first occurrence."""
     found: dict[str, list[ArmOutcome]] = {}
     for o in outcomes:
         found.setdefault(o.arm.system, []).append(o)

@@ -12,16 +12,17 @@ from rmt_tpu.runs.plots import line_style
 
 
 def draw(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw the results of a plan in the form that suits the plan, and return the figure.
+    """Draw the results of an experiment's plan, and return the figure.
 
-    The form is a ladder of model sizes, losses over one varied size, or differences between arms.
+    A plan with fits gets losses by model size, a plan that varies one size gets losses over that
+    size, and any other plan gets differences between its arms (models).
     """
     draw_form = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
     return draw_form(plan, outcomes)
 
 
 def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw losses over FLOPs and over weights with fits, and differences from the first system."""
+    """Draw losses over FLOPs and weights with fits, and differences from the first system."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.8), layout="constrained")
@@ -109,7 +110,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
 
 def _draw_differences(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw one row per arm, with its difference, the interval, and the paper's difference."""
+    """Draw one row per arm (model): its difference in loss with the interval, and the paper's."""
     from matplotlib.figure import Figure
 
     by_name = {o.arm.name: o for o in outcomes}

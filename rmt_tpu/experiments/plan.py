@@ -1,4 +1,4 @@
-"""The definition of experiments: arms (models that are trained once per seed), or computations."""
+"""The definition of experiments, which train arms (models, once per seed) or compute figures."""
 
 import itertools
 import math
@@ -46,8 +46,8 @@ class Arm:
       against: the name of the arm that its loss is compared with, seed by seed, or None.
       x: the value of the varied size, in an experiment that varies one size.
       paper: the loss that the paper reports for this model.
-      grows_from: the value of D_k for the first quarter of the steps, which train at the peak
-        learning rate. None means the config's D_k for all steps.
+      grows_from: the number of key slots D_k of the residual matrix during the first quarter of
+        the steps, which train at the peak learning rate. None means the config's D_k for all steps.
       searches: the names of the searches to use instead of the system's. With several, the
         geometric mean of their best points is used.
       num_seeds: the number of the plan's seeds to train with, from the first; None means all.
@@ -89,7 +89,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def searches_of(self, arm: Arm) -> tuple[str, ...]:
-        """Return the names of the searches that determine the values of an arm."""
+        """Return the names of the searches whose best values an arm uses."""
         return arm.searches or tuple(name for name in self.searches if name == arm.system)
 
 
@@ -113,11 +113,11 @@ class Experiment:
     """An experiment: a table or figure of the papers, or a question that neither paper asks.
 
     Attributes:
-      name: its name on the command line.
-      shows: a one-line description.
+      name: the experiment's name on the command line.
+      shows: a one-line description of the results.
       source: the paper, and the table or figure in it.
-      plan: a function that returns the plan of its runs at a scale, or None if nothing is trained.
-      compute: a function that computes its page without training, or None.
+      plan: a function that returns the plan of runs at a scale, or None if nothing is trained.
+      compute: a function that computes the page of results without training, or None.
       reports: a function that returns commands of other recipes, whose output is added to the page.
         Its arguments are the scale and a function that returns the folder of an arm's first run.
         None means no reports.
@@ -141,7 +141,7 @@ def with_rate(config: RunConfig, rate: float) -> RunConfig:
 
 
 def points(**values: Sequence[float]) -> tuple[Point, ...]:
-    """Return all combinations of the given values, as in `points(rate=..., depth_rate=...)`."""
+    """Return all combinations of values for the learning rate (`rate`) and `depth_rate`."""
     paths = {"rate": RATE, "depth_rate": DEPTH_RATE}
     return tuple(
         dict(zip([paths[name] for name in values], point, strict=True))
@@ -150,7 +150,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def geometric_mean(found: Sequence[Point]) -> Point:
-    """Return the geometric mean of points that set the same paths."""
+    """Return the geometric mean, path by path, of points that set the same config paths."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]

@@ -1,6 +1,6 @@
 """Records of finished runs, read from their folders or from a file with one JSON line per run.
 
-The file is small and can be kept with the code. The same command on another machine then trains
+The file is small and can be kept with the code, so that the same command on another machine trains
 only the remaining runs. A line identifies its run by a digest of the training text and of all
 config values that affect results. It also contains the software versions and the commit that the
 run used.
@@ -21,7 +21,7 @@ from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training import depth_rate
 from rmt_tpu.training.run import resolve_auto
 
-# Fields that may change when a run is resumed, but that must be in the digest, because they
+# Config paths that may change when a run is resumed, but that are part of the digest, because they
 # determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
 _WAITS = (0.3, 1.0, 3.0)  # seconds between attempts to write a file in a bucket
@@ -52,7 +52,7 @@ class Records:
     Args:
       folder: the folder that contains the file.
       name: the name of the file, which need not exist yet.
-      text: the checksum of the training tokens.
+      text: the checksum of the training tokens, which is part of every digest.
 
     Raises:
       RunError: a line cannot be read.
@@ -83,7 +83,7 @@ class Records:
             self._found[digest] = record
 
     def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
-        """Return the record of a run, or None if there is none.
+        """Return the record of a run, or None if the file has no record of it.
 
         Args:
           config: the config of the run.

@@ -1,8 +1,8 @@
 """Plans that vary the number of slots D_k of a matrix residual, or increase it during training.
 
-Tiny models use the standard parametrisation, with a learning-rate search for their D_k. They do not
-use muP, because muP divides the learning rate of the keys that read by D_k, which would change what
-is compared.
+Tiny models use the standard parametrisation, with learning-rate searches at several D_k. They do
+not use muP, because it divides the learning rate of the read keys by D_k, so that models with
+different D_k would also differ in this rate.
 """
 
 from rmt_tpu.config import RunConfig, overrides
@@ -30,7 +30,7 @@ def _config(key_dim: int) -> RunConfig:
 
 
 def _searches(key_dim: int) -> tuple[str, ...]:
-    """Return the search for `key_dim`, or the nearest searches below and above it, by name."""
+    """Return the name of the search at D_k = `key_dim`, or of the nearest below and above it."""
     if key_dim in _SEARCHED:
         return (_name(key_dim),)
     below = [size for size in _SEARCHED if size < key_dim][-1:]
@@ -39,7 +39,7 @@ def _searches(key_dim: int) -> tuple[str, ...]:
 
 
 def rmt_key_dim(scale: Scale) -> Plan:
-    """Return the plan of Figure 6 (RMT): larger residuals with the same weights and FLOPs."""
+    """Return the plan of the RMT paper's Figure 6: larger residuals at equal weights and FLOPs."""
     axis = "numbers in a token's residual, D_k D_v"
     if scale == "tiny":
         plain = f"transformer-{_WIDTH}-standard"
@@ -74,8 +74,8 @@ def rmt_key_dim(scale: Scale) -> Plan:
 def growth(scale: Scale) -> Plan:
     """Return the plan of a run whose D_k grows to four times its size after a quarter of the steps.
 
-    For comparison, it has arms with a small and with a large D_k throughout, and an arm with a
-    small D_k and the learning-rate schedule of the growing arm.
+    For comparison, the plan has arms with a small and with a large D_k throughout, and an arm with
+    a small D_k and the learning-rate schedule of the growing arm.
     """
     if scale == "tiny":
         small, large, name = HEADS, 4 * HEADS, _name

@@ -25,7 +25,7 @@ from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, geometric_mean
 def page(
     plan: Plan, seeds: Sequence[int], outcomes: Sequence[ArmOutcome], rows: Sequence[SweepRow]
 ) -> Page:
-    """Return the result page of a plan whose runs have finished.
+    """Return the result page of an experiment's plan whose runs have finished.
 
     Args:
       plan: the plan.
@@ -74,7 +74,7 @@ _TESTS = (
 
 
 def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
-    """Return a Markdown table with one row per registered test of a difference."""
+    """Return a Markdown table with one row per test that was chosen before training."""
     by_name = {o.arm.name: o for o in outcomes}
     tests = {}
     for name in plan.registered:
@@ -101,9 +101,9 @@ def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
 
 
 def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bool = True) -> str:
-    """Return a Markdown table of results with one row per arm.
+    """Return a Markdown table of results with one row per arm (model).
 
-    If `bold` is set, differences whose 95% interval excludes 0 are bold.
+    If `bold` is set, differences in loss whose 95% interval excludes 0 are bold.
     """
     printed = any(o.arm.paper is not None for o in outcomes)
     by_name = {o.arm.name: o for o in outcomes}
@@ -166,10 +166,10 @@ def _against(o: ArmOutcome, other: ArmOutcome | None, bold: bool) -> list[str]:
 
 
 def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
-    """Return a Markdown table of the fitted exponents of each system.
+    """Return a Markdown table of the exponents of each system's power laws.
 
-    The last columns are the FLOPs and weights that the first system needs, by its fits, to reach
-    the loss of the row's largest model.
+    The last columns are the FLOPs and weights that the first system needs, by its own power laws,
+    to reach the loss of the row's largest model.
     """
     systems = by_system(outcomes)
     first = next(iter(systems))
@@ -208,9 +208,9 @@ def _plain(value: Estimate) -> str:
 
 
 def searches_table(rows: Sequence[SweepRow]) -> str:
-    """Return a Markdown table of search results, with one column per learning rate.
+    """Return a Markdown table of the losses of searches, with one column per learning rate.
 
-    There is a row per search and per combination of the other searched values.
+    There is one row for each search and each combination of its other values.
     """
     rates = list(dict.fromkeys(row.point[RATE] for row in rows))
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
@@ -241,9 +241,9 @@ def searches_table(rows: Sequence[SweepRow]) -> str:
 def with_best(
     config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[SweepRow]]
 ) -> RunConfig:
-    """Return an arm's run config with the best point of its search.
+    """Return an arm's run config with the values of the best point of its search.
 
-    If the arm uses several searches, the geometric mean of their best points is used.
+    If the arm uses several searches, it gets the geometric mean of their best points.
 
     Raises:
       RunError: every point of a search diverged.

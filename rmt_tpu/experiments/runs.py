@@ -22,13 +22,13 @@ from rmt_tpu.training.trainer import Outcome
 
 
 class PlannedRun(NamedTuple):
-    """One run of a plan.
+    """One training run of an experiment's plan.
 
     Attributes:
-      label: the name under which its progress is printed.
+      label: the name with which the run's progress is printed.
       folder: the run folder.
       config: the run config, including the seed.
-      grows_from: see `plan.Arm`.
+      grows_from: the size D_k of the residual at first, if it grows; see `plan.Arm`.
     """
 
     label: str
@@ -37,7 +37,7 @@ class PlannedRun(NamedTuple):
     grows_from: int | None
 
 
-_TEXT = "text.json"  # file with the checksum of the text that a folder's runs read
+_TEXT = "text.json"  # the file with the checksum of the text on which a folder's runs train
 
 
 class ExperimentText:
@@ -77,7 +77,7 @@ class ExperimentText:
         return data.open_store(self.store).train.checksum()
 
     def check(self, runs: Folder) -> None:
-        """Check that any runs in a folder read this text.
+        """Check that the runs in a folder, if there are any, read this text.
 
         Raises:
           UsageError: the runs read another text, or were made by an older version of this program.
@@ -100,7 +100,10 @@ class ExperimentText:
 
 
 def _data_error(message: str, source: str) -> str:
-    """Return an error message of `prepare`, with --data and --workdir in place of its flags."""
+    """Return an error message of `data.prepare` with the flags of recipes.experiment.
+
+    The flags --data and --workdir replace --input and --output.
+    """
     if not message.startswith("--output="):
         return message.replace("--input=", "--data=", 1)
     what = message.partition(": ")[2].partition(". ")[0]
@@ -137,7 +140,7 @@ class PlannedRuns:
         }
 
     def search_runs(self) -> list[PlannedRun]:
-        """Return all runs of the plan's searches."""
+        """Return all training runs of the plan's hyperparameter searches."""
         return [run for name in self._searches for _, runs in self._points(name) for run in runs]
 
     def rows(self) -> dict[str, list[SweepRow]]:
@@ -179,7 +182,7 @@ class PlannedRuns:
     def settled(self, run: PlannedRun) -> bool:
         """Return whether a run is complete or diverged, according to its folder or a record.
 
-        If its folder says so, its record is added if necessary.
+        If only the folder shows this, the run's record is added.
         """
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
@@ -229,7 +232,7 @@ def _seeded(
 
 
 def train(run: PlannedRun) -> Outcome | None:
-    """Train or resume a run; see `sweep.try_run` for the result."""
+    """Train or resume a run, and return the outcome or None; see `sweep.try_run`."""
     if run.grows_from is None:
         return sweep.try_run(run.config, run.folder, label=run.label)
     if not sweep.is_started(run.config, run.folder):

@@ -22,8 +22,8 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
 HEAD_DIM = 8
-# Numbers of heads, R, of the model sizes in a ladder. Learning rates are searched at the second
-# size. The third size is used where an experiment needs only one.
+# The numbers of heads of the model sizes in a ladder. Learning rates are searched at the second
+# size. The third size is used in experiments with only one size.
 _LADDER = (2, 3, 4, 6)
 _SEARCHED, HEADS = _LADDER[1:3]
 RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
@@ -46,7 +46,7 @@ _SYSTEMS = {  # maps the name of each system, as shown on pages, to its preset
 
 
 def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
-    """Return a system's run config with `heads` heads; `changes` maps config paths to values."""
+    """Return the config of a tiny run of a system; `changes` maps config paths to values."""
     width, matrix = heads * HEAD_DIM, "rmt" in system
     base = run(_SYSTEMS[system])
     sizes = _sizes(matrix, heads)
@@ -87,10 +87,10 @@ def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Pla
 
 
 def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
-    """Return a search over the learning rate and, if the mixer weighs sources, its rate factor.
+    """Return a search over the learning rate and, if the mixer weighs sources, a factor of it.
 
-    The factor applies to the parameters that weigh sources over depth. If a logit is a sum of more
-    terms than with a vector residual, the factors are divided by the ratio.
+    The factor multiplies the learning rate of the parameters that weigh sources over depth. If a
+    logit is a sum of more terms than with a vector residual, the factors are divided by the ratio.
     """
     size, tried = config.model.residual_size, {"rate": rates}
     if terms := config.model.mixer.logit_terms(size):
@@ -412,7 +412,7 @@ def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
 
 
 def _row(plan: Plan, arms: list[Arm]) -> Plan:
-    """Return a plan with only the given arms, which have one size; their differences are tested."""
+    """Return a plan with only the given arms, all of one size, whose differences are tested."""
     systems = {arm.system for arm in arms}
     return replace(
         plan,
