@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
           TypeError, ValueError: see `__call__`.
         """
         context = cores.causal(tokens.shape[1], None, None)
-        return self._fill(tokens, context, lengths, cache)
+        return self._read_prompt(tokens, context, lengths, cache)
 
     @kernels.as_configured
     def extend(
@@ -192,9 +192,9 @@ class Decoder(nnx.Module):
           TypeError, ValueError: see `__call__`.
         """
         context = cores.cached(cache.length, tokens.shape[1])
-        return self._fill(tokens, context, lengths, cache)
+        return self._read_prompt(tokens, context, lengths, cache)
 
-    def _fill(self, tokens, context, lengths, cache):
+    def _read_prompt(self, tokens, context, lengths, cache):
         _check(tokens)
         after = lengths if context.start is None else context.start + lengths
         context = context._replace(lengths=lengths)
@@ -223,17 +223,21 @@ class Decoder(nnx.Module):
 
         In per-device code it is this device's part of the cache.
         """
-        given = (batch, capacity, self.dtype)
-        of_stacks = (
-            tuple(one.core.empty_cache(of_stack.repeat, *given) for one in stack)
-            for stack, of_stack in zip(self.stacks, self.config.stacks, strict=True)
+        caches = tuple(
+            tuple(
+                sublayer.core.empty_cache(config.repeat, batch, capacity, self.dtype)
+                for sublayer in stack
+            )
+            for stack, config in zip(self.stacks, self.config.stacks, strict=True)
         )
-        return Cache(tuple(of_stacks), jnp.zeros(batch, jnp.int32))
+        return Cache(caches, jnp.zeros(batch, jnp.int32))
 
     def cache_specs(self) -> Cache:
         """Return the partition specs of a cache's arrays, in a tree with its structure."""
-        of_stacks = tuple(tuple(one.core.cache_specs() for one in stack) for stack in self.stacks)
-        return Cache(of_stacks, PartitionSpec(sharding.CACHE_RULES["batch"]))
+        specs = tuple(
+            tuple(sublayer.core.cache_specs() for sublayer in stack) for stack in self.stacks
+        )
+        return Cache(specs, PartitionSpec(sharding.CACHE_RULES["batch"]))
 
     def _run(
         self,

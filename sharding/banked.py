@@ -36,25 +36,25 @@ class BankPipeline(Pipeline):
     just completed, slot 1 the rows of the chunk before it, and so on.
 
     Args:
-      first: a function `first(of_first, context) -> row 0`.
-      chunk: a function `chunk(of_chunk, shared, index, bank, context) -> rows, terms` for chunk
+      first: a function `first(params, context)` that returns row 0 of a microbatch's bank.
+      chunk: a function `chunk(params, shared, index, bank, context) -> rows, terms` for chunk
         `index`. The rows are [chunk_rows, ...] and depend only on the rows before them, whose
         indices are below `1 + index * chunk_rows`. The other rows of the bank are zeros or left
         over from an earlier microbatch.
-      last: a function `last(of_last, bank, context)` that returns terms of the objective, or any
-        tree in `results`. All stages run it at the same time, but the bank is complete only on the
-        last stage; see `on_last`.
+      last: a function `last(params, bank, context)` that returns terms of the objective, or any
+        tree in `results`. All stages call `last` at the same time, but the bank is complete only on
+        the last stage; see `on_last`.
       schedule: the schedule of the stages.
       chunk_rows: the number of rows that a chunk completes.
       chunk_backward: a function
-        `chunk_backward(of_chunk, shared, index, bank, context, d_bank, d_terms)` that returns the
-        gradients of `of_chunk` and `shared`, and d_bank with the gradients of the rows before the
-        chunk added. `bank` and `d_bank` include the chunk's own rows. None means that `chunk` is
-        differentiated by JAX.
+        `chunk_backward(params, shared, index, bank, context, d_bank, d_terms)` that returns the
+        gradients of `params` and `shared`, and d_bank with the gradients of the rows before the
+        chunk added. `bank` and `d_bank` include the chunk's own rows. If None, JAX differentiates
+        `chunk`.
       sums: a tree with the shapes and dtypes of the chunks' terms.
       axis: the mesh axis of the stages.
-      caching: the rows that stages keep, see `Schedule.spans`; it affects communication, but not
-        results.
+      caching: the rows that stages keep; see `Schedule.spans`. The choice affects communication,
+        but not results.
     """
 
     def __init__(
@@ -99,16 +99,17 @@ class BankPipeline(Pipeline):
         The sums include the chunk's terms. An idle stage skips the computation.
         """
         here = self.schedule.forward(tick, self._stage())
-        of_chunk, of_microbatch = current_inputs(parameters, context, here)
+        chunk_params, microbatch = current_inputs(parameters, context, here)
         slot = here.microbatch % len(banks)
         begins = here.active & (here.virtual == 0)
-        begin = lambda: self.first(parameters.first, of_microbatch)
+        begin = lambda: self.first(parameters.first, microbatch)
         row = jax.lax.cond(begins, begin, lambda: banks[slot, 0])
         banks = banks.at[slot, 0].set(row)
 
         def run():
-            given = (of_chunk, parameters.shared, here.chunk, banks[slot], of_microbatch)
-            rows, terms = self.chunk(*given)
+            rows, terms = self.chunk(
+                chunk_params, parameters.shared, here.chunk, banks[slot], microbatch
+            )
             return rows, add(sums, terms)
 
         rows, sums = jax.lax.cond(here.active, run, lambda: (self._rows(banks, here), sums))
@@ -132,43 +133,46 @@ class BankPipeline(Pipeline):
         parameters with the chunk's gradients added.
         """
         here = self.schedule.backward(tick, self._stage())
-        of_chunk, of_microbatch = current_inputs(parameters, context, here)
+        chunk_params, microbatch = current_inputs(parameters, context, here)
         is_result = here.chunk == self.schedule.chunks - 1
         d_bank = jnp.where(is_result, d_result, d_banks[here.microbatch % len(d_banks)])
         so_far = slice_at(gradients.chunks, here.virtual)
 
         def run():
             bank = banks[here.microbatch % len(banks)]
-            given = (of_chunk, parameters.shared, here, bank, of_microbatch, d_bank, d_sums)
-            d_chunk, d_shared, d_earlier = self._pull_back(*given)
-            given = (parameters.first, of_microbatch, d_earlier[0], gradients.first)
-            d_first = self._add_first(here.virtual == 0, *given)
+            d_chunk, d_shared, d_earlier = self._pull_back(
+                chunk_params, parameters.shared, here, bank, microbatch, d_bank, d_sums
+            )
+            d_first = self._add_first(
+                here.virtual == 0, parameters.first, microbatch, d_earlier[0], gradients.first
+            )
             return d_earlier, d_first, add(so_far, d_chunk), add(gradients.shared, d_shared)
 
-        rest = lambda: (d_bank, gradients.first, so_far, gradients.shared)
-        d_bank, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, rest)
+        skip = lambda: (d_bank, gradients.first, so_far, gradients.shared)
+        d_bank, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, skip)
         d_chunks = update_at(gradients.chunks, d_chunk, here.virtual)
         return (d_banks, d_bank), Parameters(d_first, d_chunks, d_shared, gradients.last)
 
     def _pull_back(
         self,
-        of_chunk: Any,
+        chunk_params: Any,
         shared: Any,
         here: StageWork,
         bank: Bank,
-        of_microbatch: Any,
+        microbatch: Any,
         d_bank: Bank,
         d_sums: Any,
     ) -> tuple[Any, Any, Bank]:
         """Return the result of `chunk_backward`, or differentiate `chunk` if there is none."""
         if self.chunk_backward is not None:
-            given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank, d_sums)
-            return self.chunk_backward(*given)
+            return self.chunk_backward(
+                chunk_params, shared, here.chunk, bank, microbatch, d_bank, d_sums
+            )
 
-        def forward(of_chunk, shared, bank):
-            return self.chunk(of_chunk, shared, here.chunk, bank, of_microbatch)
+        def forward(chunk_params, shared, bank):
+            return self.chunk(chunk_params, shared, here.chunk, bank, microbatch)
 
-        pullback = jax.vjp(forward, of_chunk, shared, bank)[1]
+        pullback = jax.vjp(forward, chunk_params, shared, bank)[1]
         d_rows = self._rows(d_bank[None], here)
         d_chunk, d_shared, d_earlier = pullback((d_rows, d_sums))
         return d_chunk, d_shared, d_bank + d_earlier
@@ -192,16 +196,16 @@ class BankPipeline(Pipeline):
         """Return gradients to the stages that sent the rows in `_send_forward`."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
-        one, moved = d_bank[None], []
+        d_current, moved = d_bank[None], []
         for j in range(self.slots):
-            rows = self._rows(one, here, before=j + 1)
+            rows = self._rows(d_current, here, before=j + 1)
             moved.append(rows)
             came = here.active & (here.chunk > 0) & (j < jnp.asarray(self.spans)[here.chunk - 1])
             rows = jnp.where(came, jnp.zeros_like(rows), rows)
-            one = self._with_rows(one, here, rows, before=j + 1)
+            d_current = self._with_rows(d_current, here, rows, before=j + 1)
         # The next microbatch in this place starts with a gradient of zeros.
         done = here.active & (here.virtual == 0)
-        d_bank = jnp.where(done, jnp.zeros_like(d_bank), one[0])
+        d_bank = jnp.where(done, jnp.zeros_like(d_bank), d_current[0])
         d_banks = d_banks.at[here.microbatch % len(d_banks)].set(d_bank)
         if not self.slots:
             return d_banks

@@ -37,13 +37,12 @@ class StatePipeline(Pipeline):
     the backward pass of the chunk is done.
 
     Args:
-      first: a function `first(of_first, context) -> state` that returns the state before the first
-        chunk.
-      chunk: a function `chunk(of_chunk, shared, index, state, context) -> state, terms` for chunk
+      first: a function `first(params, context)` that returns the state before the first chunk.
+      chunk: a function `chunk(params, shared, index, state, context) -> state, terms` for chunk
         `index`.
-      last: a function `last(of_last, state, context)` that returns terms of the objective, or any
-        tree in `results`. All stages run it at the same time, but only the last stage has a valid
-        state; see `on_last`.
+      last: a function `last(params, state, context)` that returns terms of the objective, or any
+        tree in `results`. All stages call `last` at the same time, but only the last stage has a
+        valid state; see `on_last`.
       schedule: the schedule of the stages.
       sums: a tree with the shapes and dtypes of the chunks' terms.
       axis: the mesh axis of the stages.
@@ -98,15 +97,16 @@ class StatePipeline(Pipeline):
         (arrived, saved), here = memory, self.schedule.forward(tick, self._stage())
 
         def run():
-            of_chunk, of_microbatch = current_inputs(parameters, context, here)
-            begin = lambda: self.first(parameters.first, of_microbatch)
+            chunk_params, microbatch = current_inputs(parameters, context, here)
+            begin = lambda: self.first(parameters.first, microbatch)
             state = jax.lax.cond(here.chunk == 0, begin, lambda: arrived)
-            given = (of_chunk, parameters.shared, here.chunk, state, of_microbatch)
-            after, terms = self.chunk(*given)
+            after, terms = self.chunk(
+                chunk_params, parameters.shared, here.chunk, state, microbatch
+            )
             return state, after, add(sums, terms)
 
-        rest = lambda: (arrived, arrived, sums)
-        state, after, sums = jax.lax.cond(here.active, run, rest)
+        skip = lambda: (arrived, arrived, sums)
+        state, after, sums = jax.lax.cond(here.active, run, skip)
         if len(jax.tree.leaves(saved)[0]):
             saved = update_at(saved, state, self._index(here), where=here.active)
         return (after, saved), lambda: after, sums
@@ -132,20 +132,21 @@ class StatePipeline(Pipeline):
         so_far = slice_at(gradients.chunks, here.virtual)
 
         def run():
-            of_chunk, of_microbatch = current_inputs(parameters, context, here)
+            chunk_params, microbatch = current_inputs(parameters, context, here)
             state = slice_at(memory[1], self._index(here))
 
-            def forward(of_chunk, shared, state):
-                return self.chunk(of_chunk, shared, here.chunk, state, of_microbatch)
+            def forward(chunk_params, shared, state):
+                return self.chunk(chunk_params, shared, here.chunk, state, microbatch)
 
-            pullback = jax.vjp(forward, of_chunk, parameters.shared, state)[1]
+            pullback = jax.vjp(forward, chunk_params, parameters.shared, state)[1]
             d_chunk, d_shared, d_state = pullback((d_after, d_sums))
-            given = (parameters.first, of_microbatch, d_state, gradients.first)
-            d_first = self._add_first(here.chunk == 0, *given)
+            d_first = self._add_first(
+                here.chunk == 0, parameters.first, microbatch, d_state, gradients.first
+            )
             return d_state, d_first, add(so_far, d_chunk), add(gradients.shared, d_shared)
 
-        rest = lambda: (d_after, gradients.first, so_far, gradients.shared)
-        d_state, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, rest)
+        skip = lambda: (d_after, gradients.first, so_far, gradients.shared)
+        d_state, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, skip)
         d_chunks = update_at(gradients.chunks, d_chunk, here.virtual)
         return d_state, Parameters(d_first, d_chunks, d_shared, gradients.last)
 
@@ -159,8 +160,8 @@ class StatePipeline(Pipeline):
         return self._pass(d_state, tick, back=True)
 
     def _pass(self, state: State, tick: Tick, *, back: bool = False) -> State:
-        one = jax.tree.map(lambda x: x[None], state)
-        return slice_at(self._transfer(one, tick, back=back), 0)
+        slots = jax.tree.map(lambda x: x[None], state)
+        return slice_at(self._transfer(slots, tick, back=back), 0)
 
     def _index(self, here: StageWork) -> Int[Array, ""]:
         """Return the index at which the state before a chunk is kept."""

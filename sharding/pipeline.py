@@ -128,11 +128,12 @@ class Pipeline:
             memory, result, sums = self._compute(parameters, context, memory, sums, tick)
             leaving = self._leaving(tick)
 
-            def give():
-                given = (parameters.last, result(), slice_at(context, leaving.microbatch))
-                return update_at(outputs, self.last(*given), leaving.microbatch)
+            def finish():
+                microbatch = slice_at(context, leaving.microbatch)
+                output = self.last(parameters.last, result(), microbatch)
+                return update_at(outputs, output, leaving.microbatch)
 
-            outputs = jax.lax.cond(leaving.active, give, lambda: outputs)
+            outputs = jax.lax.cond(leaving.active, finish, lambda: outputs)
             return self._send_forward(memory, tick), outputs, sums
 
         carry = (self._empty(start, back=False), outputs, zeros(self.sums))
@@ -179,8 +180,8 @@ class Pipeline:
     ) -> tuple[tuple[Any, Any], Parameters]:
         """Return the sums of all terms, and the gradient of their weighted sum."""
         start, result_like = self._shapes(parameters, context)
-        of_last = jax.eval_shape(self.last, parameters.last, result_like, slice_at(context, 0))
-        totals = (of_last, self.sums)
+        terms = jax.eval_shape(self.last, parameters.last, result_like, slice_at(context, 0))
+        totals = (terms, self.sums)
         d_terms = jax.tree.map(lambda w, x: jnp.full(x.shape, w, x.dtype), weights, totals)
 
         def run(carry, tick):
@@ -188,18 +189,18 @@ class Pipeline:
             memory, result, sums = self._compute(parameters, context, memory, sums, tick)
             leaving = self._leaving(tick)
 
-            def turn():
-                of_microbatch = slice_at(context, leaving.microbatch)
-                forward = lambda of_last, result: self.last(of_last, result, of_microbatch)
+            def finish():
+                microbatch = slice_at(context, leaving.microbatch)
+                forward = lambda last, result: self.last(last, result, microbatch)
                 terms, pullback = jax.vjp(forward, parameters.last, result())
                 d_last, d_result = pullback(d_terms[0])
                 return add(total, terms), add(gradients.last, d_last), d_result
 
-            rest = lambda: (total, gradients.last, zeros(result_like))
-            total, d_last, d_result = jax.lax.cond(leaving.active, turn, rest)
+            skip = lambda: (total, gradients.last, zeros(result_like))
+            total, d_last, d_result = jax.lax.cond(leaving.active, finish, skip)
+            gradients = gradients._replace(last=d_last)
             d_memory, gradients = self._undo(
-                *(parameters, context, memory, d_memory, d_result, d_terms[1]),
-                *(gradients._replace(last=d_last), tick),
+                parameters, context, memory, d_memory, d_result, d_terms[1], gradients, tick
             )
             memory, d_memory = self._send_forward(memory, tick), self._send_back(d_memory, tick)
             return memory, d_memory, gradients, (total, sums)
@@ -228,14 +229,14 @@ class Pipeline:
         self,
         begins: Bool[Array, ""],
         parameters: Any,
-        of_microbatch: Any,
+        microbatch: Any,
         d_start: Any,
         d_first: Any,
     ) -> Any:
         """Return `d_first` with the gradient of the function before the first chunk added."""
 
         def run():
-            pullback = jax.vjp(lambda first: self.first(first, of_microbatch), parameters)[1]
+            pullback = jax.vjp(lambda first: self.first(first, microbatch), parameters)[1]
             return add(d_first, pullback(d_start)[0])
 
         return jax.lax.cond(begins, run, lambda: d_first)

@@ -46,83 +46,96 @@ def run_layers(
     Arguments and results are the same as for `scanned.run_layers`.
     """
     store, mixer = decoder.store, decoder.mixer
-    few = caches is not None and few_tokens(state.shape[1])
-    if few:
+    decodes = caches is not None and few_tokens(state.shape[1])
+    if decodes:
         store, mixer = without_padding(store), without_padding(mixer)
-    runs, of_stacks = _runs(decoder, store, mixer)
+    runners, arrays = _runners(decoder, store, mixer)
     first = store.write(store.hold(state), y, _first(decoder.stacks[0][0].site.writer))
-    if few and isinstance(mixer, StackedScores):
-        of_stacks = [
-            one._replace(decode_params=mixer.decode_params(store, one.scores, stack))
-            for stack, one in zip(decoder.stacks, of_stacks, strict=True)
+    if decodes and isinstance(mixer, StackedScores):
+        arrays = [
+            of_stack._replace(decode_params=mixer.decode_params(store, of_stack.scores, stack))
+            for stack, of_stack in zip(decoder.stacks, arrays, strict=True)
         ]
-    num_rows = max([mixer.num_rows, *(run.end_row for run in runs)])
+    num_rows = max([mixer.num_rows, *(runner.end_row for runner in runners)])
 
-    def forward(of_stacks, first, context, caches, *, keep=False):
+    def forward(arrays, first, context, caches, *, keep=False):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
         aux = no_aux(decoder.config, y.dtype)
         carry = (stacks.update_at(bank, first, 0), jnp.zeros_like(first), aux)
-        (carry, _), new, kept = vary_alike((carry, of_stacks)), [], []
-        for run, of_stack, of_cores in zip(runs, of_stacks, caches, strict=True):
-            carry, of_cores, sums = run.forward(of_stack, carry, context, of_cores, keep=keep)
-            new.append(of_cores)
-            kept.append(sums)
+        (carry, _), new, saved = vary_alike((carry, arrays)), [], []
+        for runner, of_stack, stack_caches in zip(runners, arrays, caches, strict=True):
+            carry, stack_caches, saved_stack = runner.forward(
+                of_stack, carry, context, stack_caches, keep=keep
+            )
+            new.append(stack_caches)
+            saved.append(saved_stack)
         bank, _, aux = carry
-        return (bank, aux), tuple(new), kept
+        return (bank, aux), tuple(new), saved
 
     if caches is not None:
-        (bank, aux), caches, _ = forward(of_stacks, first, context, caches)
+        (bank, aux), caches, _ = forward(arrays, first, context, caches)
         return mixer.final(store, bank, decoder.final_site), caches, aux
-    none = [None] * len(runs)
+    no_caches = [None] * len(runners)
 
     @jax.custom_vjp
-    def differentiable(of_stacks, first, context):
-        return forward(of_stacks, first, context, none)[0]
+    def differentiable(arrays, first, context):
+        return forward(arrays, first, context, no_caches)[0]
 
-    def save(of_stacks, first, context):
-        (bank, aux), _, kept = forward(of_stacks, first, context, none, keep=True)
-        return (bank, aux), (of_stacks, context, bank, kept)
+    def save(arrays, first, context):
+        (bank, aux), _, saved_stacks = forward(arrays, first, context, no_caches, keep=True)
+        return (bank, aux), (arrays, context, bank, saved_stacks)
 
     def backward(saved, cotangents):
-        (of_stacks, context, bank, kept), (d_bank, d_aux) = saved, cotangents
+        (arrays, context, bank, saved_stacks), (d_bank, d_aux) = saved, cotangents
         carry, gradients = (d_bank, jnp.zeros(bank.shape[1:], bank.dtype)), []
-        for run, *of_stack in reversed(list(zip(runs, of_stacks, kept, strict=True))):
-            carry, gradient = run.backward(*of_stack, bank, carry, context, d_aux)
+        stacks_backwards = reversed(list(zip(runners, arrays, saved_stacks, strict=True)))
+        for runner, of_stack, saved_stack in stacks_backwards:
+            carry, gradient = runner.backward(of_stack, saved_stack, bank, carry, context, d_aux)
             gradients.insert(0, gradient)
         return gradients, carry[0][0], None
 
     differentiable.defvjp(save, at_current_precision(backward))
-    bank, aux = differentiable(*vary_alike((of_stacks, first)), context)
+    bank, aux = differentiable(*vary_alike((arrays, first)), context)
     return mixer.final(store, bank, decoder.final_site), None, aux
 
 
-def _runs(
+def _runners(
     decoder: DecoderParts, store: Store, mixer: BankMixer
 ) -> tuple[list[StackRunner], list[StackArrays]]:
     """Return a `StackRunner` for each stack, and the arrays of each stack that the runs take."""
-    runs, of_stacks, before = [], [], 0
-    scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
+    runners, arrays, before = [], [], 0
+    scores = mixer.scores([[sublayer.site for sublayer in stack] for stack in decoder.stacks])
     writers = [stack[0].site.writer for stack in decoder.stacks]
-    for number, (stack, of_stack) in enumerate(
+    for number, (stack, stack_config) in enumerate(
         zip(decoder.stacks, decoder.config.stacks, strict=True)
     ):
         last = number + 1 == len(writers)
         next_writer = decoder.final_site.writer if last else _first(writers[number + 1])
         layers = nnx.to_pure_dict(nnx.state(stack, nnx.Param))
-        of_layers = scores[before : before + of_stack.num_sublayers]
-        of_layers = of_layers.reshape(of_stack.repeat, -1, *scores.shape[1:])
-        of_stacks.append(StackArrays(layers, of_layers, _after(writers[number], next_writer)))
-        given = decoder.config, store, mixer, nnx.graphdef(stack), before
-        runs.append(StackRunner(*given, of_stack.repeat, of_stack.cores))
-        before += of_stack.num_sublayers
-    return runs, of_stacks
+        own_scores = scores[before : before + stack_config.num_sublayers]
+        own_scores = own_scores.reshape(stack_config.repeat, -1, *scores.shape[1:])
+        next_writers = _next_writers(writers[number], next_writer)
+        arrays.append(StackArrays(layers, own_scores, next_writers))
+        runners.append(
+            StackRunner(
+                decoder.config,
+                store,
+                mixer,
+                nnx.graphdef(stack),
+                first=before,
+                repeat=stack_config.repeat,
+                cores=stack_config.cores,
+            )
+        )
+        before += stack_config.num_sublayers
+    return runners, arrays
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
     return None if writers is None else writers[...][0]
 
 
-def _after(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
+def _next_writers(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
     """Return the writer of each layer's last output, which belongs to the site after the layer."""
     if next_writer is None:
         return None

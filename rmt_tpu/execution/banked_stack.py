@@ -43,15 +43,15 @@ class StackArrays(NamedTuple):
     Attributes:
       layers: the parameters, as a pure dict.
       scores: the sites' parameters for scoring rows, [repeat, sublayers of the period, ...].
-      after: the writer of each layer's last output, which belongs to the next site; None if a write
-        needs no parameters.
+      next_writers: the writer of each layer's last output, a parameter of the site after the layer;
+        None if a write needs no parameters.
       decode_params: the result of `StackedScores.decode_params`, one array for each site of a
         period; used in decoding only.
     """
 
     layers: Any
     scores: Array
-    after: Array | None
+    next_writers: Array | None
     decode_params: tuple[Any, ...] = ()
 
 
@@ -126,9 +126,9 @@ class Group(NamedTuple):
     rows: Bank | None
 
 
-def _layer_arrays(of_stack: StackArrays, index: Index) -> StackArrays:
-    decode_params = tuple(StackSlice(x, index) for x in of_stack.decode_params)
-    return stacks.slice_at(of_stack._replace(decode_params=()), index)._replace(
+def _layer_arrays(arrays: StackArrays, index: Index) -> StackArrays:
+    decode_params = tuple(StackSlice(x, index) for x in arrays.decode_params)
+    return stacks.slice_at(arrays._replace(decode_params=()), index)._replace(
         decode_params=decode_params
     )
 
@@ -178,7 +178,7 @@ class StackRunner:
 
     def forward(
         self,
-        of_stack: StackArrays,
+        arrays: StackArrays,
         carry: tuple[Bank, Row, Aux],
         context: Context,
         caches: tuple | None,
@@ -189,7 +189,7 @@ class StackRunner:
         """Run all layers of the stack.
 
         Args:
-          of_stack: the arrays of the stack.
+          arrays: the arrays of the stack.
           carry: the bank, the running sum and the cores' summed scalars before the stack.
           context: the rule for which tokens may attend to which.
           caches: the caches of the stack's cores; None unless decoding.
@@ -212,13 +212,13 @@ class StackRunner:
                 saved = SavedStack(group_sums=empty(-(-self.repeat // self.group)))
 
         def run(carry, start, layers, _):
-            group = self._begin(of_stack, carry.bank, start, layers, first)
-            return self._group_forward(of_stack, context, group, carry)
+            group = self._begin(arrays, carry.bank, start, layers, first)
+            return self._group_forward(arrays, context, group, carry)
 
         keeps_current = self.grouping.open or saved.outputs is not None
         running = ForwardCarry(bank, current if keeps_current else None, caches, saved, aux)
-        running, of_cores = self._over_groups(run, running, decoding=caches is not None)
-        saved = running.saved._replace(cores=of_cores)
+        running, saved_cores = self._over_groups(run, running, decoding=caches is not None)
+        saved = running.saved._replace(cores=saved_cores)
         ended = running.current if self.grouping.open else jnp.zeros_like(current)
         return (running.bank, ended, running.aux), running.caches, saved
 
@@ -237,7 +237,7 @@ class StackRunner:
 
     def backward(
         self,
-        of_stack: StackArrays,
+        arrays: StackArrays,
         saved: SavedStack,
         bank: Bank,
         carry: tuple[Bank, Row],
@@ -249,7 +249,7 @@ class StackRunner:
         """Return the cotangents of the bank, the earlier running sum, and the parameters.
 
         Args:
-          of_stack: the arrays of the stack.
+          arrays: the arrays of the stack.
           saved: what the forward pass saved.
           bank: the complete bank.
           carry: the cotangents of the bank and of the running sum after the stack.
@@ -259,17 +259,17 @@ class StackRunner:
             to `__init__`.
         """
 
-        def run(carry, start, layers, of_cores):
-            group = self._begin(of_stack, bank, start, layers, first)
-            of_group = saved._replace(cores=of_cores)
+        def run(carry, start, layers, saved_cores):
+            group = self._begin(arrays, bank, start, layers, first)
+            group_saved = saved._replace(cores=saved_cores)
             return self._group_backward(
-                of_stack, context, group, bank, of_group, d_aux, carry
+                arrays, context, group, bank, group_saved, d_aux, carry
             ), None
 
         d_bank, d_current = carry
         ended = d_current if self.grouping.open else None
         summed = None if saved.outputs is None else jnp.zeros(bank.shape[1:], bank.dtype)
-        d = BackwardCarry(d_bank, ended, stacks.empty_like(of_stack), summed)
+        d = BackwardCarry(d_bank, ended, stacks.empty_like(arrays), summed)
         d, _ = self._over_groups(run, d, saved.cores, reverse=True)
         return (d.bank, jnp.zeros_like(d_current) if d.current is None else d.current), d.stack
 
@@ -277,32 +277,32 @@ class StackRunner:
         self,
         run: Callable[[tuple, Index, int, Any], tuple[tuple, Any]],
         carry: tuple,
-        given: tuple[Any, Any] = (None, None),
+        inputs: tuple[Any, Any] = (None, None),
         *,
         reverse: bool = False,
         decoding: bool = False,
     ) -> tuple[tuple, tuple[Any, Any]]:
-        """Compute `carry, out = run(carry, first layer, number of layers, given)` for each group.
+        """Compute `carry, out = run(carry, first layer, number of layers, inputs)` for each group.
 
-        The last group may be smaller than the others. `given` and the result are pairs: the first
+        The last group may be smaller than the others. `inputs` and the result are pairs: the first
         entry is for all full groups (stacked if there are several), the second for the last partial
         group.
         """
         full, left = divmod(self.repeat, self.group)
-        of_whole, of_last = given
+        full_inputs, last_inputs = inputs
         whole = last = None
 
         def scanned(carry, group):
-            index, given = group
-            return run(carry, index * self.group, self.group, given)
+            index, inputs = group
+            return run(carry, index * self.group, self.group, inputs)
 
         if left and reverse:
-            carry, last = run(carry, full * self.group, left, of_last)
+            carry, last = run(carry, full * self.group, left, last_inputs)
         if full == 1:  # the first row is then static, and is 0 for a mixer without groups
-            carry, whole = run(carry, 0, self.group, of_whole)
+            carry, whole = run(carry, 0, self.group, full_inputs)
         else:
-            groups = (jnp.arange(full), of_whole)
-            carry = vary_alike((of_whole, carry))[1]
+            groups = (jnp.arange(full), full_inputs)
+            carry = vary_alike((full_inputs, carry))[1]
             carry, whole = jax.lax.scan(scanned, carry, groups, reverse=reverse)
         if left and not reverse:
             start = full * self.group
@@ -311,23 +311,23 @@ class StackRunner:
                 # copy the weights of all layers to another layout. It would also keep a copy of
                 # this layer's weights through all steps of a dispatch.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
-            carry, last = run(carry, start, left, of_last)
+            carry, last = run(carry, start, left, last_inputs)
         return carry, (whole, last)
 
     def _begin(
-        self, of_stack: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None
+        self, arrays: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> Group:
         """Run phase one for a group; `first` is the number of sublayers before the stack's part."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
-        scores = _sites(stacks.slice_range(of_stack.scores, start, layers))
+        scores = _sites(stacks.slice_range(arrays.scores, start, layers))
         prior = self.mixer.prior(scores, bank, first_row)
         count = self.grouping.rows(layers * self.period)
         rows = None if self.grouping.closed else stacks.slice_range(bank, first_row, count)
         return Group(start, layers, at, first_row, prior, rows)
 
     def _group_forward(
-        self, of_stack: StackArrays, context: Context, group: Group, carry: ForwardCarry
+        self, arrays: StackArrays, context: Context, group: Group, carry: ForwardCarry
     ) -> tuple[ForwardCarry, Any]:
         """Run a group's layers; also return what the cores' `pull_back` needs, stacked."""
         bank, current, caches, saved, aux = carry
@@ -347,9 +347,10 @@ class StackRunner:
             write = RunCore(self.store, context, caches, index)
             if saved.outputs is not None:
                 write = RunAndSaveCore(self.store, context, saved.outputs, index)
-            of_layer = _layer_arrays(of_stack, index)
-            given = (of_layer, group.at, offset, group.prior, rows, current, aux)
-            _, rows, current, aux = self._layer(write, *given)
+            layer_arrays = _layer_arrays(arrays, index)
+            _, rows, current, aux = self._layer(
+                write, layer_arrays, group.at, offset, group.prior, rows, current, aux
+            )
             if saved.outputs is not None:
                 saved = saved._replace(outputs=tuple(write.outputs))
                 return (rows, current, caches, saved, aux), tuple(write.saved)
@@ -357,17 +358,19 @@ class StackRunner:
             return (rows, current, caches, saved, aux), None
 
         over_layers = (group.rows, current, caches, saved, aux)
-        over_layers = vary_alike((of_stack, over_layers))[1]
-        over_layers, of_cores = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
+        over_layers = vary_alike((arrays, over_layers))[1]
+        over_layers, saved_cores = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
         rows, current, caches, saved, aux = over_layers
         bank = stacks.update_range(bank, current[None] if rows is None else rows, group.first_row)
         keeps_current = carry.current is not None
-        return ForwardCarry(bank, current if keeps_current else None, caches, saved, aux), of_cores
+        return ForwardCarry(
+            bank, current if keeps_current else None, caches, saved, aux
+        ), saved_cores
 
     def _layer(
         self,
         write: Write,
-        of_layer: StackArrays,
+        layer_arrays: StackArrays,
         at: Index,
         offset: Index,
         prior: Any,
@@ -380,22 +383,22 @@ class StackRunner:
         `at` is the number of sublayers before the group, and `offset` is the layer's index in the
         group.
         """
-        layer = nnx.merge(self.graphdef, of_layer.layers)
-        in_place = self.grouping.closed and of_layer.decode_params
-        scores = of_layer.decode_params if in_place else of_layer.scores
-        for k, one in enumerate(layer):
+        layer = nnx.merge(self.graphdef, layer_arrays.layers)
+        in_place = self.grouping.closed and layer_arrays.decode_params
+        scores = layer_arrays.decode_params if in_place else layer_arrays.scores
+        for k, sublayer in enumerate(layer):
             place = DepthIndex(at + offset * self.period + k, at)
             prior, rows, current, z = self.mixer.read(
-                self.store, one.site, scores[k], prior, rows, current, place
+                self.store, sublayer.site, scores[k], prior, rows, current, place
             )
-            writer = _writer(layer, k, of_layer)
-            current, aux = write(k, one.core, z, place, current, writer, aux)
-            rows, current = self.mixer.seal(one.site, rows, current, place)
+            writer = _writer(layer, k, layer_arrays)
+            current, aux = write(k, sublayer.core, z, place, current, writer, aux)
+            rows, current = self.mixer.seal(sublayer.site, rows, current, place)
         return prior, rows, current, aux
 
     def _group_backward(
         self,
-        of_stack: StackArrays,
+        arrays: StackArrays,
         context: Context,
         group: Group,
         bank: Bank,
@@ -411,28 +414,30 @@ class StackRunner:
             current = nothing
             if saved.group_sums is not None:
                 current = stacks.slice_at(saved.group_sums, group.start // self.group)
-            sums, first_sum = self._recompute_sums(of_stack, context, group, current, no_aux), 0
+            sums, first_sum = self._recompute_sums(arrays, context, group, current, no_aux), 0
 
         def undo_layer(carry, scanned):
             d_prior, d_rows, d_current, gradients, summed = carry
-            offset, of_cores = scanned
+            offset, saved_cores = scanned
             index = group.start + offset
             write = RunCore(self.store, context)
             if saved.outputs is not None:
-                write = UseSavedOutput(self.store, context, saved.outputs, of_cores, index)
+                write = UseSavedOutput(self.store, context, saved.outputs, saved_cores, index)
                 current = summed = self._rebuild_sum(
-                    of_stack, saved.outputs, group.start, offset, summed
+                    arrays, saved.outputs, group.start, offset, summed
                 )
             else:
                 current = nothing if sums is None else stacks.slice_at(sums, first_sum + offset)
                 # Without the barrier, XLA would slice the stack again for each use.
                 current = jax.lax.optimization_barrier(current)
 
-            def forward(of_layer, prior, rows, current):
-                return self._layer(write, of_layer, group.at, offset, prior, rows, current, no_aux)
+            def forward(layer_arrays, prior, rows, current):
+                return self._layer(
+                    write, layer_arrays, group.at, offset, prior, rows, current, no_aux
+                )
 
-            given = (stacks.slice_at(of_stack, index), group.prior, group.rows, current)
-            _, pullback = jax.vjp(forward, *given)
+            layer_arrays = stacks.slice_at(arrays, index)
+            _, pullback = jax.vjp(forward, layer_arrays, group.prior, group.rows, current)
             gradient, *cotangents = pullback((d_prior, d_rows, d_current, d_aux))
             return (*cotangents, stacks.update_at(gradients, gradient, index), summed), None
 
@@ -443,18 +448,18 @@ class StackRunner:
         if self.grouping.closed:
             ends = (None, d_rows[0])
         over_layers = (stacks.empty_like(group.prior), *ends, gradients, summed)
-        over_layers = vary_alike((of_stack, over_layers))[1]
+        over_layers = vary_alike((arrays, over_layers))[1]
         scanned = (jnp.arange(group.layers), saved.cores)
         over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
         if isinstance(group.first_row, int) and group.first_row == 0:
             d_bank = d_rows  # all rows belong to the group, which does not complete row 0
-        d_bank, gradients = self._prior_backward(of_stack, group, bank, d_prior, d_bank, gradients)
+        d_bank, gradients = self._prior_backward(arrays, group, bank, d_prior, d_bank, gradients)
         return BackwardCarry(d_bank, d_current if self.grouping.open else None, gradients, summed)
 
     def _prior_backward(
         self,
-        of_stack: StackArrays,
+        arrays: StackArrays,
         group: Group,
         bank: Bank,
         d_prior: Any,
@@ -463,7 +468,7 @@ class StackRunner:
     ) -> tuple[Bank, StackArrays]:
         """Run phase one backwards; add to the cotangents of the bank and of the group's scores."""
         start, layers = group.start, group.layers
-        scores = stacks.slice_range(of_stack.scores, start, layers)
+        scores = stacks.slice_range(arrays.scores, start, layers)
         d_scores, d_bank = self.mixer.prior_backward(
             _sites(scores), bank, group.first_row, group.prior, d_prior, d_bank
         )
@@ -473,7 +478,7 @@ class StackRunner:
         return d_bank, gradients._replace(scores=d_scores)
 
     def _rebuild_sum(
-        self, of_stack: StackArrays, outputs: tuple, start: Index, offset: Index, summed: Row
+        self, arrays: StackArrays, outputs: tuple, start: Index, offset: Index, summed: Row
     ) -> Row:
         """Rebuild the running sum before a layer of a closed group from the kept outputs.
 
@@ -481,31 +486,33 @@ class StackRunner:
         where no site reads the sum, the result is `summed` itself.
         """
 
-        def add(of_group, current):
-            index = start + of_group
-            of_layer = stacks.slice_at(of_stack, index)
-            layer = nnx.merge(self.graphdef, of_layer.layers)
+        def add(layer_index, current):
+            index = start + layer_index
+            layer_arrays = stacks.slice_at(arrays, index)
+            layer = nnx.merge(self.graphdef, layer_arrays.layers)
             for k, stack in enumerate(outputs):
-                place = DepthIndex(of_group * self.period + k, 0)
-                writer = _writer(layer, k, of_layer)
+                place = DepthIndex(layer_index * self.period + k, 0)
+                writer = _writer(layer, k, layer_arrays)
                 current = write_saved(self.store, current, StackSlice(stack, index), writer, place)
             return current
 
         return jax.lax.fori_loop(0, offset, add, summed)
 
     def _recompute_sums(
-        self, of_stack: StackArrays, context: Context, group: Group, current: Row, aux: Aux
+        self, arrays: StackArrays, context: Context, group: Group, current: Row, aux: Aux
     ) -> Float[Array, "layers batch seq *shape"]:
         """Recompute the running sum before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
-            of_layer = stacks.slice_at(of_stack, group.start + offset)
-            given = (of_layer, group.at, offset, group.prior, rows, current, aux)
-            _, rows, after, _ = self._layer(RunCore(self.store, context), *given)
+            layer_arrays = stacks.slice_at(arrays, group.start + offset)
+            write = RunCore(self.store, context)
+            _, rows, after, _ = self._layer(
+                write, layer_arrays, group.at, offset, group.prior, rows, current, aux
+            )
             return (rows, after), current
 
-        carry = vary_alike((of_stack, (group.rows, current)))[1]
+        carry = vary_alike((arrays, (group.rows, current)))[1]
         return jax.lax.scan(run_layer, carry, jnp.arange(group.layers))[1]
 
 
@@ -514,6 +521,6 @@ def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites
     return scores.reshape(-1, *scores.shape[2:])
 
 
-def _writer(layer: nnx.List, k: int, of_layer: StackArrays) -> Writer:
+def _writer(layer: nnx.List, k: int, layer_arrays: StackArrays) -> Writer:
     """Return the writer of sublayer k's output, which belongs to the site after the sublayer."""
-    return layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after
+    return layer[k + 1].site.writer if k + 1 < len(layer) else layer_arrays.next_writers

@@ -49,8 +49,7 @@ class RunCore:
     ) -> tuple[Row, Aux]:
         """Run the core and write its output; see `Write`."""
         cache = None if self.caches is None else self.caches[k]
-        given = (z, self.context, place.sublayer, cache, self.layer, aux)
-        y, cache, aux = run_core(core, *given)
+        y, cache, aux = run_core(core, z, self.context, place.sublayer, cache, self.layer, aux)
         self.new.append(cache)
         return self.store.write(current, y, writer), aux
 
@@ -74,10 +73,10 @@ class RunAndSaveCore:
         """Run the core, keep its output, and write it; see `Write`."""
         to = StackSlice(self.outputs[k], self.index)
         with jax.named_scope(core.name):
-            self.outputs[k], of_core, saved = core.forward(z, self.context, place.sublayer, to)
+            self.outputs[k], scalars, saved = core.forward(z, self.context, place.sublayer, to)
         self.saved.append(saved)
         y = StackSlice(self.outputs[k], self.index)
-        return write_saved(self.store, current, y, writer, place), add_aux(aux, of_core)
+        return write_saved(self.store, current, y, writer, place), add_aux(aux, scalars)
 
 
 class UseSavedOutput:
@@ -102,31 +101,30 @@ class UseSavedOutput:
     ) -> tuple[Row, Aux]:
         """Write the kept output of the core; see `Write`."""
         graphdef, parameters = nnx.split(core, nnx.Param)
-        kept = (StackSlice(self.outputs[k], self.index), self.saved[k], self.context, place)
+        saved_output = (StackSlice(self.outputs[k], self.index), self.saved[k], self.context, place)
 
         @jax.custom_vjp
-        def write(parameters, z, current, writer, aux, kept):
-            y, _, _, place = kept
+        def write(parameters, z, current, writer, aux, saved_output):
+            y, _, _, place = saved_output
             # The write is not in place, because the backward pass of the preceding site reads the
             # sum again.
             return write_saved(self.store, current, y, writer, place, in_place=False), aux
 
-        def forward(parameters, z, current, writer, aux, kept):
-            out = write(parameters, z, current, writer, aux, kept)
-            return out, (parameters, z, writer, kept)
+        def forward(parameters, z, current, writer, aux, saved_output):
+            out = write(parameters, z, current, writer, aux, saved_output)
+            return out, (parameters, z, writer, saved_output)
 
-        def backward(given, cotangents):
-            parameters, z, writer, (y, saved, context, place) = given
+        def backward(residuals, cotangents):
+            parameters, z, writer, (y, saved, context, place) = residuals
             d_current, d_aux = cotangents
             d_y, d_writer = self.store.write_saved_backward(y, writer, d_current)
             core = nnx.merge(graphdef, parameters)
             with jax.named_scope(core.name):
-                of_core = (z, y, saved, context, place.sublayer, d_y, d_aux)
-                d_parameters, d_z = core.pull_back(*of_core)
+                d_parameters, d_z = core.pull_back(z, y, saved, context, place.sublayer, d_y, d_aux)
             return d_parameters, d_z, d_current, d_writer, d_aux, None
 
         write.defvjp(forward, at_current_precision(backward))
-        return write(nnx.to_pure_dict(parameters), z, current, writer[...], aux, kept)
+        return write(nnx.to_pure_dict(parameters), z, current, writer[...], aux, saved_output)
 
 
 def write_saved(

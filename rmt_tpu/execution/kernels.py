@@ -87,14 +87,14 @@ def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _varying(decoder: Any, given: Any) -> Any:
+def _varying(decoder: Any, inputs: Any) -> Any:
     """Return the decoder, marked as varying over the same mesh axes as its inputs.
 
     This is needed inside a `jax.shard_map` that checks over which axes arrays vary. The carries of
     loops and the gradients of custom backward passes then vary over the same axes. JAX sums the
     parameters' gradients over these axes.
     """
-    varies = varies_in(given)
+    varies = varies_in(inputs)
     if not varies:
         return decoder
     graph, params, others = nnx.split(decoder, nnx.Param, ...)

@@ -56,9 +56,9 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
     `stacks/0/1/site/gain` holds the gains of the second sublayer's site in the first stack.
     """
     stacks, first, writes = [], 0, cfg.RESIDUAL_PORT
-    for of_stack in config.stacks:
+    for stack_config in config.stacks:
         places = []
-        for k, core in enumerate(of_stack.cores):
+        for k, core in enumerate(stack_config.cores):
             places.append(((first + k) % 2, writes, core))
             writes = core.writes
 
@@ -74,8 +74,8 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
                 sublayers.append(Sublayer(site, make_core(config, core, own / "core", within)))
             return nnx.List(sublayers)
 
-        stacks.append(stack(period, seed, of_stack.repeat))
-        first += of_stack.num_sublayers
+        stacks.append(stack(period, seed, stack_config.repeat))
+        first += stack_config.num_sublayers
     return nnx.List(stacks)
 
 
@@ -125,13 +125,13 @@ def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
     return {name: jnp.zeros((), jnp.promote_types(dtype, jnp.float32)) for name in config.aux}
 
 
-def add_aux(total: Aux, of_core: Aux) -> Aux:
+def add_aux(total: Aux, scalars: Aux) -> Aux:
     """Return the sums of scalars with one core's scalars added.
 
     Raises:
       KeyError: a scalar has a name that is not among the sums.
     """
-    return total | {name: total[name] + x.astype(total[name].dtype) for name, x in of_core.items()}
+    return total | {name: total[name] + x.astype(total[name].dtype) for name, x in scalars.items()}
 
 
 def sites_and_cores(
@@ -167,8 +167,8 @@ def run_core(
     with jax.named_scope(core.name):
         if cache is not None:
             return *core.step(z, context, index, cache, layer), aux
-        y, of_core = core.with_aux(z, context, index)
-        return y, None, add_aux(aux, of_core)
+        y, scalars = core.with_aux(z, context, index)
+        return y, None, add_aux(aux, scalars)
 
 
 def run_layer(

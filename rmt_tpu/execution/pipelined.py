@@ -117,13 +117,13 @@ def run_layers(
     Raises:
       MeshError: see `check`.
     """
-    given = _microbatches(decoder, Microbatch(tokens, context), schedule)
+    microbatches = _microbatches(decoder, Microbatch(tokens, context), schedule)
 
     def last(reading, result, _):
-        return pipeline.on_last(lambda given: stages.read(*given), (reading, result))
+        return pipeline.on_last(lambda operands: stages.read(*operands), (reading, result))
 
     stages = _stages(decoder, schedule)
-    z, aux = stages.pipeline(last).results(stages.parameters, given)
+    z, aux = stages.pipeline(last).results(stages.parameters, microbatches)
     shared = lambda x: sharding.scatter_sum(x.reshape(len(tokens), *x.shape[2:]), "stage", axis=0)
     return jax.tree.map(shared, z), aux
 
@@ -155,28 +155,28 @@ def loss(
       MeshError: see `check`.
     """
     own = lambda x: sharding.own_part(x, sharding.token_axes(), axis=1)
-    given = Microbatch(tokens, context, jax.tree.map(own, of_tokens))
-    given = _microbatches(decoder, given, schedule)
+    batch = Microbatch(tokens, context, jax.tree.map(own, of_tokens))
+    microbatches = _microbatches(decoder, batch, schedule)
     stages = _stages(decoder, schedule)
 
-    def last(parameters, result, given):
+    def last(parameters, result, microbatch):
         reading, kernel = parameters
-        z = pipeline.on_last(lambda given: stages.read(*given), (reading, result))
+        z = pipeline.on_last(lambda operands: stages.read(*operands), (reading, result))
         share = sharding.scatter_sum(_tokens(z.whole, schedule.stages), "stage", axis=0)
         part = lambda x: sharding.own_part(_tokens(x, schedule.stages), "stage", axis=0)[None]
-        return terms(share[None], kernel, *jax.tree.map(part, given.of_tokens))
+        return terms(share[None], kernel, *jax.tree.map(part, microbatch.of_tokens))
 
     parameters = stages.parameters
     parameters = parameters._replace(last=(parameters.last, decoder.unembedding.kernel[...]))
     with kernels.preferred(decoder.config):
-        return stages.pipeline(last).objective(parameters, given, weights)
+        return stages.pipeline(last).objective(parameters, microbatches, weights)
 
 
 def _microbatches(
-    decoder: DecoderParts, given: Microbatch, schedule: sharding.Schedule
+    decoder: DecoderParts, batch: Microbatch, schedule: sharding.Schedule
 ) -> Microbatch:
     """Split rows into M microbatches, [M, rows / M, ...]; a single row is given to each of them."""
-    check(decoder.config, schedule, len(given.tokens))
+    check(decoder.config, schedule, len(batch.tokens))
     count = schedule.microbatches
 
     def split(x: Shaped[Array, "batch *shape"]) -> Shaped[Array, "count part *shape"]:
@@ -184,7 +184,7 @@ def _microbatches(
             return jnp.broadcast_to(x, (count, *x.shape))
         return x.reshape(count, -1, *x.shape[1:])
 
-    return jax.tree.map(split, given)
+    return jax.tree.map(split, batch)
 
 
 def _tokens(x: Shaped[Array, "batch seq *shape"], parts: int) -> Shaped[Array, "tokens *shape"]:
@@ -235,28 +235,32 @@ def _state_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     config, dtype = decoder.config, decoder.dtype
     size = config.num_sublayers // schedule.chunks
     graphdef, layers = _own_layers(decoder, schedule)
-    of_first, to_start = _parameters(decoder.embedding, decoder.store, decoder.mixer)
-    of_mixer, to_mixer = _parameters(decoder.mixer)
-    of_last, to_read = _parameters(decoder.store, decoder.mixer, decoder.final_site)
+    first_params, to_start = _parameters(decoder.embedding, decoder.store, decoder.mixer)
+    mixer_params, to_mixer = _parameters(decoder.mixer)
+    last_params, to_read = _parameters(decoder.store, decoder.mixer, decoder.final_site)
 
-    def first(of_first, given):
-        embedding, store, mixer = to_start(of_first)
-        return mixer.start(store, *start(embedding, store, given.tokens, given.context, dtype))
+    def first(first_params, microbatch):
+        embedding, store, mixer = to_start(first_params)
+        return mixer.start(
+            store, *start(embedding, store, microbatch.tokens, microbatch.context, dtype)
+        )
 
-    def chunk(layers, of_mixer, index, carry, given):
-        (mixer,), stack = to_mixer(of_mixer), nnx.merge(graphdef, layers)
-        body, carry = (mixer, decoder.store, stack, config), (*carry, no_aux(config, dtype))
-        (*carry, aux), _ = scanned.scan(*body, carry, given.context, index * size)
+    def chunk(layers, mixer_params, index, carry, microbatch):
+        (mixer,), stack = to_mixer(mixer_params), nnx.merge(graphdef, layers)
+        carry = (*carry, no_aux(config, dtype))
+        (*carry, aux), _ = scanned.scan(
+            mixer, decoder.store, stack, config, carry, microbatch.context, index * size
+        )
         return tuple(carry), aux
 
-    def read(of_last, result):
-        store, mixer, site = to_read(of_last)
+    def read(last_params, result):
+        store, mixer, site = to_read(last_params)
         return mixer.advance(store, *result, site, config.num_sublayers)[1]
 
     sums = jax.eval_shape(lambda: no_aux(config, dtype))
     return Stages(
         lambda last: StatePipeline(first, chunk, last, schedule, sums=sums),
-        pipeline.Parameters(of_first, layers, of_mixer, of_last),
+        pipeline.Parameters(first_params, layers, mixer_params, last_params),
         read,
     )
 
@@ -269,43 +273,46 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
     writers = merged[0].site.writer
-    of_chunks = banked_stack.StackArrays(
+    chunk_params = banked_stack.StackArrays(
         layers,
         _scores(decoder, graphdef, layers, schedule),
-        _after(writers, decoder.final_site.writer),
+        _next_writers(writers, decoder.final_site.writer),
     )
     repeat, cores = config.stacks[0].repeat // schedule.chunks, config.stacks[0].cores
-    run = banked_stack.StackRunner(config, decoder.store, mixer, graphdef, 0, repeat, cores)
+    runner = banked_stack.StackRunner(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
     # A chunk consists of whole blocks, so its only input is the rows before it.
     num_rows = mixer.first_row(size) - 1
-    of_first, to_start = _parameters(decoder.embedding, decoder.store)
-    of_last, to_read = _parameters(decoder.store, mixer, decoder.final_site)
+    first_params, to_start = _parameters(decoder.embedding, decoder.store)
+    last_params, to_read = _parameters(decoder.store, mixer, decoder.final_site)
 
-    def first(of_first, given):
-        (embedding, store), writer = to_start(of_first[0]), of_first[1]
-        state, y = start(embedding, store, given.tokens, given.context, dtype)
+    def first(first_params, microbatch):
+        (embedding, store), writer = to_start(first_params[0]), first_params[1]
+        state, y = start(embedding, store, microbatch.tokens, microbatch.context, dtype)
         return store.write(store.hold(state), y, writer)
 
-    def rows(of_chunk, _, index, bank, given):
+    def rows(chunk_arrays, _, index, bank, microbatch):
         """Return the rows that chunk `index` completes, and the scalars of the chunk's cores."""
         carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
-        (bank, _, aux), *_ = run.forward(of_chunk, carry, given.context, None, first=at)
+        (bank, _, aux), *_ = runner.forward(chunk_arrays, carry, microbatch.context, None, first=at)
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
-    def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
+    def rows_backward(chunk_arrays, _, index, bank, microbatch, d_bank, d_aux):
         """Return the gradient of the stacked parameters, and `d_bank` with the rows' part added."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         saved = banked_stack.SavedStack()
-        if run.grouping.open:
+        if runner.grouping.open:
             again = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype))
-            saved = run.forward(of_chunk, again, given.context, None, keep=True, first=at)[2]
-        of_both = (of_chunk, saved, bank, carry, given.context, d_aux)
-        (d_bank, _), gradients = run.backward(*of_both, first=at)
+            saved = runner.forward(
+                chunk_arrays, again, microbatch.context, None, keep=True, first=at
+            )[2]
+        (d_bank, _), gradients = runner.backward(
+            chunk_arrays, saved, bank, carry, microbatch.context, d_aux, first=at
+        )
         return gradients, (), d_bank
 
-    def read(of_last, bank):
-        store, mixer, site = to_read(of_last)
+    def read(last_params, bank):
+        store, mixer, site = to_read(last_params)
         return mixer.final(store, bank, site)
 
     options = {
@@ -313,10 +320,10 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
         "chunk_backward": rows_backward,
         "sums": jax.eval_shape(lambda: no_aux(config, dtype)),
     }
-    of_first = (of_first, _first(writers))
+    first_params = (first_params, _first(writers))
     return Stages(
         lambda last: BankPipeline(first, rows, last, schedule, **options),
-        pipeline.Parameters(of_first, of_chunks, (), of_last),
+        pipeline.Parameters(first_params, chunk_params, (), last_params),
         read,
     )
 
@@ -328,9 +335,9 @@ def _scores(
 
     The result is [V, layers of a chunk, sublayers of a layer, ...].
     """
-    of_chunk = lambda v: nnx.merge(graphdef, jax.tree.map(lambda x: x[v], layers))
-    chunks = [of_chunk(v) for v in range(schedule.virtual)]
-    scores = decoder.mixer.scores([[one.site for one in chunk] for chunk in chunks])
+    chunk_at = lambda v: nnx.merge(graphdef, jax.tree.map(lambda x: x[v], layers))
+    chunks = [chunk_at(v) for v in range(schedule.virtual)]
+    scores = decoder.mixer.scores([[sublayer.site for sublayer in chunk] for chunk in chunks])
     if len(scores) == decoder.config.num_sublayers:
         # The scores of this mixer are learned as one matrix, and every stage holds all of it.
         scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
@@ -347,7 +354,7 @@ def _first(writers: nnx.Param | None) -> Array | None:
     return sharding.total(mine, "stage")
 
 
-def _after(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
+def _next_writers(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
     """Return the writer of each layer's last output, which belongs to the site after the layer.
 
     After the last layer of a chunk, that site belongs to the next stage.
@@ -358,6 +365,6 @@ def _after(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array |
     stages = sharding.axis_size("stage")
     around = [(stage, (stage - 1) % stages) for stage in range(stages)]
     first = jax.lax.ppermute(writers[:, 0], "stage", around)
-    of_last = jnp.concatenate([first[1:], final_writer[None]])
-    first = jnp.where(pipeline.is_last(), of_last, first)
+    last_params = jnp.concatenate([first[1:], final_writer[None]])
+    first = jnp.where(pipeline.is_last(), last_params, first)
     return jnp.concatenate([writers[:, 1:], first[:, None]], axis=1)

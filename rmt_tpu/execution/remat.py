@@ -29,7 +29,7 @@ def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
 
 
 def scan_recomputed(
-    body: Callable[[Any, Any, Any, Any], Any], carry: Any, scanned: Any, shared: Any, given: Any
+    body: Callable[[Any, Any, Any, Any], Any], carry: Any, scanned: Any, shared: Any, constants: Any
 ) -> Any:
     """Run `stacks.scan`, keeping only the carry before each slice and recomputing the rest.
 
@@ -37,11 +37,11 @@ def scan_recomputed(
     uninitialised. JAX would fill these stacks with zeros, which every iteration then overwrites.
 
     Args:
-      body: a function `(carry, (slice, index), shared, given) -> carry`.
+      body: a function `(carry, (slice, index), shared, constants) -> carry`.
       carry: the carry before the first slice, with only floating-point arrays.
       scanned: the floating-point stacks from which the slices are taken.
       shared: parameters that all slices share, whose gradients are summed over slices.
-      given: further inputs of all slices, which have no gradient.
+      constants: further inputs of all slices, which have no gradient.
 
     Returns:
       The carry after the last slice.
@@ -54,29 +54,29 @@ def scan_recomputed(
         return (*scanned, jnp.arange(count))
 
     @jax.custom_vjp
-    def run(carry, scanned, shared, given):
-        step = lambda carry, one: (body(carry, one, shared, given), None)
+    def run(carry, scanned, shared, constants):
+        step = lambda carry, indexed: (body(carry, indexed, shared, constants), None)
         return stacks.scan(step, carry, with_indices(scanned))[0]
 
-    def forward(carry, scanned, shared, given):
-        step = lambda carry, one: (body(carry, one, shared, given), carry)
-        carry, kept = stacks.scan(step, carry, with_indices(scanned))
-        return carry, (kept, scanned, shared, given)
+    def forward(carry, scanned, shared, constants):
+        step = lambda carry, indexed: (body(carry, indexed, shared, constants), carry)
+        carry, carries = stacks.scan(step, carry, with_indices(scanned))
+        return carry, (carries, scanned, shared, constants)
 
     def backward(saved, d_carry):
-        kept, scanned, shared, given = saved
+        carries, scanned, shared, constants = saved
 
-        def back(carry, before):
-            (d_carry, gradients, d_shared), (kept, one, index) = carry, before
-            step = lambda kept, one, shared: body(kept, (one, index), shared, given)
-            _, pull_back = jax.vjp(step, kept, one, shared)
-            d_carry, gradient, of_one = pull_back(d_carry)
-            d_shared = jax.tree.map(jnp.add, d_shared, of_one)
-            return (d_carry, stacks.update_at(gradients, gradient, index), d_shared), None
+        def step_backward(carry, indexed):
+            (d_after, gradients, d_shared), (before, piece, index) = carry, indexed
+            step = lambda before, piece, shared: body(before, (piece, index), shared, constants)
+            _, pull_back = jax.vjp(step, before, piece, shared)
+            d_before, gradient, d_step = pull_back(d_after)
+            d_shared = jax.tree.map(jnp.add, d_shared, d_step)
+            return (d_before, stacks.update_at(gradients, gradient, index), d_shared), None
 
         carry = d_carry, stacks.empty_like(scanned), jax.tree.map(jnp.zeros_like, shared)
-        carry, _ = stacks.scan(back, carry, with_indices(kept, scanned), reverse=True)
+        carry, _ = stacks.scan(step_backward, carry, with_indices(carries, scanned), reverse=True)
         return *carry, None
 
     run.defvjp(forward, at_current_precision(backward))
-    return run(*vary_alike((carry, scanned, shared)), given)
+    return run(*vary_alike((carry, scanned, shared)), constants)

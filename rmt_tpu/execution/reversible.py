@@ -8,7 +8,7 @@ does not grow with `D_k`. In int16 fixed point the rebuilt residuals are exact; 
 errors of about 1e-7.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,32 @@ def run_layers(
     return differentiable(*parameters, residual, y, context)
 
 
+class SavedSublayer(NamedTuple):
+    """What the forward pass saves of one sublayer, in addition to the sublayer's output.
+
+    Attributes:
+      statistics: the statistics of the norm in the site before the sublayer.
+      core: what the core's `pull_back` needs in addition to its input and output.
+    """
+
+    statistics: Statistics
+    core: Any
+
+
+class SavedStack(NamedTuple):
+    """What the forward pass saves of one stack of layers.
+
+    Attributes:
+      entry: the output from before the stack, which the stack's first site writes.
+      outputs: one array for each sublayer of a period, with the sublayer's outputs in all repeats.
+      sublayers: the other saved arrays of each sublayer of a period, stacked over the repeats.
+    """
+
+    entry: StackSlice
+    outputs: list[Array]
+    sublayers: list[SavedSublayer]
+
+
 class _Layers:
     """The forward and backward passes of the reversible schedule.
 
@@ -75,85 +101,86 @@ class _Layers:
         self, stacks: dict, final_site: dict, residual: Array, y: Array, context: Context
     ) -> tuple[tuple[Read, Aux], tuple]:
         """Return the results of `run_layers`, and the arrays that `backward` needs."""
-        held, aux, kept, first = self.store.hold(residual), no_aux(self.config, y.dtype), [], 0
-        y = StackSlice(y[None], 0)
+        dtype, aux, saved, first = residual.dtype, no_aux(self.config, y.dtype), [], 0
+        residual, y = self.store.hold(residual), StackSlice(y[None], 0)
         for number, stack in enumerate(self.config.stacks):
-            before, last = y, len(stack.cores) - 1
+            entry, last = y, len(stack.cores) - 1
 
-            def run_layer(carry, scanned, number=number, first=first, before=before):
+            def run_layer(carry, scanned, number=number, first=first, entry=entry):
                 parameters, repeat = scanned
                 layer, index = self._layer(number, first, stacks[number], parameters, repeat)
-                residual, written, aux = carry
-                of_layer = []
+                residual, outputs, aux = carry
+                saved = []
                 for k, (site, core) in enumerate(layer):
-                    y = _source(written, before, k, repeat)
+                    y = _source(outputs, entry, k, repeat)
                     residual, z, statistics = self.store.add_and_read_with_statistics(
                         residual, y, site
                     )
                     with jax.named_scope(core.name):
-                        to = _slot(written, k, repeat)
-                        stack, of_core, saved = core.forward(z, context, index + k, to)
-                    written = [*written[:k], stack, *written[k + 1 :]]
-                    aux = add_aux(aux, of_core)
-                    of_layer.append((statistics, saved))
-                return (residual, written, aux), of_layer
+                        to = _slot(outputs, k, repeat)
+                        written, scalars, of_core = core.forward(z, context, index + k, to)
+                    outputs = [*outputs[:k], written, *outputs[k + 1 :]]
+                    aux = add_aux(aux, scalars)
+                    saved.append(SavedSublayer(statistics, of_core))
+                return (residual, outputs, aux), saved
 
-            carry = held, self._empty(stack, before), aux
+            carry = residual, self._empty(stack, entry), aux
             repeats = jnp.arange(stack.repeat)
-            carry, of_stack = scan(run_layer, carry, (stacks[number], repeats))
-            held, written, aux = carry
-            y = _slot(written, last, stack.repeat - 1)
-            kept.append((before, written, of_stack))
+            carry, sublayers = scan(run_layer, carry, (stacks[number], repeats))
+            residual, outputs, aux = carry
+            y = _slot(outputs, last, stack.repeat - 1)
+            saved.append(SavedStack(entry, outputs, sublayers))
             first += stack.num_sublayers
         site = nnx.merge(self.site_graph, final_site)
-        held, z, statistics = self.store.add_and_read_with_statistics(held, y, site)
-        like = jnp.zeros((0,), residual.dtype)
-        return (z, aux), (stacks, final_site, held, y, statistics, kept, context, like)
+        residual, z, statistics = self.store.add_and_read_with_statistics(residual, y, site)
+        like = jnp.zeros((0,), dtype)
+        return (z, aux), (stacks, final_site, residual, y, statistics, saved, context, like)
 
     def backward(self, saved: tuple, cotangents: tuple[Read, Aux]) -> tuple:
         """Return the cotangents of the arguments of `forward`."""
         d_z, d_aux = cotangents
-        stacks, final_site, held, y, statistics, kept, context, like = saved
+        stacks, final_site, residual, y, statistics, saved_stacks, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
-        d_residual = jnp.zeros(held.shape, self.dtype)
-        at_once = choices.rereads_rebuilt(target(), nbytes(held)).value
-        z = self.store.read_again(held, site, statistics, self.dtype)
-        held, d_residual, d_y, d_final_site, _ = self.store.undo(
-            held, y, site, z, statistics, (d_residual, d_z)
+        d_residual = jnp.zeros(residual.shape, self.dtype)
+        rereads = choices.rereads_rebuilt(target(), nbytes(residual)).value
+        z = self.store.read_again(residual, site, statistics, self.dtype)
+        residual, d_residual, d_y, d_final_site, _ = self.store.undo(
+            residual, y, site, z, statistics, (d_residual, d_z)
         )
         d_stacks, first = {}, self.config.num_sublayers
         for number, stack in reversed(list(enumerate(self.config.stacks))):
             first -= stack.num_sublayers
-            *_, of_stack = kept[number]
-            z = below = None
-            if at_once:
+            sublayers = saved_stacks[number].sublayers
+            z = previous = None
+            if rereads:
                 # The first repeat has no preceding repeat in this stack, so the result of the extra
                 # read for it is not used.
-                reads = stacks[number][len(stack.cores) - 1]["site"], of_stack[-1][0]
-                below = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
+                reads = stacks[number][len(stack.cores) - 1]["site"], sublayers[-1].statistics
+                previous = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
-                z = self.store.read_again(held, *read, self.dtype)
+                z = self.store.read_again(residual, *read, self.dtype)
 
-            def undo_layer(carry, scanned, number=number, first=first, kept=kept[number]):
-                parameters, repeat, of_layer, below = scanned
-                before, written, of_stack = kept
+            def undo_layer(carry, scanned, number=number, first=first, stack=saved_stacks[number]):
+                parameters, repeat, saved, previous = scanned
                 layer, index = self._layer(number, first, stacks[number], parameters, repeat)
                 residual, d_residual, d_y, z, gradients = carry
                 gradient = {}
                 for k, (site, core) in reversed(list(enumerate(layer))):
-                    (statistics, _), (_, saved) = of_stack[k], of_layer[k]
-                    statistics = Statistics(StackSlice(statistics.both, repeat))
-                    if not at_once:
+                    both = stack.sublayers[k].statistics.both
+                    statistics = Statistics(StackSlice(both, repeat))
+                    if not rereads:
                         z = self.store.read_again(residual, site, statistics, self.dtype)
                     with jax.named_scope(core.name):
-                        of_core = (_slot(written, k, repeat), saved, context, index + k)
-                        d_core, d_z = core.pull_back(z, *of_core, d_y, d_aux)
-                    y = _source(written, before, k, repeat)
+                        y = _slot(stack.outputs, k, repeat)
+                        d_core, d_z = core.pull_back(
+                            z, y, saved[k].core, context, index + k, d_y, d_aux
+                        )
+                    y = _source(stack.outputs, stack.entry, k, repeat)
                     read_before = None
-                    if at_once and k:
-                        read_before = layer[k - 1][0], of_layer[k - 1][0]
-                    elif at_once:
-                        read_before = self._last_read(number, *below)
+                    if rereads and k:
+                        read_before = layer[k - 1][0], saved[k - 1].statistics
+                    elif rereads:
+                        read_before = self._last_read(number, *previous)
                     residual, d_residual, d_y, d_site, z = self.store.undo(
                         residual, y, site, z, statistics, (d_residual, d_z), read_before
                     )
@@ -161,9 +188,9 @@ class _Layers:
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
                 return (residual, d_residual, d_y, z, update_at(gradients, gradient, repeat)), None
 
-            scanned = (stacks[number], jnp.arange(stack.repeat), of_stack, below)
-            carry = (held, d_residual, d_y, z, empty_like(stacks[number]))
-            (held, d_residual, d_y, _, d_stacks[number]), _ = scan(
+            scanned = (stacks[number], jnp.arange(stack.repeat), sublayers, previous)
+            carry = (residual, d_residual, d_y, z, empty_like(stacks[number]))
+            (residual, d_residual, d_y, _, d_stacks[number]), _ = scan(
                 undo_layer, carry, scanned, reverse=True
             )
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
@@ -172,20 +199,20 @@ class _Layers:
         """Return the site of the last read in a stack's repeat, with its norm's statistics."""
         return nnx.merge(self.last_sites[number], site), statistics
 
-    def _empty(self, stack: cfg.Stack, before: StackSlice) -> list[Array]:
+    def _empty(self, stack: cfg.Stack, entry: StackSlice) -> list[Array]:
         """Return uninitialised stacks for the outputs of a stack's sublayers.
 
         If the stack has several repeats, the last array has an extra slot 0, which holds the output
-        in `before`; see `_source`.
+        in `entry`; see `_source`.
         """
-        batch, seq, _, size = before.shape
+        batch, seq, _, size = entry.shape
         count = lambda port: sum(port.heads) + port.residual * self.config.data_shape[0]
         shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)
-        written = [jax.lax.empty(shape(core), before.dtype) for core in stack.cores]
+        outputs = [jax.lax.empty(shape(core), entry.dtype) for core in stack.cores]
         if stack.repeat > 1:
-            more = jax.lax.empty((stack.repeat + 1, *written[-1].shape[1:]), before.dtype)
-            written[-1] = update_at(more, read_slices(before), 0)
-        return written
+            more = jax.lax.empty((stack.repeat + 1, *outputs[-1].shape[1:]), entry.dtype)
+            outputs[-1] = update_at(more, read_slices(entry), 0)
+        return outputs
 
     def _layer(
         self, number: int, first: int, stack: dict, parameters: dict, index: Index
@@ -194,26 +221,26 @@ class _Layers:
 
         The second result is the number of sublayers before the period.
         """
-        of_stack, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
-        return sites_and_cores(layer, of_stack, index), first + len(layer) * index
+        stacked, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
+        return sites_and_cores(layer, stacked, index), first + len(layer) * index
 
 
-def _slot(written: list[Array], k: int, repeat: Index) -> StackSlice:
+def _slot(outputs: list[Array], k: int, repeat: Index) -> StackSlice:
     """Return the slot into which sublayer k of a repeat writes its output."""
-    shifted = k == len(written) - 1 and _begins_with_earlier(written)
-    return StackSlice(written[k], repeat + 1 if shifted else repeat)
+    shifted = k == len(outputs) - 1 and _begins_with_earlier(outputs)
+    return StackSlice(outputs[k], repeat + 1 if shifted else repeat)
 
 
-def _source(written: list[Array], before: StackSlice, k: int, repeat: Index) -> StackSlice:
+def _source(outputs: list[Array], entry: StackSlice, k: int, repeat: Index) -> StackSlice:
     """Return the slot with the output that the site before sublayer k of a repeat writes."""
     if k:
-        return _slot(written, k - 1, repeat)
-    return StackSlice(written[-1], repeat) if _begins_with_earlier(written) else before
+        return _slot(outputs, k - 1, repeat)
+    return StackSlice(outputs[-1], repeat) if _begins_with_earlier(outputs) else entry
 
 
-def _begins_with_earlier(written: list[Array]) -> bool:
+def _begins_with_earlier(outputs: list[Array]) -> bool:
     """Return whether the last stack has an extra slot, as it does if there are several repeats."""
-    return written[-1].shape[0] > 1
+    return outputs[-1].shape[0] > 1
 
 
 def _parameters(module: nnx.Module) -> Any:

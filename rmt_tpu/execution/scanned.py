@@ -38,12 +38,11 @@ def run_layers(
     """
     mixer, store, config = decoder.mixer, decoder.store, decoder.config
     carry, new, first = (*mixer.start(store, state, y), no_aux(config, y.dtype)), [], 0
-    for number, (of_stack, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
-        of_cores = None if caches is None else caches[number]
-        body = (mixer, store, stack, config)
-        carry, of_cores = scan(*body, carry, context, first, of_cores)
-        new.append(of_cores)
-        first += of_stack.num_sublayers
+    for number, (stack_config, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
+        stack_caches = None if caches is None else caches[number]
+        carry, stack_caches = scan(mixer, store, stack, config, carry, context, first, stack_caches)
+        new.append(stack_caches)
+        first += stack_config.num_sublayers
     *carry, aux = carry
     _, z = mixer.advance(store, *carry, decoder.final_site, first)
     return z, None if caches is None else tuple(new), aux
@@ -78,24 +77,24 @@ def scan(
     graphdef, layers = nnx.split(stack)
     layers = nnx.to_pure_dict(layers)
     in_place = caches is not None and _reads_stacks(config, store, carry[0])
-    of_mixer, shared = nnx.split(mixer)
+    mixer_graph, shared = nnx.split(mixer)
     shared = nnx.to_pure_dict(shared)
 
-    def body(carry, scanned, shared, given, caches=None):
-        (layer, index), (context, first) = scanned, given
+    def body(carry, scanned, shared, constants, caches=None):
+        (layer, index), (context, first) = scanned, constants
         layer = nnx.merge(graphdef, layer)
         sublayers = sites_and_cores(layer, *((stack, index) if in_place else ()))
         at = first + len(stack) * index
-        mixer = nnx.merge(of_mixer, shared)
+        mixer = nnx.merge(mixer_graph, shared)
         return run_layer(mixer, store, sublayers, carry, context, at, caches, index)
 
-    given = context, first
+    constants = context, first
     if config.remat == "full" and caches is None:
-        run = lambda carry, scanned, *given: body(carry, scanned, *given)[0]
-        return scan_recomputed(run, carry, layers, shared, given), None
+        run = lambda carry, scanned, shared, constants: body(carry, scanned, shared, constants)[0]
+        return scan_recomputed(run, carry, layers, shared, constants), None
 
     def step(carry, scanned):
-        return body(carry[0], scanned, shared, given, carry[1]), None
+        return body(carry[0], scanned, shared, constants, carry[1]), None
 
     scanned = layers, jnp.arange(len(jax.tree.leaves(layers)[0]))
     return stacks.scan(rematerialize(step, config.remat), (carry, caches), scanned)[0]

@@ -38,16 +38,16 @@ def convolve(
 
 def tail(
     x: Float[Array, "batch seq *channels"],
-    before: Float[Array, "batch kept *channels"],
+    before: Float[Array, "batch count *channels"],
     lengths: Int[Array, " batch"] | None,
-) -> Float[Array, "batch kept *channels"]:
+) -> Float[Array, "batch count *channels"]:
     """Return the last tokens of `before` followed by x, for use as `before` in the next call.
 
     `lengths` is the number of valid tokens in each row of x; None means that all tokens are valid.
     """
-    kept = before.shape[1]
+    count = before.shape[1]
     all_x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     if lengths is None:
         return all_x[:, x.shape[1] :]
-    places = lengths[:, None] + jnp.arange(kept)
+    places = lengths[:, None] + jnp.arange(count)
     return jnp.take_along_axis(all_x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)

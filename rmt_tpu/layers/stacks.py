@@ -46,8 +46,8 @@ def scan(
     carry, scanned = vary_alike((carry, scanned))
     if len(jax.tree.leaves(scanned)[0]) > 1:
         return jax.lax.scan(body, carry, scanned, reverse=reverse)
-    carry, given = body(carry, jax.tree.map(lambda x: x[0], scanned))
-    return carry, jax.tree.map(lambda x: x[None], given)
+    carry, outputs = body(carry, jax.tree.map(lambda x: x[0], scanned))
+    return carry, jax.tree.map(lambda x: x[None], outputs)
 
 
 @jax.custom_jvp

@@ -145,14 +145,14 @@ class Dense(nnx.Module):
         The weights do not depend on the tokens.
         """
         matrix = self.matrix()
-        given = [store.write(store.hold(state), y, sublayers[0].site.writer)]
-        read = lambda row: sum(a * x for a, x in zip(row, given, strict=False))
+        inputs = [store.write(store.hold(state), y, sublayers[0].site.writer)]
+        read = lambda row: sum(a * x for a, x in zip(row, inputs, strict=False))
         for layer, row in zip(range(0, len(sublayers), 2), matrix, strict=False):
             residual = read(row)
             for site, core, writer in sublayers[layer : layer + 2]:
                 y = core(store.read(residual, site, store.compute_dtype))
                 residual = store.write(residual, y, writer)
-            given.append(residual)
+            inputs.append(residual)
         return store.read(read(matrix[-1]), final_site, store.compute_dtype), ()
 
     def depth_weights(

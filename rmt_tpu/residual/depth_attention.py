@@ -169,7 +169,9 @@ class DepthAttention(nnx.Module):
         """Return each site's stacked parameters for all repeats: see `protocols.StackedScores`."""
         if not isinstance(store, VectorStore):
             return ()
-        return tuple(store.decode_params(scores[:, k], one.site) for k, one in enumerate(stack))
+        return tuple(
+            store.decode_params(scores[:, k], sublayer.site) for k, sublayer in enumerate(stack)
+        )
 
     def prior(
         self,
@@ -225,20 +227,25 @@ class DepthAttention(nnx.Module):
 
         @jax.custom_vjp
         def partial(queries, rows, count, prior):
-            given = {"count": count, "prior": prior} | options
-            return rows, *pallas_kernels.depth_attention_partial(queries, rows, **given)
+            return rows, *pallas_kernels.depth_attention_partial(
+                queries, rows, count=count, prior=prior, **options
+            )
 
-        def save(*given):
-            out = partial(*given)
-            return out, (*given, *out[1:])
+        def save(*args):
+            out = partial(*args)
+            return out, (*args, *out[1:])
 
         def backward(saved, cotangents):
             queries, rows, count, prior, *out = saved
             d_rows, *d_out = cotangents
-            arrays = (queries, rows, *out, *d_out)
-            given = {"count": count, "prior": prior, "accumulate": d_rows} | options
             with jax.named_scope("residual"):
-                g = pallas_kernels.depth_attention_partial_backward(*arrays, **given)
+                g = pallas_kernels.depth_attention_partial_backward(
+                    *(queries, rows, *out, *d_out),
+                    count=count,
+                    prior=prior,
+                    accumulate=d_rows,
+                    **options,
+                )
             return g.queries, g.sources, None, g.prior
 
         partial.defvjp(save, backward)
@@ -273,15 +280,18 @@ class DepthAttention(nnx.Module):
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
         if isinstance(score, pallas_kernels.StackSlice):
-            sealed, options = (*prior, place), {"active": active, "epsilon": self.epsilon}
-            z = store.decode_merge_and_read(sealed, current, score, site, **options)
+            z = store.decode_merge_and_read(
+                (*prior, place), current, score, site, active=active, epsilon=self.epsilon
+            )
             return prior, rows, current, z
         log_sums, own_log_sums = stacks.slice_once(prior.log_sums, place)
 
         def with_current(mixed, log_sums, place):
             query = score.reshape(current.shape[2:])
-            sealed, given = (mixed, log_sums, place), {"active": active, "epsilon": self.epsilon}
-            return store.merge_and_read(sealed, current, query, site, **given)
+            sealed = (mixed, log_sums, place)
+            return store.merge_and_read(
+                sealed, current, query, site, active=active, epsilon=self.epsilon
+            )
 
         if rows is None and not self._divided():
             mixed, passed, z = with_current(prior.mixed, own_log_sums, place)

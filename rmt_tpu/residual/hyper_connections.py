@@ -81,11 +81,11 @@ class HyperConnections(nnx.Module):
 
         The streams do not include y yet. The first write adds y to every stream, without mixing.
         """
-        held = store.hold(state)
-        m, dtype = self.streams, jnp.result_type(held, jnp.float32)
-        write = jnp.ones((m, *held.shape[:-1]), dtype)
+        residual = store.hold(state)
+        m, dtype = self.streams, jnp.result_type(residual, jnp.float32)
+        write = jnp.ones((m, *residual.shape[:-1]), dtype)
         mix = jnp.broadcast_to(jnp.eye(m, dtype=dtype)[:, :, None, None], (m, *write.shape))
-        return StreamsState((held,) * m, write, mix), y
+        return StreamsState((residual,) * m, write, mix), y
 
     @jax.named_scope("residual")
     def advance(
@@ -191,14 +191,14 @@ class DynamicMix(nnx.Module):
     def __call__(self, streams: Streams) -> Coefficients:
         """Return the coefficients of every token, computed from its streams."""
         static = self.static(streams)
-        given = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
-        given = jnp.stack(given, axis=1)  # [2 + m, from, batch, seq]
-        given = jnp.tanh(given) if self.tanh else given
+        projected = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
+        projected = jnp.stack(projected, axis=1)  # [2 + m, from, batch, seq]
+        projected = jnp.tanh(projected) if self.tanh else projected
         s_a, s_b = self.scales[...]
         return Coefficients(
-            static.read + s_a * given[0],
-            static.write + s_b * given[1],
-            static.mix + s_a * given[2:],
+            static.read + s_a * projected[0],
+            static.write + s_b * projected[1],
+            static.mix + s_a * projected[2:],
         )
 
     def _projected(self, x, dtype):
@@ -249,13 +249,13 @@ class _ProjectedMix(nnx.Module):
 
     def __call__(self, streams: Streams) -> Coefficients:
         m = len(streams)
-        given = self._projected(streams)
+        projected = self._projected(streams)
         a_pre, a_post, a_res = self.scales[...]
         bias = lambda b: b[...][:, None, None]
         return Coefficients(
-            jax.nn.sigmoid(a_pre * given[:m] + bias(self.read_bias)),
-            2 * jax.nn.sigmoid(a_post * given[m : 2 * m] + bias(self.write_bias)),
-            self._mixed(a_res * given[2 * m :] + bias(self.mix_bias)),
+            jax.nn.sigmoid(a_pre * projected[:m] + bias(self.read_bias)),
+            2 * jax.nn.sigmoid(a_post * projected[m : 2 * m] + bias(self.write_bias)),
+            self._mixing(a_res * projected[2 * m :] + bias(self.mix_bias)),
         )
 
     def _projected(self, streams):
@@ -289,7 +289,7 @@ class ManifoldMix(_ProjectedMix):
         biases = {"read_bias": 6 * _home(m, index) - 3, "write_bias": jnp.zeros(m)}
         super().__init__(config, seed, **biases, mix_bias=mix_bias)
 
-    def _mixed(self, logits):
+    def _mixing(self, logits):
         m = self.gain.shape[0]
         return sinkhorn(logits.reshape(m, m, *logits.shape[1:]), self.rounds)
 
@@ -310,7 +310,7 @@ class PermutationMix(_ProjectedMix):
         mix_bias = jnp.full(factorial(m), -8.0).at[0].set(0.0)
         super().__init__(config, seed, **biases, mix_bias=mix_bias)
 
-    def _mixed(self, logits):
+    def _mixing(self, logits):
         return mixed_permutations(jax.nn.softmax(logits, axis=0), self.gain.shape[0])
 
 

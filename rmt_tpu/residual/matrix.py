@@ -179,9 +179,12 @@ class Store(nnx.Module):
         if isinstance(site, StackSlice):
             stacked, layer = site
             store_keys, gain, read_keys = _parameters(stacked)
-            options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": stacked.size_major}
-            given = (layer, residual, store_keys, y, gain, read_keys)
-            residual, z = pallas_kernels.store_norm_retrieve_at(*given, **options)
+            residual, z = pallas_kernels.store_norm_retrieve_at(
+                *(layer, residual, store_keys, y, gain, read_keys),
+                norm=self.norm,
+                epsilon=self.epsilon,
+                size_major=stacked.size_major,
+            )
             return residual, stacked.split(z)
         store_keys, gain, read_keys = _parameters(site)
         residual, z = pallas_kernels.store_norm_retrieve(

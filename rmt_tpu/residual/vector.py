@@ -227,8 +227,8 @@ class Store(nnx.Module):
         if site.read is None:
             return Read(whole=whole)
         with jax.named_scope("projection"):
-            kept = (w for w in (site.read, site.read_fewer) if w is not None)
-            groups = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in kept)
+            weights = (w for w in (site.read, site.read_fewer) if w is not None)
+            groups = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in weights)
             read = jnp.concatenate([w for group in groups for w in group], axis=-1)
             x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
         head_dim = site.reads.head_dim

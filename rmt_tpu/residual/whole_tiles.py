@@ -53,11 +53,11 @@ def without_padding(module: nnx.Module) -> nnx.Module:
 
     Kernels for a few tokens accept vectors of any size, and XLA would spend time on padding.
     """
-    given = getattr(module, "tiles", None)
-    if given is None or given.size == given.padded:
+    tiles_of_module = getattr(module, "tiles", None)
+    if tiles_of_module is None or tiles_of_module.size == tiles_of_module.padded:
         return module
     module = nnx.clone(module)
-    module.tiles = Tiles(given.size, given.size)
+    module.tiles = Tiles(tiles_of_module.size, tiles_of_module.size)
     return module
 
 
