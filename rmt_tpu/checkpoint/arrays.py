@@ -16,14 +16,14 @@ from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
-# Maximum size of a chunk in bytes. For buffers of 32 MB or more glibc maps fresh pages each time,
-# which would take longer than the copy itself.
+# Maximum size of a stored chunk in bytes. For a buffer of 32 MB or more, glibc maps fresh pages at
+# every allocation, which would take longer than to copy the chunk.
 CHUNK_BYTES = 16 * 2**20
-# BYTES_IN_FLIGHT is sixteen chunks, enough concurrent requests for a remote store.
-_ALIGNMENT = 64  # bytes
+# Maximum bytes of concurrent reads or writes: sixteen chunks, enough requests for a remote store.
 BYTES_IN_FLIGHT = 256 * 2**20
+_ALIGNMENT = 64  # alignment in bytes of arrays that JAX uses on a CPU without a copy
 
-# Maps each compression to its zarr codecs, which are applied between the bytes codec and the
+# Maps each compression to its zarr codecs. They follow the codec that makes bytes, and precede the
 # checksum.
 COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
 
@@ -33,11 +33,10 @@ DTYPES = frozenset(
     "float64 complex64 complex128".split()
 )
 
-# The part of an array's name that marks it as a stacked parameter of layers, or as optimizer state
-# for one.
+# A part of the name of every stacked parameter of layers, and of its optimizer state.
 _LAYERS = "stacks"
 
-Index = tuple[tuple[int, int], ...]  # (start, stop) per axis; unlike slices it is hashable
+Index = tuple[tuple[int, int], ...]  # (start, stop) for each axis; hashable, unlike slices
 
 
 class StoredArray(NamedTuple):
@@ -83,7 +82,8 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        if ours == theirs and not of_a_layer:  # it could also be [L, size] of another size
+        # Two different shapes with two axes may also be [L, size] with two different sizes.
+        if ours == theirs and not of_a_layer:
             return False
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
         return same_count and of_a_layer == tuple(other.shape[theirs:])
@@ -160,7 +160,8 @@ def describe(name: str, leaf: Any) -> StoredArray:
     prng = None
 
     def key_data(key: jax.Array) -> jax.Array:
-        # A ShapeDtypeStruct does not expose its key's implementation, but a tracer does.
+        # Trace this function, because a ShapeDtypeStruct does not expose which PRNG its keys are
+        # for, but a tracer does.
         nonlocal prng
         prng = str(jax.random.key_impl(key))
         return jax.random.key_data(key)
@@ -273,8 +274,8 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    # An uncommitted array must stay uncommitted, because jit refuses to combine arrays that are
-    # committed to different devices.
+    # Return None for an array that is not committed to a device, so that the restored array is not
+    # committed either: jit refuses to combine arrays that are committed to different devices.
     return leaf.sharding if getattr(leaf, "committed", True) else None
 
 

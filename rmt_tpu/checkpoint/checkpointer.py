@@ -57,11 +57,11 @@ from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Folder, Unavailable
 from rmt_tpu.streams import log_line
 
-_RETENTION = Retention()  # the default
+_RETENTION = Retention()  # the default rules: keep the last three steps
 
 _channels = itertools.count()
 
-_SLOW_SECONDS = 60.0  # after which a message says that a save is still in progress
+_SLOW_SECONDS = 60.0  # after this time a message says that the save is still in progress
 
 
 class Checkpointer:
@@ -111,10 +111,11 @@ class Checkpointer:
         self._report = report
         # Maps the step of each damaged checkpoint to the generation number of its COMMIT file.
         self._damaged: dict[int, Any] = {}
-        self._has_gone_back = False  # whether any interrupted `go_back` was completed
+        self._has_gone_back = False  # whether an interrupted `go_back`, if any, was completed
         self._channel: processes.Channel | None = None
         self._background: Background[Saved] = Background("checkpoint")
-        # This runs at interpreter exit at the latest, after the interpreter has waited for threads.
+        # Report the error of a save at interpreter exit at the latest. The interpreter has then
+        # waited for the thread that saves.
         weakref.finalize(self, self._background.tell, report)
 
     def steps(self) -> list[int]:
@@ -200,7 +201,8 @@ class Checkpointer:
         sources, arrays = to_store(tree, self._compression)
         manifest = seal(arrays, meta)
         blocks = blocks_of(sources, arrays)
-        # Channels are numbered in the main thread, in which all processes start the same saves.
+        # Number channels in the main thread: there all processes start the same saves in the same
+        # order, so they agree on the numbers.
         self._channel = self._channel or processes.Channel(f"checkpoint-{next(_channels)}")
         attempt = Attempt(
             self.root,
@@ -228,8 +230,8 @@ class Checkpointer:
             seconds = time.monotonic() - started
             return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
 
-        # The timer is started here because a thread cannot start another thread while the
-        # interpreter exits.
+        # Start the timer's thread here and not in the background thread: while the interpreter
+        # exits, a thread cannot start another thread.
         slow.start()
         self._background.start(run)
         return before

@@ -14,18 +14,18 @@ from rmt_tpu.checkpoint.arrays import COMPRESSIONS, DTYPES, StoredArray
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault
 
-# Version 2 changed the order of weights for concatenated data vectors: first by entry, then by
-# vector.
-# Version 3 introduced compressed arrays.
+# Version of the checkpoint format. Version 2 changed the order of weights that apply to
+# concatenated data vectors, to entry first and vector second. Version 3 introduced compressed
+# arrays.
 FORMAT_VERSION = 3
 
-# maximum sizes of the files in bytes
+# Maximum sizes in bytes of the files COMMIT and manifest.json.
 COMMIT_LIMIT = 4096
 MANIFEST_LIMIT = 64 * 2**20
 
 ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
-_LARGEST = 2**62  # maximum bytes in an array and maximum size of an axis
+_LARGEST = 2**62  # maximum bytes in an array, and maximum length of an axis
 _MOST_AXES = 32
 
 
@@ -69,8 +69,8 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
       UsageError: `meta` is not JSON.
     """
     try:
-        # Convert `meta` to JSON and back first, so that the checksum is computed over what a reader
-        # sees.
+        # Convert `meta` to JSON and back, so that the checksum covers the values that a reader
+        # gets, such as lists in place of tuples.
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
@@ -132,7 +132,8 @@ def _array(entry: dict) -> StoredArray:
         and len(shape) == len(chunk) <= _MOST_AXES
         and all(type(size) is int and 0 <= size < _LARGEST for size in sizes)
         and 16 * math.prod(shape) < _LARGEST
-        # Chunks may not exceed the array, whose shape is later compared with the requested shape.
+        # A chunk must not exceed the array, so that a damaged manifest cannot request more memory
+        # than the array needs.
         and all(1 <= part <= max(size, 1) for size, part in zip(shape, chunk, strict=True))
     ):
         raise Fault(f"manifest.json: array {name} has an impossible shape or chunk")

@@ -41,7 +41,7 @@ class Retention:
         retained = set(steps[-self.last :])
         if self.every:
             retained |= {step for step in steps if step % self.every == 0}
-        # If losses are equal, the later step is preferred, because it was trained on more tokens.
+        # Of two steps with equal losses, prefer the later one, which was trained on more tokens.
         rated = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
         return retained | {-step for _, step in rated[: self.best]}
 
@@ -61,7 +61,7 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for name in names:
         step = name.removesuffix("/")
-        # Only the canonical name of a step is accepted, and not 007 for example.
+        # Accept a step only under its canonical name: 7, but not 007.
         if not (name.endswith("/") and step.isascii() and step.isdecimal()):
             continue
         if step == str(int(step)):
@@ -83,7 +83,7 @@ def committed(folder: Folder) -> list[int]:
     return sorted(filter(is_one, found))
 
 
-# Name of a file that states the last valid step while the COMMITs of later steps are being deleted.
+# Name of the file that states the last valid step while the later steps are deleted.
 _BACK = "BACK"
 
 
@@ -126,7 +126,8 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
     """
     if _BACK not in names:
         return None
-    if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:  # it was deleted just now
+    # The file is in the list, but another process may have deleted it since.
+    if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:
         return None
     try:
         return int(json.loads(found.data)["step"])
@@ -172,8 +173,8 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
             commit = commits[step]
             unneeded = unneeded - {commit.attempt} if commit else set()
         elif step in commits:
-            # COMMIT is deleted first, so that no committed step is incomplete if the process is
-            # killed.
+            # Delete COMMIT first. If the process is killed before the arrays are deleted, the step
+            # is then no longer committed, and no reader finds it incomplete.
             folder.delete(f"{step}/COMMIT")
         if unneeded or not keep:
             delete_attempts(folder, step, unneeded)

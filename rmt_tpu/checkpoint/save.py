@@ -81,7 +81,7 @@ class Block(NamedTuple):
         return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
 
 
-# The starts are traced arguments, so that one program serves all parts of the same size.
+# `dynamic_slice` jitted with traced starts, so that one program cuts all pieces of the same size.
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
@@ -97,7 +97,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
         if isinstance(source, jax.Array) and not source.is_fully_addressable
     }
     blocks = deque()
-    if processes.is_first():  # every process holds a copy of these arrays
+    if processes.is_first():  # every process holds all arrays that are not in `shared`
         own = (array for array in arrays if array.name not in shared)
         blocks += (
             Block(array, *piece) for array in own for piece in _own_pieces(sources[array.name])
@@ -159,11 +159,12 @@ def _host_copy(block: Block) -> np.ndarray | jax.Array:
     if _is_host(device):
         # No copy is needed, because XLA does not donate a buffer that numpy refers to.
         return np.asarray(block.cut())
-    # This starts an asynchronous copy. If the array is donated meanwhile, its buffer is overwritten
-    # only after the copy.
+    # Start an asynchronous copy to host memory. Even if the array is donated meanwhile, its buffer
+    # is overwritten only after the copy.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     copy = jax.device_put(block.cut(), pinned, may_alias=False)
-    # A part that was cut out takes up device memory until it is copied, so wait for each copy.
+    # A cut piece is an array of its own in device memory. Wait until it is copied, so that only one
+    # such array exists at a time.
     return copy if block.within is ... else jax.block_until_ready(copy)
 
 
@@ -262,7 +263,7 @@ class Attempt(NamedTuple):
                 )
                 yield block.array, block.num_bytes, write
 
-        deque(in_flight(jobs()), maxlen=0)  # runs all jobs and keeps no result
+        deque(in_flight(jobs()), maxlen=0)  # run all jobs and keep no result
 
     def _abandon(self, attempt: str) -> None:
         """Delete the attempt if no COMMIT names it, ignoring errors of the storage."""

@@ -135,7 +135,7 @@ class StreamInMemory:
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
 
-Rows = slice | Int64[np.ndarray, " rows"]  # the rows of a batch to read
+Rows = slice | Int64[np.ndarray, " rows"]  # which rows of a batch to read
 _ALL = slice(None)
 
 
@@ -247,13 +247,14 @@ class Windows:
     def _gather(self, window: Int64[np.ndarray, " batch"], end: int) -> Batch:
         starts = window * self.seq_len
         real = starts[:, None] + np.arange(self.seq_len + 1) < len(self.stream)
-        # A row beyond the last window may start at the last token of the stream. It is masked,
-        # because that token has no target.
+        # Mask rows beyond the last window: such a row may start at the last token of the stream,
+        # which has no next token as its target.
         real &= (window < min(end, self.num_windows))[:, None]
         tokens = np.where(real, self.stream.read(starts, self.seq_len + 1), 0).astype(np.int32)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         begins = (inputs == self.bos) & real[:, :-1]
-        # The first token of a window starts segment 1, even if it is not a BOS.
+        # A window may begin within a document, so its first token starts segment 1 even if it is no
+        # BOS.
         begins[:, 0] = True
         segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
         return Batch(inputs, targets, segments.astype(np.int32), real[:, 1:].astype(np.float32))
@@ -277,7 +278,8 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
             held += sizes[text]
         else:
             passed_over.append(text)
-    # Hold out one more document if that is closer to the requested share, or if none was chosen.
+    # Hold out one more document, the smallest of the others, if this is closer to the requested
+    # share or if no document was chosen.
     for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
         after = held + sizes[text]
         if not chosen or (after - wanted < wanted - held and after <= total / 2):
@@ -300,8 +302,8 @@ def cut(text: str, eval_fraction: float) -> tuple[str, str]:
     or a word if possible.
     """
     tail = max(1, int(eval_fraction * len(text)))
-    # Search for a boundary within the first half of the tail, so that the tail stays at most as
-    # long as requested and at least half as long.
+    # Search for the end of a line or a word within the first half of the requested tail. The tail
+    # then has at most the requested length, and at least half of it.
     at, end = len(text) - tail, len(text) - tail // 2 - 1
     for boundary in "\n", " ":
         if (found := text.find(boundary, at - 1, end)) >= 0:

@@ -12,20 +12,20 @@ from jaxtyping import Int32
 
 from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, digest, utf8
 
-# Names that vocabularies commonly use for BOS, the most common first. They are used if the
-# tokenizer's file does not state which token precedes a text.
+# Names that vocabularies use for BOS, the token that starts a document, the most common first. They
+# are tried if the tokenizer's file does not state which token precedes a text.
 BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
 
-# Maximum number of token ids. The model has an embedding for each id, and the library silently
-# reduces ids modulo 2^32.
+# Maximum number of token ids. The model has an embedding for each id, and the tokenizers library
+# silently reduces ids modulo 2^32.
 _MOST_TOKENS = 2**24
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# Tokenizers with the same vocabulary but different normalizers or pre-tokenizers encode this text
-# differently.
+# A text that tokenizers with the same vocabulary, but different normalizers or pre-tokenizers,
+# encode differently. Its tokens are part of a tokenizer's fingerprint.
 _PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
-# Number of texts encoded at a time. It keeps all cores busy, and memory can hold their tokens
-# twice.
+# Number of texts to encode at a time: enough to keep all cores busy, and few enough that memory
+# holds their tokens twice.
 _CHUNK = 256
 
 
@@ -46,8 +46,8 @@ class BpeTokenizer(Tokenizer):
         from tokenizers import AddedToken
 
         self.name = name
-        # These settings occur in many tokenizer.json files, and truncation would silently shorten
-        # documents.
+        # Many tokenizer.json files request truncation, which would silently shorten documents, or
+        # padding.
         library.no_truncation()
         library.no_padding()
         there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
@@ -60,10 +60,10 @@ class BpeTokenizer(Tokenizer):
                 f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
-        library.encode_special_tokens = True  # encode names of special tokens as ordinary text
+        library.encode_special_tokens = True  # a special token's name in a text is ordinary text
         self.bos = library.token_to_id(self._bos_name)
         self.ends = (self.bos,)
-        # This may exceed the number of tokens, because ids may have gaps.
+        # `vocab_size` may exceed the number of tokens, because no token may have some of the ids.
         vocabulary = library.get_vocab(with_added_tokens=True)
         _check_ids(vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
@@ -136,7 +136,7 @@ class BpeTokenizer(Tokenizer):
         """Return the text of tokens, from the library's decoder unless tokens are bytes."""
         if self._is_byte_level:
             return super().decode(tokens)
-        # The library's decoder treats the start of a text specially.
+        # Decode with the library, whose decoder may strip a space at the start of a text.
         return self._library.decode(self._checked(tokens).tolist(), skip_special_tokens=True)
 
     def fingerprint(self) -> str:
@@ -205,7 +205,7 @@ class BpeTokenizer(Tokenizer):
     def _byte_level_piece(self, name: str, token: int) -> bytes:
         try:
             return bytes([_BYTE_OF[letter] for letter in name])
-        except KeyError:  # the name is not in the alphabet, such as [UNK]
+        except KeyError:  # the name has a character outside the alphabet
             return name.encode()
 
     def _other_piece(self, name: str, token: int) -> bytes:

@@ -19,13 +19,14 @@ from rmt_tpu.data.inputs import (
 )
 from rmt_tpu.errors import UsageError
 
-# Maximum sizes in bytes. A document is in memory several times: as bytes, as text and as tokens.
+# Maximum sizes in bytes of a line and of a document. Memory holds a document several times: as
+# bytes, as text and as tokens.
 _LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-_SKIP_BYTES = 2**20  # bytes to read at a time from a line that is skipped
-_SIGN_OF_LIFE = 2**22  # decompressed bytes between two calls of `on_block`
+_SKIP_BYTES = 2**20  # bytes to read at a time while a line is skipped
+_SIGN_OF_LIFE = 2**22  # decompressed bytes between two reports of progress
 
 
 def documents(source: str, flag: str = "data") -> list[str]:
@@ -66,7 +67,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     with read_errors(span.path), open_stored(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
-            _skip(file, to_separator=False)  # `start + num_bytes` is most likely within a line
+            _skip(file, to_separator=False)  # the position is most likely within a line
             if _kind(span.path) != ".jsonl":
                 _skip(file, to_separator=True)
             stop = min(file.tell(), size)
@@ -116,8 +117,8 @@ def _skip(file: io.BufferedIOBase, *, to_separator: bool) -> None:
 
 
 class _Line(NamedTuple):
-    content: bytes  # including the newline
-    offset: int  # position in the decompressed file
+    content: bytes  # the bytes of the line, with its newline
+    offset: int  # position of the line in the decompressed file
 
 
 def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:

@@ -21,13 +21,13 @@ SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst")
 COMPRESSED = (".gz", ".zst")
 
 _BUCKETS = "gs://"
-_BLOCK = 2**20  # bytes to hash at a time
-# Bytes per request to a bucket. _AHEAD is for reading a whole object in few requests, and _LOOK is
-# for searching the end of a line.
+_BLOCK = 2**20  # bytes to read and hash at a time
+# Bytes per request to a bucket: `_AHEAD` to read a whole object in few requests, and `_LOOK` to
+# search for the end of a line.
 _AHEAD, _LOOK = 8 * 2**20, 2**18
 # Compressed bytes to decompress at a time. As few as 4 bytes can encode a zstandard block of 128
-# KiB, so the result has at most 32 MiB. Without this limit a malicious file could decompress to
-# gigabytes at once.
+# KiB, so 2^10 bytes decompress to at most 32 MiB. Without this limit a malicious file could
+# decompress to gigabytes at once.
 _PACKED = 2**10
 _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
@@ -106,7 +106,7 @@ def whole_span(path: str) -> Span:
     """
     with read_errors(path):
         status = os.stat(path)
-    # Reading a pipe that nobody writes to would block forever.
+    # Refuse other kinds of files: reading a pipe that nobody writes to would block forever.
     if not stat.S_ISREG(status.st_mode):
         raise Problem(f"{path!r} is not a regular file; legal: files")
     return Span(path, 0, status.st_size, _version(status))
@@ -200,7 +200,7 @@ def check_unchanged(span: Span) -> None:
       RunError: the file was edited or does not exist any more.
     """
     if span.in_bucket:
-        return  # reads of an object are always of this generation
+        return  # an object is always read at the generation of the span
     try:
         version = _version(os.stat(span.path))
     except OSError:
@@ -256,7 +256,7 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
         raise Problem(f"{pattern!r} is a folder; write which files in it, such as {globs}")
-    if os.path.exists(path):  # the name may contain brackets, so check before globbing
+    if os.path.exists(path):  # check the exact name before globbing, because it may have brackets
         return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not paths:

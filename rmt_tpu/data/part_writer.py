@@ -1,8 +1,8 @@
 """A writer for the parts of a token store; a part is the tokenised text of some spans of files.
 
 The content of a part depends only on the text and the arguments of the store. Its files are written
-to
-a folder that is named after an attempt. The part is valid once its manifest, which is created last,
+to a
+folder that is named after an attempt. The part is valid once its manifest, which is created last,
 names that attempt. Valid parts are therefore complete, no matter how and when a process is killed.
 The name of an attempt is derived from the plan, and each file is written as a whole, with bytes
 that are derived from the text. Therefore several processes may write the same part without
@@ -48,7 +48,7 @@ from rmt_tpu.data.tokenizer_files import load_saved
 from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
-# maximum number of documents and of characters to tokenise at a time
+# Maximum numbers of documents and of characters to tokenise at a time.
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 # Progress is reported after this many bytes or seconds.
 _REPORT_BYTES, _REPORT_SECONDS = 2**18, 0.5
@@ -209,7 +209,7 @@ class PartWriter:
             content = {"plan": self._options.plan_id, "cut": job.cut, **done._asdict()}
             content |= {"part": done.part.json(), "kept": True}
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
-                # Another process was faster. Its part is identical, so use that.
+                # Another process has written the part first. Its part is identical, so use it.
                 if (done := self._existing_part(job)) is None:
                     raise RunError(f"{self._folder.url}/{name} is also written by another command")
         for attempt in self._folder.names(name):
@@ -240,15 +240,15 @@ class PartWriter:
             if (content := read_sealed(self._folder, name)) is None:
                 return None
         except Fault:
-            raise  # a manifest that cannot be read may be undamaged
+            raise  # a manifest that storage does not return may be undamaged
         except RmtError:
             content = {}
         with contextlib.suppress(Fault, KeyError, TypeError):
             same_plan = content.pop("plan") == self._options.plan_id
             cut_of_part = content.pop("cut")
             done = WrittenPart.from_json(content)
-            # If the job has no cut, a part that was written with a cut is accepted, because the
-            # facts about it in `WrittenPart` do not depend on the cut.
+            # If the job has no cut, accept also a part that was written with a cut, because the
+            # statistics in `WrittenPart` do not depend on the cut.
             if same_plan and (job.cut is None or cut_of_part == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)
                 return done
@@ -331,7 +331,7 @@ class _Statistics:
     def count(self, text: str, rank: str, is_below: bool) -> None:
         self.characters += len(text)
         self.below += is_below
-        # A document with a single character cannot be cut.
+        # Leave out a document with a single character, which cannot be cut in two.
         if len(text) > 1 and (not self.lowest or rank <= self.lowest):
             before = self.lowest_characters if rank == self.lowest else 0
             self.lowest, self.lowest_characters = rank, before + len(text)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 _WORD = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # the increment of SplitMix64
+_GOLDEN = 0x9E3779B97F4A7C15  # the constant that the generator SplitMix64 adds at each step
 _ROUNDS = 8
 
 

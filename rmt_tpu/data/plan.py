@@ -17,8 +17,9 @@ from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
 
-# Sizes in bytes, and the maximum number of parts. Parts are small enough to be repeated after an
-# interruption and to be distributed over processes, but not so small that there are too many files.
+# Minimum and usual size of a part in bytes, and maximum number of parts. A part is small enough to
+# be written again after an interruption and to be assigned to any process, but large enough to keep
+# the number of files low.
 _LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
 
 
@@ -100,7 +101,7 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    changed = "the content of its input has changed"  # so that it is divided differently
+    changed = "the content of its input has changed"  # and its division into parts with it
     raise UsageError(
         f"--output={folder.url} is from another command: {'; '.join(different) or changed}. "
         "Give the same input and flags to resume, or another --output"

@@ -45,7 +45,8 @@ def run(
 
         worker = PartWriter(options, tick)
         return [worker.write_part(job) for job in jobs]
-    spawn = multiprocessing.get_context("spawn")  # tensorstore's threads would not survive a fork
+    # Do not fork, because a forked process would lack the threads that tensorstore needs.
+    spawn = multiprocessing.get_context("spawn")
     finished, stop = spawn.Value("Q"), spawn.Event()
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (options, finished, stop))
     try:
@@ -80,7 +81,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 def _start_worker(options: StoreOptions, finished: Any, stop: Any) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per CPU
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per CPU is enough
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tick(count: int) -> None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# maximum seconds to wait for reads in progress when a run ends
+# Maximum seconds that `close` waits for reads in progress.
 _CLOSE_SECONDS = 5.0
 
 
@@ -51,8 +51,7 @@ class Prefetcher(Generic[T]):
         self._positions = itertools.count(start, advance)
         self._wanted: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
         self._ahead: deque[Future] = deque()
-        # The threads are daemons, so that a read that hangs does not prevent the process from
-        # exiting.
+        # Use daemon threads, so that a read that hangs does not keep the process from exiting.
         self._threads = [
             threading.Thread(target=_work, args=(read, self._wanted), daemon=True)
             for _ in range(min(threads, depth))
@@ -108,5 +107,5 @@ def _work(read: Callable[[int], T], wanted: queue.SimpleQueue) -> None:
             continue
         try:
             future.set_result(read(position))
-        except BaseException as error:  # `next` raises any error
+        except BaseException as error:  # `next` raises the error in the main thread
             future.set_exception(error)

@@ -32,11 +32,11 @@ TOKENISING = "tokenising"
 HOLDING_OUT = "holding out the tail of a document"
 COMPARING = "comparing the input"
 
-_READERS = 16  # number of manifests to read concurrently
-_SHARED_SECONDS = 10.0  # maximum seconds until a network file system shows a new file
+_READERS = 16  # number of manifests of parts to read concurrently
+_SHARED_SECONDS = 10.0  # maximum seconds until a network file system shows a new file to all hosts
 
-# A function of the number of input bytes processed, their total, and one of the three constants
-# above.
+# A function that displays progress, given the number of input bytes processed, their total, and
+# what is done: TOKENISING, HOLDING_OUT or COMPARING.
 Progress = Callable[[int, int, str], None]
 
 
@@ -197,7 +197,8 @@ def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> N
     tokenizer.save(folder)
 
 
-# Together -------------------------------------------------------------------------------------
+# Agreement of all processes
+# -------------------------------------------------------------------------------------
 
 
 def _check_same_plan(
@@ -309,7 +310,8 @@ def _complete(
     return totals
 
 
-# This process's share -------------------------------------------------------------------------
+# The share of this process
+# -------------------------------------------------------------------------
 
 
 def _run(
@@ -333,7 +335,7 @@ def _compare(
 
     def tick(count: int) -> None:
         nonlocal finished
-        finished += count  # no lock is needed, because it is only displayed
+        finished += count  # needs no lock, because the number is only displayed
         progress(finished, total, COMPARING)
 
     pool = ThreadPoolExecutor(workers)

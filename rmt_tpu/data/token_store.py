@@ -37,16 +37,17 @@ MANIFEST, PLAN = "manifest.json", "plan.json"
 SPLITS = "train", "eval"
 VERSION = 1
 
-# Numbers of tokens in a shard, which is one file, and in a chunk, which is the smallest unit of
-# reading (32 or 64 KiB). Small chunks avoid reading much more than a window's own tokens, and large
-# shards keep the number of files small.
+# Numbers of tokens in a shard, which is one file, and in a chunk, which is the smallest unit that
+# can be read (32 or 64 KiB). With small chunks, little is read beyond the tokens of a window. Large
+# shards keep the number of files low.
 SHARD, CHUNK = 2**24, 2**14
 
 _KIND = "rmt_tpu token store"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
-_MANIFEST_BYTES = 256 * 2**20  # maximum size in bytes, enough for about a million parts
-# Cache size in bytes for the index of each shard, which has 16 KiB per 16 million tokens.
+_MANIFEST_BYTES = 256 * 2**20  # maximum size of a manifest in bytes, enough for a million parts
+# Size in bytes of the cache for the shards' indices. The index of a shard has 16 KiB for 16 million
+# tokens.
 _CACHE_BYTES = 64 * 2**20
 
 
@@ -177,7 +178,7 @@ class TokenStream:
         self._folder, self._split, self._parts = folder, split, parts
         self._dtype, self._vocab_size = tokenizer.dtype, tokenizer.vocab_size
         of_parts = [getattr(part, split) for part in parts]
-        # The position in the stream at which each part starts, and the end of the last part.
+        # The position in the stream of the first token of each part, and the end of the last part.
         self._begins = np.cumsum([0, *(p.tokens for p in of_parts)], dtype=np.int64)
         self._documents = np.cumsum([0, *(p.documents for p in of_parts)], dtype=np.int64)
         self._checksum = zlib.crc32(json.dumps([[p.tokens, p.crc32] for p in of_parts]).encode())
@@ -212,7 +213,7 @@ class TokenStream:
             for row, start in enumerate(starts.tolist())
             for piece in self._pieces(start, min(start + length, len(self)))
         ]
-        # Start all opens and all reads before waiting for the first.
+        # Start to open all arrays, and then all reads, before waiting for the first result.
         for number in dict.fromkeys(piece[2] for piece in pieces):
             self._begin_opening(number, "tokens")
         arrays = {number: self._array(number, "tokens") for _, _, number, _, _ in pieces}
@@ -258,7 +259,7 @@ class TokenStream:
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
         while at < stop:
             begin, end = int(self._begins[number]), int(self._begins[number + 1])
-            if at < end:  # a part may have no tokens of this split
+            if at < end:  # skip a part that has no tokens of this split
                 pieces.append((at - start, number, at - begin, min(stop, end) - begin))
                 at = min(stop, end)
             number += 1
@@ -273,7 +274,8 @@ class TokenStream:
                 )
                 size = part.tokens if array == "tokens" else part.documents + 1
                 spec = array_spec(folder, array, self._dtype, size)
-                # A complete store never changes.
+                # Never check whether a cached file has changed, because a complete store never
+                # changes.
                 spec |= {"recheck_cached_data": False, "recheck_cached_metadata": False}
                 self._open[number, array] = ts.open(spec, open=True, context=self._context)
             return self._open[number, array]

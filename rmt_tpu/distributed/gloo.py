@@ -2,7 +2,7 @@
 
 import jax
 
-# This primitive has no public name.
+# JAX has no public name for the primitive of reduce-scatter.
 from jax._src.lax.parallel import reduce_scatter_p
 from jax.interpreters import mlir
 

@@ -4,13 +4,13 @@ import time
 
 import jax
 
-# `processes` explains this private import.
+# JAX has no public name for the client of its coordination service; see `processes`.
 from jax._src.distributed import global_state
 
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # seconds between checks
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # seconds between two polls: first, maximum
 
 
 class ConnectedProcesses:
@@ -56,7 +56,7 @@ class ConnectedProcesses:
         folder, seconds = f"rmt/group/{self._name}/{self._calls}/", _FIRST_SECONDS
         try:
             global_state.client.key_value_set(f"{folder}{self.number}", value)
-            # The code polls, because signals cannot interrupt a wait inside the client.
+            # Poll, because a signal such as Ctrl-C cannot interrupt a wait inside the client.
             while len(found := global_state.client.key_value_dir_get(folder)) < self.count:
                 time.sleep(seconds)
                 seconds = min(2 * seconds, _LONGEST_SECONDS)

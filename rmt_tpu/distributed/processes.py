@@ -31,8 +31,9 @@ from rmt_tpu.distributed.rendezvous import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.streams import flush_stdout, log_line
 
-_LOOK_SECONDS = 1.0  # seconds between checks for failed processes
-_FAREWELL_SECONDS = 10.0  # seconds that process 0, which hosts the store, stays after a failure
+_LOOK_SECONDS = 1.0  # seconds between two checks for failures of other processes
+# Maximum seconds for which process 0, which hosts the key-value store, stays after a failure.
+_FAREWELL_SECONDS = 10.0
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
 _timeout: int | float = DEFAULT_TIMEOUT
@@ -94,8 +95,8 @@ def initialize(
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
     rendezvous.wait_for_all(member, versions, timeout, kernel_tables.tables_in_use())
-    # The service's handler would intercept SIGTERM, to which the training loop responds with a
-    # checkpoint.
+    # JAX's preemption service would intercept SIGTERM, to which the training loop must respond with
+    # a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     loopback = rendezvous.is_loopback(member.host_and_port()[0])
     jax.distributed.initialize(
@@ -108,8 +109,8 @@ def initialize(
     gloo.scatter_sums_by_all_reduce()
     _timeout = timeout
     _watch = _FailureWatcher()
-    # Exit handlers run in reverse order of registration, so this one runs before JAX's handler,
-    # which removes the client.
+    # Exit handlers run in reverse order of registration. The watcher is therefore stopped before
+    # JAX's handler removes the client that the watcher uses.
     atexit.register(_watch.stop)
 
 
@@ -166,7 +167,7 @@ class Channel:
             client.key_value_set(f"{folder}{process_id()}", value)
             self._wait_at_barrier(client, folder, what, timeout)
             values = _read(client, folder)
-            if is_first():  # all processes have read the values of the call before the previous one
+            if is_first():  # all processes have read the values of the last call but one
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -185,8 +186,8 @@ class Channel:
                     f"{rendezvous.name_processes(missing)} of {count} did not reach '{what}' "
                     f"within {timeout:g} s; see their logs"
                 ) from None
-            # All processes have stored their values, but the barrier has failed for at least one of
-            # them.
+            # All processes have stored their values, but at least one waited at the barrier for
+            # longer than the timeout.
             raise RunError(
                 f"the {count} processes did not meet at '{what}': one arrived later than "
                 f"{timeout:g} s, or died while it waited; see their logs"
@@ -202,7 +203,7 @@ class Channel:
         return f"rmt/exchange/{self._name}/{call}/"
 
 
-# The main thread's channel.
+# The channel that the main thread of every process uses.
 _main = Channel("main")
 exchange = _main.exchange
 from_first = _main.from_first
@@ -285,8 +286,8 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_ENDED}{process_id()}", "")
         until = time.monotonic() + _FAREWELL_SECONDS
-        # Without the store, the other processes' clients would abort before they have read the
-        # reason.
+        # Process 0 hosts the store, so it stays until the other processes have read the reason.
+        # Without the store their clients would abort.
         while is_first() and time.monotonic() < until:
             if len(client.key_value_dir_get(_ENDED)) == num_processes():
                 break
@@ -296,7 +297,7 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
 
 def fail_after_device_error(reason: str) -> NoReturn:
     """Stop after the devices' communication has broken, usually because another process died."""
-    time.sleep(3 * _LOOK_SECONDS)  # that process's own report of the cause is better
+    time.sleep(3 * _LOOK_SECONDS)  # let the process that died report the cause itself
     fail(
         f"the computation on devices failed, probably because another process died: {reason}",
         RunError.exit_code,
@@ -312,13 +313,12 @@ class _FailureWatcher:
         self._thread.start()
 
     def _look(self) -> None:
-        # The thread polls, because a long wait in the client could not be interrupted when the
-        # process exits.
+        # Poll, because a long wait in the client could not be interrupted when the process exits.
         while not self._stop.wait(_LOOK_SECONDS):
             try:
                 failed = global_state.client.key_value_dir_get(_FAILED)
             except jax.errors.JaxRuntimeError:
-                return  # process 0 is gone, which JAX's client reports itself
+                return  # process 0 is gone, and JAX's client reports that
             if failed and not self._stop.is_set():
                 first = json.loads(min(failed)[1])
                 _end(first["line"], RunError.exit_code if first["code"] else 0)

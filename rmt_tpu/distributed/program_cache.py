@@ -2,7 +2,7 @@
 
 import functools
 
-# This module has no public name.
+# JAX's cache of compiled programs has no public interface that could be changed.
 from jax._src import compiler
 
 

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from rmt_tpu.errors import RunError, UsageError
 
-DEFAULT_TIMEOUT = 300.0  # seconds to wait for other processes
+DEFAULT_TIMEOUT = 300.0  # seconds to wait for all processes to connect
 
 _LONGEST_LINE = 4096
 _RETRY_SECONDS = 0.2
-_GRACE_SECONDS = 2.0  # extra seconds for process 0, whose timeout may end later
+# Extra seconds to wait for process 0, which may have started later and then times out later.
+_GRACE_SECONDS = 2.0
 
 
 class Member(NamedTuple):
@@ -212,7 +213,7 @@ class _Host:
     def _send(self, message: dict[str, Any], *others: socket.socket) -> None:
         line = json.dumps(message).encode() + b"\n"
         for connection in (*(other for other, _ in self._members.values()), *others):
-            # A lost connection is noticed when it is next read.
+            # Ignore a lost connection here: the next read from it reports the loss.
             with contextlib.suppress(OSError):
                 connection.sendall(line)
 
@@ -235,7 +236,8 @@ def _join(member: Member, hello: dict[str, Any], timeout: int | float, deadline:
                 if _wait_for_go(connection, where, timeout, deadline):
                     return
             reason = "it closed the connection"
-        except OSError as error:  # also for failed name look-ups, as hosts start one by one
+        # A look-up of the host's name may fail too, if the host has not started yet.
+        except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)
     raise RunError(

@@ -38,7 +38,7 @@ def _versions() -> dict[str, str]:
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # the package is not installed
+        except metadata.PackageNotFoundError:
             continue
     return versions
 
@@ -48,8 +48,8 @@ def _commit(root: Path) -> str | None:
 
     The commit ends with "-dirty" if files differ from it.
     """
-    # Without .git in `root` the code is an installed package, and a repository in a parent folder
-    # would be the user's.
+    # Without .git in `root` this code is an installed package. A git repository in a parent folder
+    # would then be the user's and not this project's.
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -49,8 +49,9 @@ from rmt_tpu.errors import UsageError
 
 SlotContent = Literal["turned", "zeros", "ones"]
 
-# Maps the name of a parameter to its axes of size D_k, as negative numbers, and to the content of
-# the new slots: "turned" multiplies the old slots by A.
+# Maps the name of each parameter with axes of size D_k to these axes, as negative numbers, and to
+# what the new slots along them contain: zeros, ones, or ("turned") the old slots times the matrix
+# A.
 KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -62,7 +63,8 @@ KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     # D_v, D_k, D_v].
     "project": ((-4, -2), "zeros"),
 }
-# Config fields that may differ between the two models: D_k, dtypes, and remat.
+# Fields of the model config that may differ between the old model and the new one. The store has
+# D_k.
 _MAY_DIFFER = ("store", "compute_dtype", "remat")
 
 
@@ -183,7 +185,7 @@ class _Slots:
         shape = list(self._split_projection_axes(path, leaf.shape, self.new_size))
         for axis in axes:
             shape[axis] = self.size
-        # Only the shape and dtype matter, so the array is a broadcast of a single number.
+        # Only the shape and dtype are used, so a broadcast of a single zero saves memory.
         return np.broadcast_to(np.zeros((), leaf.dtype), self._merge_projection_axes(path, shape))
 
     def grow_leaf(self, path: Sequence[Any], x: Any) -> Any:
@@ -257,7 +259,7 @@ def _put_like(grown: Any, like: Any, read: Any) -> Any:
 
 
 def _has_key_axis(path: Sequence[Any]) -> bool:
-    # Gains within cores have other axes.
+    # A gain within a core (attention or feed-forward sublayer) has no axis of size D_k.
     return bool(path) and _name(path) in KEY_AXES and "core" not in map(_key, path)
 
 

@@ -14,7 +14,7 @@ from rmt_tpu.storage import Fault, Folder, Location, open_folder
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
-_LARGEST = 4 * 2**30  # maximum file size in bytes; a row has about 300
+_LARGEST = 4 * 2**30  # maximum size of the metrics file in bytes; a row has about 300 bytes
 # Seconds between appends to a file in a bucket, and between retries after a failure.
 _APPEND_SECONDS = 30.0
 
@@ -77,7 +77,7 @@ class MetricsWriter:
         self._closed.set()
         if self._thread:
             self._thread.join()
-        # Do not try again if the bucket has just failed to answer for minutes.
+        # For a bucket, skip a file whose last append has just failed: a retry may take minutes.
         self._append(unless_failed=self._thread is not None)
 
     def _append(self, *, unless_failed: bool) -> None:
@@ -146,7 +146,8 @@ def read_metrics(
     found = folder.read(FILE, limit=_LARGEST)
     lines = found.data.split(b"\n") if found else [b""]
     bad = []
-    for number, line in enumerate(lines[:-1], 1):  # a last line without newline is incomplete
+    # Leave out what follows the last newline: it is empty or an incomplete row.
+    for number, line in enumerate(lines[:-1], 1):
         row = _parsed(line)
         if row is None:
             bad.append(number)

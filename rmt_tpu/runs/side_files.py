@@ -22,7 +22,7 @@ from rmt_tpu.runs.plots import plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
-DIVERGED = "diverged.txt"  # contains the error of a diverged run
+DIVERGED = "diverged.txt"  # the file with the error message of a run whose loss diverged
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 

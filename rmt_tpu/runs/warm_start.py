@@ -113,7 +113,8 @@ class WarmStart:
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])
-            if wanted.shape != shapes[path]:  # virtual pipeline stages split it into chunks
+            # Virtual pipeline stages of the new run split the layer axis into chunks.
+            if wanted.shape != shapes[path]:
                 read = _chunk_reader(read, shapes[path], wanted.shape)
             arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
         return arrays

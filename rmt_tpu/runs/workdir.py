@@ -121,7 +121,7 @@ def _check_kinds(folder: Folder) -> None:
     Raises:
       UsageError: there is a folder in place of a file, or a file in place of a folder.
     """
-    if folder.local_path is None:  # in a bucket, a file and a folder may have the same name
+    if folder.local_path is None:  # a bucket may have a file and a folder of the same name
         return
     names = folder.names()
     if CHECKPOINTS in names:
@@ -174,7 +174,7 @@ def resume_overrides(folder: Folder) -> dict[str, Any]:
     """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
-        with contextlib.suppress(UsageError):  # `open_workdir` reports it
+        with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
                 paths = (
@@ -196,7 +196,7 @@ def warm_started_config(folder: Folder) -> RunConfig | None:
       UsageError: the folder cannot be read.
     """
     check_access(folder)
-    with contextlib.suppress(UsageError):  # `open_workdir` reports it
+    with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config
         if (found := folder.read(CONFIG)) is not None:
             config = _parsed(folder, found.data)
             if config.train.init_from and open_checkpoints(folder).steps():
@@ -393,7 +393,7 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
-    if not has_begun:  # these fields have an effect until there is a checkpoint
+    if not has_begun:  # until there is a checkpoint, the fields that start a run have an effect
         began = {f"train.{name}" for name in START_FIELDS}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
@@ -478,7 +478,7 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
     """
     try:
         saved = load_saved(folder)
-    except UsageError:  # a missing or damaged file is written again later
+    except UsageError:  # a missing or damaged tokenizer file is written again later
         return
     if saved.fingerprint() != tokenizer.fingerprint():
         raise UsageError(
@@ -504,7 +504,8 @@ def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) 
     """
     if from_step is None:
         return None
-    checkpoints = open_checkpoints(folder, report=lambda damaged: None)  # restoring reports damage
+    # Print nothing about damaged checkpoints here, because the restore that follows reports them.
+    checkpoints = open_checkpoints(folder, report=lambda damaged: None)
     steps = checkpoints.steps()
     if steps and steps[-1] != from_step and not changes:
         with contextlib.suppress(RunError):

@@ -14,10 +14,11 @@ from rmt_tpu.errors import RunError, UsageError
 # Names are checked because some come from manifests, which may have been written by anybody.
 _SAFE_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\:\ud800-\udfff]+")
 
-SMALL = 64 * 2**20  # bytes; all small files are smaller than this
+SMALL = 64 * 2**20  # default limit, in bytes, on the size of a file that is read as a whole
 
 
-# Error kinds of tensorstore after which a file's content is unknown. Its messages begin with them.
+# Kinds of tensorstore errors after which it is unknown whether a file is damaged. A message of
+# tensorstore begins with the kind.
 _NO_ANSWER = (
     "CANCELLED",
     "DEADLINE_EXCEEDED",
@@ -182,7 +183,7 @@ def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        # The rest of the message is a long dump of the array's spec or the service's response.
+        # Leave out the end of the message, a long dump of the array's spec or of a response.
         reason = re.split(r" \[(?:tensorstore_spec|http_response_body)=", str(error))[0]
         if kind is Fault and reason.startswith(_NO_ANSWER):
             kind = Unavailable

@@ -38,11 +38,13 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Object, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_CHECK_SECONDS = 9.0  # time limit of a first check in seconds, with all its retries
-_SECONDS = 120.0  # time limit of any later request in seconds, with all its retries
+_CHECK_SECONDS = 9.0  # time limit in seconds for the check of a folder, including retries
+_SECONDS = 120.0  # time limit in seconds for any other request, including retries
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
-_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")  # an object left by a killed append
+# Matches the name of the object that `append` uploads before it composes two objects. A killed
+# process may leave such an object.
+_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")
 
 
 class GcsFolder(Folder):
@@ -102,7 +104,7 @@ class GcsFolder(Folder):
         """Return a context without a cache, with ten retries a request."""
         retries = {"max_retries": 10, "initial_delay": "50ms", "max_delay": "10s"}
         return ts.Context(
-            # Every chunk is used only once, so a cache would waste memory.
+            # Each chunk of an array is read only once, so a cache would waste memory.
             {"cache_pool": {"total_bytes_limit": 0}, "gcs_request_retries": retries}
         )
 
@@ -116,16 +118,16 @@ class GcsFolder(Folder):
             blob = self._bucket.get_blob(self._key(name), **_retry_options())
             if blob is None:
                 return None
-            # The size is checked before memory is allocated.
+            # Check the size before the download allocates memory.
             if blob.size > limit:
                 raise Fault(f"{self._url_of(name)} has {blob.size} bytes, more than {limit}")
             try:
-                # The download is raw, because decompression could yield more bytes than the stated
-                # size.
+                # Download the bytes as stored: decompression could yield more than `limit` bytes.
                 data = blob.download_as_bytes(
                     if_generation_match=blob.generation, raw_download=True, **_retry_options()
                 )
-            except (NotFound, PreconditionFailed):  # it was deleted or replaced in between
+            # The object was deleted or replaced after its size was read, so read it again.
+            except (NotFound, PreconditionFailed):
                 return self.read(name, limit=limit)
         return Found(data, blob.generation)
 
@@ -140,7 +142,7 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
-            except PreconditionFailed:  # perhaps by this call, whose response was lost
+            except PreconditionFailed:  # this call may have created it, and its response was lost
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -150,7 +152,7 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
-            except PreconditionFailed:  # perhaps by this call, whose response was lost
+            except PreconditionFailed:  # this call may have replaced it, and its response was lost
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -176,12 +178,13 @@ class GcsFolder(Folder):
                 )
             except (NotFound, PreconditionFailed):
                 now = self._bucket.get_blob(self._key(name), **_retry_options())
-                # The size is right if only the response was lost: then the first request had
-                # succeeded, and its retry was refused.
+                # If the first request succeeded but its response was lost, the retry was refused,
+                # and the object has the size of both pieces. Otherwise another writer appended.
                 if now is None or now.size != whole.size + len(data):
                     raise Fault(f"{self._url_of(name)}: another writer appends to it") from None
             finally:
-                with contextlib.suppress(Exception):  # a leftover of a few bytes does no harm
+                # An object that cannot be deleted does no harm: `names` leaves it out.
+                with contextlib.suppress(Exception):
                     tail.delete(**_retry_options())
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
@@ -209,7 +212,8 @@ class GcsFolder(Folder):
     def delete_folder(self, name: str) -> None:
         """Delete all objects whose names continue with `name` and a slash."""
         with _one_line_errors(self._url_of(name)):
-            # tensorstore's `delete_range` silently deletes nothing where listing is forbidden.
+            # List the objects here, because tensorstore's `delete_range` deletes nothing, without
+            # an error, if it lacks the permission to list.
             listing = self._client.list_blobs(
                 self._bucket_name, prefix=self._key(name) + "/", **_retry_options()
             )
@@ -243,7 +247,7 @@ def find_objects(url: str) -> list[Object]:
     bucket, pattern = _parts(url)
     client = _client(url)
     with _one_line_errors(url, UsageError):
-        # The exact name is tried before globbing, because a name may contain brackets.
+        # Look for an object with this exact name before globbing: a name may contain brackets.
         retry_options = _retry_options(_CHECK_SECONDS / 2)
         look = lambda: client.bucket(bucket).get_blob(pattern, **retry_options) if pattern else None
         if (blob := _with_deadline(_CHECK_SECONDS, look)) is not None:
@@ -259,7 +263,8 @@ def find_objects(url: str) -> list[Object]:
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
     """Return whether a name matches a glob, part by part; `**` matches any number of parts."""
-    if not parts or not pattern or not parts[0]:  # a folder's placeholder ends with a slash
+    # The last part is empty in the name of a folder's placeholder, which ends with a slash.
+    if not parts or not pattern or not parts[0]:
         return parts == pattern
     if pattern[0] == "**":
         visible = not parts[0].startswith(".")
@@ -332,7 +337,7 @@ class ObjectReader(io.RawIOBase):
             )
         except GoogleAPICallError as error:
             if error.response is not None:
-                error.response.close()  # an unread response would keep its connection open
+                error.response.close()  # a response that is not read keeps its connection open
             raise
 
 
@@ -360,11 +365,12 @@ def _client(url: str) -> Any:
     Raises:
       UsageError: the client finds no credentials.
     """
-    # This turns off a telemetry request that the user did not ask for, and that may be forbidden.
+    # Turn off the client's telemetry request, which the user did not ask for and may not be
+    # allowed.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     emulator = os.environ.get(_EMULATOR)
     if emulator:
-        # Tensorstore must use the emulator too, so that no part of a run goes to the real service.
+        # Make tensorstore use the emulator too, so that no part of a run goes to the real service.
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = emulator
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
     try:
@@ -379,8 +385,8 @@ def _client_of(emulator: str | None) -> Any:
         if emulator:
             client = storage.Client(project="emulator", credentials=AnonymousCredentials())
         else:
-            # Without configured credentials the client asks the machine's metadata server, which
-            # may be slow.
+            # If no credentials are configured, the client asks the machine's metadata server, which
+            # may take long to answer.
             client = _with_deadline(_CHECK_SECONDS, lambda: storage.Client(project=None))
     except (GoogleAuthError, TimeoutError):
         file = os.environ.get(_KEY_FILE)
@@ -417,7 +423,7 @@ def _with_deadline(seconds: float, function: Callable[[], Any]) -> Any:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # A daemon thread, because at exit the process would wait for an executor's thread.
+    # Use a daemon thread. At exit, the process would wait for the thread of an executor.
     threading.Thread(target=call, daemon=True).start()
     return outcome.result(seconds)
 

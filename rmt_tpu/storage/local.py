@@ -60,7 +60,8 @@ class LocalFolder(Folder):
         except OSError as error:
             what = "written to" if write else "read"
             why = error.strerror
-            if write and isinstance(error, FileNotFoundError):  # for example in /proc
+            # No folder can be created, for example, in /proc.
+            if write and isinstance(error, FileNotFoundError):
                 there = next(path for path in self.local_path.parents if path.exists())
                 why = f"{there} does not allow new folders or files"
             for path in (self.local_path, *self.local_path.parents):
@@ -74,7 +75,7 @@ class LocalFolder(Folder):
 
     def context(self) -> ts.Context:
         """Return a context without a cache."""
-        # Every chunk is used only once, so a cache would waste memory.
+        # Each chunk of an array is read only once, so a cache would waste memory.
         return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
@@ -84,7 +85,7 @@ class LocalFolder(Folder):
           Fault: the file has more than `limit` bytes.
         """
         with self._one_line_errors(name):
-            # The size is checked before memory is allocated.
+            # Check the size before the read allocates memory.
             path = self.local_path / join(name)
             if path.is_file() and (size := path.stat().st_size) > limit:
                 raise Fault(f"{self._url_of(name)} has {size} bytes, more than {limit}")
@@ -104,7 +105,7 @@ class LocalFolder(Folder):
             before = self._kv.read(join(name)).result()
             if before.state == "missing":
                 written = self._kv.write(name, data, if_equal=before.stamp.generation).result()
-                # A refused write does not raise: it has no generation.
+                # A write whose condition fails raises no error, and its result has no generation.
                 if written.generation:
                     return True
             return bytes(self._kv.read(name).result().value) == data
@@ -112,7 +113,7 @@ class LocalFolder(Folder):
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
         """Write a file under a lock on the condition of its generation; see `Folder.replace`."""
         with self._one_line_errors(name):
-            # A refused write does not raise: it has no generation.
+            # A write whose condition fails raises no error, and its result has no generation.
             if self._kv.write(join(name), data, if_equal=generation).result().generation:
                 return True
             return bytes(self._kv.read(name).result().value) == data
@@ -128,14 +129,14 @@ class LocalFolder(Folder):
                     left = memoryview(data)
                     while left:
                         left = left[file.write(left) :]
-                except OSError:  # for example a full disk
+                except OSError:  # for example because the disk is full
                     file.truncate(before)
                     raise
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
         """Delete a file; return whether it does not exist any more."""
         with self._one_line_errors(name):
-            # If the file does not exist, tensorstore would create its folder.
+            # Return early, because tensorstore would create the folder of a file that is absent.
             if not os.path.lexists(self.local_path / join(name)):
                 return True
             if generation is None:
@@ -153,8 +154,7 @@ class LocalFolder(Folder):
                     found = [e.name + "/" * e.is_dir() for e in entries]
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        # Empty folders and tensorstore's lock files are left out, because an object store has
-        # neither.
+        # Leave out tensorstore's lock files, which a bucket does not have.
         return sorted(n for n in found if not n.endswith(".__lock"))
 
     def delete_folder(self, name: str) -> None:
@@ -162,7 +162,7 @@ class LocalFolder(Folder):
         folder = self.local_path / join(name)
         with self._one_line_errors(name):
             while os.path.lexists(folder):
-                # If two processes delete the same folder, each may find files already deleted.
+                # Another process may delete the same folder, so a file may be gone already.
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(folder)
 
@@ -188,7 +188,7 @@ def _check_path(url: str, path: str) -> None:
             f"{url!r} cannot be opened: Python does not read file names as UTF-8 here; set "
             "LC_ALL=C.UTF-8 or PYTHONUTF8=1, or give another path"
         ) from None
-    # tensorstore treats a backslash as a slash, and Python does not.
+    # Refuse a backslash, which tensorstore treats as a slash and Python does not.
     for character, name in (("\\", "backslash"), ("\0", "NUL")):
         if character in path and character != os.sep:
             within = "" if character in url else f", in {path!r}"

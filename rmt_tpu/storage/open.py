@@ -11,7 +11,7 @@ from rmt_tpu.storage.folder import Folder, Object
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-Location = str | os.PathLike | Folder  # the types in which callers may give a folder
+Location = str | os.PathLike | Folder  # what callers may pass for a folder
 
 
 def open_folder(url: Location) -> Folder:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers.parameters import metadata
 
-# Maps the path of a weight to its copy, or to the shape and dtype of the copy.
+# Maps the path of each copied weight to its copy, or to the shape and dtype of the copy.
 Copies = dict[str, Any]
 
 

@@ -56,7 +56,7 @@ class HeldOutLoss:
             loss = run.loss(params, batch)
             return loss.cross_entropy, loss.aux, jnp.sum(batch.weights)
 
-        # Sums are replicated over all devices, so that every process computes the same loss.
+        # Replicate the sums of losses over all devices, so that every process gets the same loss.
         self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
 
     def __call__(self, params: Any) -> HeldOut:
@@ -109,7 +109,7 @@ class TaskMetrics:
             (train.microbatches or run.mesh.shape["stage"]) if run.mesh.shape["stage"] > 1 else 1
         )
         tokens = devices(sharding.RULES["tokens"])
-        # Scores are replicated over all devices, so that every process has all of them.
+        # Replicate the scores over all devices, so that every process has the scores of all texts.
         compiled = jax.jit(run.scores, out_shardings=sharding.replicated(run.mesh))
 
         def scores(params: Any, tokens: np.ndarray, targets: np.ndarray) -> TokenScores:
@@ -158,7 +158,8 @@ def sample_text(
         return None
     model = lambda: nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)), nnx.Param)
     shapes = nnx.to_pure_dict(nnx.eval_shape(model))
-    # Undo the split into chunks of layers that a pipeline with virtual stages makes.
+    # A pipeline with virtual stages splits the layer axis of parameters into chunks. Merge the
+    # chunks, because the decoder for sampling has no pipeline.
     params = jax.tree.map(lambda x, like: x.reshape(like.shape), params, shapes)
     decoder = nnx.merge(run.graphdef, params)
     train = config.train

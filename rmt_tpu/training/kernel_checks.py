@@ -33,8 +33,9 @@ from rmt_tpu.training.run import PreparedRun
 FILE = "kernels.json"
 VARIABLE = "RMT_TPU_CACHE"
 CheckMode = Literal["auto", "off"]
-Failures = dict[str, str]  # Maps the name of each failing operation to a one-line reason.
-_SECONDS = 3600.0  # seconds to wait for the checks of another process
+# Maps each operation whose kernel failed its check to the reason, on one line.
+Failures = dict[str, str]
+_SECONDS = 3600.0  # seconds to wait until all processes have checked their kernels
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
@@ -108,7 +109,7 @@ def calls_of(config: RunConfig, run: PreparedRun) -> list[Called]:
     return calls
 
 
-_DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids, and of its weights
+_DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids and of its loss weights
 
 
 def merge_failures(failures_by_process: Sequence[str]) -> Failures:

@@ -80,9 +80,10 @@ class Loop:
         self.throughput = Throughput(self.config, self.model.mesh)
         windows = num_eval_windows(self.config)
         self.held_out_loss = HeldOutLoss(self.model, self.datasets.held_out, windows)
-        self.evaluated: dict[int, float] = {}  # maps the last evaluated step to its held-out loss
+        # Maps the last evaluated step to the loss on held-out text at that step.
+        self.evaluated: dict[int, float] = {}
         self.pending: tuple[dict[str, jax.Array], float] | None = None
-        # Step of the last save that was started, and its time on the clock of process 0.
+        # The step of the last save that was started, and when it was, on the clock of this process.
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
         self.may_overflow, self.overflowed = may_overflow, False
@@ -131,7 +132,8 @@ class Loop:
         self.throughput.restart()
         with contextlib.ExitStack() as profile, self._batches() as batches:
             for step in range(first, steps + 1):
-                # Do not profile the first two steps, which warm up, if there are more.
+                # Start to profile at the third step, or at the last one if there are fewer: the
+                # first steps are slower than later ones.
                 if profile_steps and step == min(first + 2, steps):
                     profile.enter_context(self.side_files.profile())
                 self._step(train_step, step, batches)
@@ -194,7 +196,7 @@ class Loop:
         metrics, waited = self.pending
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.pending = None
-        # Raise any error of the background save here, so that it is noticed.
+        # If the background save has failed, raise its error now and not at the next save.
         with self._naming_last_checkpoint():
             self._say_saved(self.checkpoints.check())
         in_a_row = int(row.pop("train/skipped_in_a_row"))
@@ -228,7 +230,7 @@ class Loop:
         seconds, now = self.config.train.checkpoint_seconds, time.monotonic()
         if not processes.is_first() or seconds == 0 or now - self.save_time < seconds:
             return signals.GO_ON
-        self.save_time = now  # Request only once, as the save happens a step later.
+        self.save_time = now  # all processes save a step later; do not request again until then
         return signals.SAVE
 
     def _save(self) -> None:

@@ -19,7 +19,7 @@ from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.layers.stacks import isolate
 
-# Maximum number of logits in memory at a time; 2^27 float32 numbers take 512 MB.
+# Maximum number of logits in memory at a time: 2^27 logits in float32 take 512 MB.
 _LOGITS = 2**27
 
 
@@ -110,8 +110,8 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
         x = _tokens(chunk[0])
         loss, log_z, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
         d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
-        # Recompute the gradient of the logits so that it fuses into this matrix product. An array
-        # shared by both products would be written to memory and read back.
+        # Compute the gradient of the logits a second time, so that XLA fuses it into this matrix
+        # product. An array that both products share would be written to memory and read back.
         again = d_logits(isolate(log_z))
         d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x

@@ -18,7 +18,7 @@ from rmt_tpu.errors import RunError
 from rmt_tpu.training.copies import substitute_copies
 from rmt_tpu.training.run import PreparedRun
 
-_BATCH_BYTES_PER_TOKEN = 16  # bytes per token in a batch: three int32 and a float32
+_BATCH_BYTES_PER_TOKEN = 16  # a token in a batch has three int32 numbers and one float32 number
 
 
 class MemoryLowerBound(NamedTuple):
@@ -47,8 +47,8 @@ class MemoryLowerBound(NamedTuple):
 def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     """Return a lower bound on the memory that a run needs."""
     train, model = config.train, config.model
-    # Other mixers pass at least one residual from layer to layer; a banked mixer keeps a bank of
-    # earlier outputs instead.
+    # The backward pass needs the residual of every layer, except in the reversible schedule, which
+    # rebuilds residuals, and with a mixer that keeps a bank of earlier outputs instead.
     keeps_residuals = model.remat != "reversible" and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
     tokens_at_once = tokens // train.accumulate
@@ -56,7 +56,7 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
         tokens_at_once //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
     token_bytes = model.residual_size * min(dtype.itemsize for dtype in dtypes)
-    # the number of steps in the scan over layers
+    # number of layers that the scan over layers runs, which is how often stacks repeat their period
     repeats = sum(stack.repeat for stack in model.stacks)
     activations = tokens_at_once * token_bytes * (repeats if keeps_residuals else 1)
     return MemoryLowerBound(

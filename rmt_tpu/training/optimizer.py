@@ -72,7 +72,7 @@ def make_optimizer(
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
         return _with_statistics(optax.chain(*adam, rate, scale, decay), roles)
-    # `scale` later multiplies the decay by `rates`, so it is divided by `rates` here.
+    # Divide the weight decay by `rates` here, because `scale` later multiplies it by `rates`.
     weights = jax.tree.map(lambda decays, rate: decays * config.weight_decay / rate, decays, rates)
     decay = optax.stateless(
         lambda updates, params: jax.tree.map(_add_decay, updates, params, weights)
@@ -84,7 +84,8 @@ def _add_decay(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
     return update + weight * param if weight else update
 
 
-# Names of axes. Parameters with such an axis are small or are used as vectors, so Adam trains them.
+# Names of axes. A parameter with such an axis is small or is used as vectors, so Adam trains it
+# instead of Muon.
 _SMALL = ("coefficient", "taps")
 
 
@@ -107,7 +108,7 @@ def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
     axes = tuple(-int(place) for place in rule.split("-")[1:])
 
     def update(x: jax.Array) -> jax.Array:
-        # The axes over layers and experts are not flattened, because they may be sharded.
+        # Do not flatten the axes over layers and experts, because they may be sharded.
         x = jnp.moveaxis(x, axes, (-2, -1))
         scale = config.update_rms * max(x.shape[-2:]) ** 0.5
         x = scale * near_orthogonal(x, config.iterations)
@@ -159,9 +160,9 @@ def _statistic_update(
     update: jax.Array, shares: jax.Array, param: jax.Array, role: str
 ) -> jax.Array:
     match role:
-        case "balance_steps":  # +1 for experts with less than the mean load, else -1
+        case "balance_steps":  # +1 for an expert whose load is below the mean, -1 above
             return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)
-        case "histogram":  # replaces the histogram by the shares of the last batch
+        case "histogram":  # the update replaces the old histogram by that of the batch
             return shares - param
         case "load":
             return jnp.zeros_like(update)

@@ -38,7 +38,7 @@ class TrainingProgress(ProgressDisplay):
         )
         self._total, self._label = total, label
         self._started: tuple[float, int] | None = None
-        # number of tokens and seconds for each of the last steps
+        # The number of tokens and the seconds of each of the last `_WINDOW` steps.
         self._last: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def doing(self, what: str) -> None:

@@ -265,8 +265,9 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     parts, tokens = train.accumulate, mesh.shape["sequence"] * mesh.shape["tensor"]
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
     sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
-    # Devices that share a sequence either compute different heads each, or they form a ring along
-    # the mesh axis `sequence` and share heads. In a ring each device has two parts of the sequence.
+    # Devices that share a sequence divide the heads among them. If there are too few heads, the
+    # devices form a ring along the mesh axis `sequence` instead, and each of them has two parts of
+    # the sequence.
     for core in model.cores:
         ring = core.by_ring and any(n % tokens for n in core.divided_heads.values())
         for name, heads in core.divided_heads.items():
@@ -289,7 +290,7 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = sharding.replicated(mesh)
     structure = jax.tree.structure(state.params)
-    # optax puts a MaskedNode where another optimizer rule handles the parameter.
+    # In an optimizer's state, optax has a MaskedNode for each parameter of another rule.
     is_none = lambda leaf: isinstance(leaf, optax.MaskedNode)
     like_params = lambda tree: jax.tree.structure(tree, is_none) == structure
     of_params = lambda tree: jax.tree.map(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 from rmt_tpu.streams import flush_stdout, log_line
 
-# Codes by which processes agree after a step on what to do; the highest code wins. STOPS maps the
-# codes for stopping to their signals.
+# After each step the processes agree on one of these codes, the highest that any process requests:
+# to go on, to save a checkpoint, or to stop. STOPS maps each code for stopping to its signal.
 GO_ON, SAVE = 0, 1
 STOPS = {
     2: signal.SIGUSR1,
@@ -22,10 +22,9 @@ STOPS = {
     5: signal.SIGINT,
     6: signal.SIGTERM,
 }
-# Signals that warn of a later end, such as SIGHUP from a closed terminal, or warnings from a
-# scheduler like SLURM. They may arrive more than once, and a second one must not prevent the
-# checkpoint. If the process already ignores such a signal, as under nohup, it continues to ignore
-# it.
+# Signals that announce the end of the process, such as SIGHUP from a closed terminal, or SIGUSR1
+# from a scheduler like SLURM. Such a signal may arrive twice, and the second one must not prevent
+# the checkpoint. If the process already ignores a signal, as under nohup, it continues to do so.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -68,7 +67,7 @@ def stop_after_step(log: Callable[[str], None]) -> Iterator[Stop]:
         restore_handlers()
         for warning in previous.keys() & set(_WARNINGS):
             signal.signal(warning, signal.SIG_IGN)
-        # Python raises an error if the signal interrupted another write to the same stream.
+        # Python raises RuntimeError if the signal interrupted another write to the same stream.
         with contextlib.suppress(RuntimeError):
             log("stopping after this step; another signal stops at once, without a checkpoint")
 
@@ -152,7 +151,9 @@ def _terminated(
         while number := os.read(read_end, 1):
             if number[0] in numbers:
                 name = signal.Signals(number[0]).name
-                code = 0 if notice.saved else 128 + number[0]  # as shells report it
+                # Shells report a process that a signal ended with the code 128 + the signal's
+                # number.
+                code = 0 if notice.saved else 128 + number[0]
                 end(f"stopped by {name}{notice.ending}", code)
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)

@@ -87,7 +87,7 @@ def train(
         return _train(config, folder, change_config, from_step, profile_steps, options)
     except Int16Overflow:
         pass
-    gc.collect()  # free the arrays of the failed loop before new arrays are made
+    gc.collect()  # free the arrays of the first loop before the second makes its own
     config = overrides.apply(config, {"model.store.dtype": "float32"})
     return _train(config, folder, True, None, 0, options)
 
@@ -221,7 +221,7 @@ def _write_folder(
     """Write the run's config and tokenizer into the folder, on the first process."""
     if changes.restarts:
         archive_metrics(folder)
-    folder.delete(DIVERGED)  # may be left from an earlier start
+    folder.delete(DIVERGED)  # an earlier start of the run may have diverged
     workdir.write_config(folder, config, [] if changes.restarts else changes.lines)
     tokenizer.save(folder)
     text_ends.save(folder, tokenizer)
