@@ -1,4 +1,4 @@
-"""Description, chunking, reading and writing of the arrays in a pytree."""
+"""The arrays in a checkpoint: their descriptions and chunks, and how they are read and written."""
 
 import contextlib
 import math
@@ -59,7 +59,7 @@ class StoredArray(NamedTuple):
     compression: str = "none"
 
     def __str__(self) -> str:
-        """Return a text with what must match for a restore: dtype, shape and PRNG."""
+        """Return what must match in a restore: dtype, shape and PRNG, such as `float32[4,8]`."""
         prng = f" ({self.prng} key)" if self.prng else ""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]{prng}"
 
@@ -90,9 +90,10 @@ class StoredArray(NamedTuple):
 
 
 def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:
-    """Return the number of leading layer axes, 1 or 2, in two shapes of the same stacked layers.
+    """Return how many leading axes, 1 or 2, two shapes of the same parameter have for its layers.
 
-    If the shapes have the same number of axes but differ, both have two layer axes.
+    A parameter of stacked layers has the shape [L, ...], or [V, L / V, ...] in a pipeline with V
+    virtual stages. If two such shapes differ but have equally many axes, both have two layer axes.
     """
     more = len(stored) - len(wanted)
     return {1: (2, 1), -1: (1, 2), 0: (2, 2)}.get(more, (1, 1))
@@ -188,10 +189,10 @@ def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredAr
 
 
 def chunk_shape(source: Any) -> tuple[int, ...]:
-    """Return the chunk shape for an array: the shape of a shard, divided until it is small enough.
+    """Return the shape of an array's stored chunks: a shard, divided to at most `CHUNK_BYTES`.
 
-    Shards are divided into equal parts, so that no chunk overlaps two shards. Otherwise two
-    processes might write to the same chunk and would have to wait for each other.
+    A shard is divided into equal parts, so that no chunk overlaps two shards. Otherwise two
+    processes might write to the same chunk, and would have to wait for each other.
     """
     sharded = isinstance(source, jax.Array)
     shape = source.sharding.shard_shape(source.shape) if sharded else source.shape
@@ -219,7 +220,7 @@ def slices_of(index: Index) -> tuple[slice, ...]:
 
 
 def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]]:
-    """Return the distinct pieces of a stored array that this process needs.
+    """Return the distinct pieces of a stored array that the devices of this process need.
 
     Args:
       leaf: the array, or an object with its shape, dtype and sharding, as which the stored array is
@@ -284,8 +285,8 @@ def in_flight(
 ) -> Iterator[tuple[StoredArray, Any]]:
     """Run reads or writes concurrently, with at most BYTES_IN_FLIGHT bytes in progress.
 
-    A single job may be larger; it then runs alone. When the generator ends, even with an error, no
-    job is in progress.
+    A job of more bytes runs alone. When the generator ends, even with an error, no job is still in
+    progress.
 
     Args:
       jobs: for each job its array, its size in bytes, and a function that starts it and returns a
@@ -347,9 +348,9 @@ def read(
 class _PendingRead(NamedTuple):
     """A read in progress, into memory that numpy has allocated.
 
-    This causes a tenth of the page faults that memory allocated by tensorstore would cause, because
-    numpy requests huge pages. The memory has the alignment that JAX requires to use it for an array
-    on a CPU without a copy.
+    Memory from numpy causes a tenth of the page faults of memory from tensorstore, because numpy
+    requests huge pages. It is aligned such that JAX can use it for an array on a CPU without a
+    copy.
     """
 
     host: np.ndarray
@@ -374,9 +375,9 @@ class _PendingRead(NamedTuple):
 class _ReadPlan(NamedTuple):
     """A plan for reading the requested pieces of an array.
 
-    If the layer axes of the stored array differ from the requested ones, all layers are read, and
-    the requested layers are cut out. Little is lost, because a chunk may have several layers and is
-    always read as a whole.
+    The number of virtual pipeline stages, and with it the shape of the layer axes, may differ from
+    that of the save. All layers are then read, and the requested layers are cut out. This costs
+    little, because a chunk may have several layers and is always read as a whole.
 
     Attributes:
       pieces: maps each range to read from the stored array to the requested pieces within it.

@@ -65,7 +65,7 @@ _SLOW_SECONDS = 60.0  # after this time a message says that the save is still in
 
 
 class Checkpointer:
-    """A class that saves and restores pytrees of arrays in a root folder.
+    """A store of checkpoints, each of which has a pytree of arrays and metadata for one step.
 
     Only one run should write to a root at a time; any number may read. If two processes save the
     same step anyway, exactly one of them commits it, and the save of the other fails.
@@ -312,7 +312,7 @@ class Checkpointer:
         return self._newest(steps, step, load)
 
     def _load_together(self, step: int, like: Any, partial: bool) -> tuple[int, Any, dict]:
-        """Load a step on all processes; if one process finds it damaged, it is damaged for all."""
+        """Load a step on all processes; if any process finds it damaged, all raise the error."""
         self._damaged.pop(step, None)
         commit = None
         try:
@@ -350,12 +350,20 @@ class Checkpointer:
         return self._find(step).arrays
 
     def identity(self, step: int | None = None) -> tuple[int, str]:
-        """Return the step that `arrays` would read, and its attempt's name, unique per save."""
+        """Return a step and the name of its attempt, which differs between any two saves.
+
+        Args:
+          step: the step, as for `arrays`.
+        """
         found = self._find(step)
         return found.step, found.attempt
 
     def meta(self, step: int | None = None) -> dict:
-        """Return the `meta` with which a step was saved; `step` is as for `arrays`."""
+        """Return the `meta` with which a step was saved.
+
+        Args:
+          step: the step, as for `arrays`.
+        """
         return self._find(step).meta
 
     def array(self, name: str, step: int | None = None) -> ts.TensorStore:
@@ -448,7 +456,14 @@ class Checkpointer:
 
 
 class _Found(NamedTuple):
-    """The content of the COMMIT and manifest files of a step."""
+    """The content of a step's COMMIT and manifest.json.
+
+    Attributes:
+      step: the step.
+      attempt: name of the valid attempt's folder.
+      arrays: the descriptions of the arrays, by name.
+      meta: the metadata with which the step was saved.
+    """
 
     step: int
     attempt: str

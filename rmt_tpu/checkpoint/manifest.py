@@ -107,7 +107,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
 
 
 def _array(entry: dict) -> StoredArray:
-    """Return the array description in an entry of a manifest, after checking it.
+    """Return the description of an array in a manifest's entry, after checking its fields.
 
     Raises:
       Fault: the entry describes an array that this program would never write.

@@ -1,4 +1,4 @@
-"""Rules for which checkpoints are kept, and deletion of others and of unfinished attempts."""
+"""Rules that say which checkpoints are kept, and the deletion of all others."""
 
 import dataclasses
 import json
@@ -47,9 +47,9 @@ class Retention:
 
 
 def checkpoint_entries(folder: Folder) -> dict[int, set[str]]:
-    """Return, for each step, the names in its folder that belong to a checkpoint.
+    """Return, for each step, which of the names in its folder belong to a checkpoint.
 
-    These are COMMIT and the folders of attempts.
+    Such names are COMMIT and those of the folders of attempts to save the step.
 
     Raises:
       Fault: the folder cannot be listed.
@@ -72,7 +72,7 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
 
 
 def committed(folder: Folder) -> list[int]:
-    """Return the committed steps in ascending order, without steps that a run has gone back from.
+    """Return the committed steps in ascending order, without those that `go_back` is deleting.
 
     Raises:
       Fault: the folder cannot be listed, or its BACK file cannot be read.
@@ -90,8 +90,8 @@ _BACK = "BACK"
 def go_back(folder: Folder, step: int) -> None:
     """Make a committed step the last one by deleting all later steps.
 
-    First a file is written that names the last step, so that the later steps disappear for all
-    readers at the same time. The file is deleted after the COMMITs of the later steps. If the
+    First the file BACK is written, which names the last step, so that the later steps disappear for
+    all readers at the same time. BACK is deleted after the COMMIT files of the later steps. If the
     process is killed in between, `finish_going_back` completes the deletion.
 
     Raises:
@@ -119,10 +119,10 @@ def finish_going_back(folder: Folder) -> None:
 
 
 def _last_step(folder: Folder, names: list[str]) -> int | None:
-    """Return the last valid step if a `go_back` is unfinished, else None.
+    """Return the step that the file BACK names as the last one; None if there is no such file.
 
     Raises:
-      Fault: the file is damaged, or cannot be read.
+      Fault: the file BACK is damaged, or cannot be read.
     """
     if _BACK not in names:
         return None
@@ -142,17 +142,16 @@ def _is_entry(entry: str) -> bool:
 
 
 def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int]) -> None:
-    """Delete steps that the rules do not keep, and attempts that no COMMIT names.
+    """Delete the steps that the rules do not keep, and the attempts that no COMMIT names.
 
-    The step that was just saved is always kept. It may be lower than the others if the run went
-    back to an earlier step.
+    The step that was just saved is always kept, even if it is lower than other steps.
 
     Args:
       folder: the folder of all steps.
       saved: the step just saved.
-      retention: the rules for which steps stay.
-      damaged: damaged steps. They are ignored by the rules, and are deleted if a later step is
-        kept.
+      retention: the rules that say which steps are kept.
+      damaged: the damaged steps. The rules do not count them, and they are deleted if a later step
+        is kept.
 
     Raises:
       Fault: something cannot be read or deleted.

@@ -1,4 +1,4 @@
-"""The writing of a checkpoint, in the background of the training loop and by several processes.
+"""The writing of a checkpoint, in a background thread and by several processes.
 
 The arrays are first copied, so that training can continue. Writing then has three phases, and all
 processes complete a phase before any process starts the next. First, process 0 creates the arrays
@@ -86,9 +86,13 @@ _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
 def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[Block]:
-    """Return the pieces of arrays that this process writes.
+    """Return the pieces of arrays that this process writes, each of which lies within one shard.
 
-    Each piece lies within one shard, and is written by only one process.
+    No other process writes the same numbers.
+
+    Args:
+      sources: the arrays, by name.
+      arrays: the descriptions of the arrays.
     """
     arrays = list(arrays)
     shared = {
@@ -126,7 +130,7 @@ def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
 def _shared_blocks(
     sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
 ) -> Iterator[Block]:
-    """Yield the pieces that this process writes of arrays that span several processes."""
+    """Yield this process's share of the pieces of all arrays that span several processes."""
     for position, parts in itertools.groupby(
         parts_of(jax.process_index(), layouts), lambda part: part.array
     ):
@@ -145,9 +149,9 @@ def _shared_blocks(
 
 
 def snapshot(blocks: Iterable[Block]) -> deque[Block]:
-    """Return copies of the blocks, so that their sources may be donated or overwritten at once.
+    """Return the blocks with copies of their values, so that the arrays may be donated at once.
 
-    On a CPU no copy is made here, because XLA keeps a buffer that numpy refers to.
+    On a CPU no values are copied, because XLA does not overwrite a buffer that numpy refers to.
     """
     return deque(block._replace(values=_host_copy(block), within=...) for block in blocks)
 
@@ -239,7 +243,11 @@ class Attempt(NamedTuple):
         )
 
     def _make_way(self) -> None:
-        """Delete the COMMIT of the step if it was found damaged; raise Fault for any other."""
+        """Delete the step's COMMIT if a restore found it damaged.
+
+        Raises:
+          Fault: the step has another COMMIT.
+        """
         path = f"{self.step}/COMMIT"
         found = self.folder.read(path, limit=COMMIT_LIMIT)
         if found and not (
@@ -291,12 +299,12 @@ def on_all_processes(
     *,
     faults: type[Exception] = Fault,
 ) -> Iterator[list[str]]:
-    """Run the body on every process and wait for all; if it fails on one process, it fails on all.
+    """Run the body on every process, and wait for all. If one process fails, all raise its error.
 
     Args:
       exchange: the method `exchange` of this thread's channel.
       what: a description of the work, for messages.
-      message: a short text that is sent to all processes.
+      message: a short text that this process sends to all others.
       faults: the exceptions that are sent to the other processes and raised as a Fault. Other
         exceptions stop only this process.
 

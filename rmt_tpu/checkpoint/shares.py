@@ -1,4 +1,4 @@
-"""The division of a checkpoint among processes, such that all write about the same number of bytes.
+"""The division of a checkpoint among processes, which all write about the same number of bytes.
 
 If several processes hold copies of the same numbers, only one of them writes the numbers. The
 choice depends only on the shardings of the arrays, so all processes compute the same result without
@@ -135,7 +135,11 @@ def _related_processes(process: int, layouts: tuple[Layout, ...]) -> set[int]:
 def _holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], list[Index]]:
-    """Return the distinct pieces of an array, grouped by the set of processes that hold them."""
+    """Return the distinct shards of an array, grouped by the set of processes that hold them.
+
+    Returns:
+      A map from the process numbers to the shards, each as an index into the array.
+    """
     found: dict[Index, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(index_of(index, shape), set()).add(device.process_index)
@@ -146,7 +150,7 @@ def _holders(
 
 
 def _chunks(copy: Part, chunk: tuple[int, ...]) -> Iterator[Part]:
-    """Yield every chunk of a piece as a part of its own."""
+    """Yield each stored chunk of a shard as a part of its own."""
     axes = [
         [(at, min(at + step, stop)) for at in range(start, stop, step)]
         for (start, stop), step in zip(copy.index, chunk, strict=True)

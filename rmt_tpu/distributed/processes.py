@@ -41,10 +41,10 @@ _watch: "_Watch | None" = None
 
 
 def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
-    """Return this process's place in a cluster's job, and the numbers of its devices.
+    """Return this process's place in the job of a cluster, and the numbers of its devices.
 
-    The cluster is a TPU slice, or uses SLURM, Open MPI or Kubernetes. None in place of the numbers
-    means all devices of the host.
+    The cluster is a TPU slice, or runs SLURM, Open MPI or Kubernetes. If the second value is None,
+    the process uses all devices of its host.
 
     Raises:
       UsageError: the process does not run in any of these clusters.
@@ -214,12 +214,12 @@ def _read(client: Any, folder: str) -> dict[int, str]:
 
 
 class DelayedMax:
-    """The maximum of a number over all processes, with the result delayed by one call.
+    """The maximum of a number over all processes, which each call returns one call later.
 
-    All processes get the same result in the same training step. A call dispatches a maximum over
-    one number per device, queued after the step in progress, and returns the result of the previous
-    call's maximum. That maximum is already complete, because the metrics of its step have been
-    read, so no call waits. With one process, there is no delay.
+    All processes get the same result in the same training step. A call dispatches a program that
+    takes the maximum over one number per device, queued after the step in progress. The call
+    returns the maximum from the previous call. That program is complete by then, because the
+    metrics of its step have been read, so no call waits. With one process, there is no delay.
     """
 
     def __init__(self, mesh: Mesh):
@@ -244,7 +244,7 @@ class DelayedMax:
 
 
 def finish(timeout: int | float = 3600.0) -> None:
-    """Wait for all processes at the end of a successful run.
+    """Wait until all processes have reached the end of a successful run.
 
     Without the wait, processes that finish early would regard a slower process as dead.
 
@@ -272,9 +272,12 @@ _ending = threading.Lock()
 
 
 def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoReturn:
-    """Print `line` and exit, in the first thread that calls this.
+    """Print `line` and exit with `code`, in the first thread that calls this function.
 
-    If `broadcast` is given, it is stored for the other processes, which stop when they read it.
+    Args:
+      line: the line to print.
+      code: the exit code.
+      broadcast: the line and code for the other processes, which stop when they read it; or None.
     """
     _ending.acquire()  # blocks any other thread until the process exits
     client = global_state.client
@@ -296,7 +299,10 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
 
 
 def fail_after_device_error(reason: str) -> NoReturn:
-    """Stop after the devices' communication has broken, usually because another process died."""
+    """Stop all processes after the devices' communication failed because of `reason`.
+
+    The usual cause is that another process has died.
+    """
     time.sleep(3 * _LOOK_SECONDS)  # let the process that died report the cause itself
     fail(
         f"the computation on devices failed, probably because another process died: {reason}",
@@ -305,7 +311,7 @@ def fail_after_device_error(reason: str) -> NoReturn:
 
 
 class _FailureWatcher:
-    """A thread that stops this process soon after another process has reported a failure."""
+    """A thread that stops this process within seconds after another process reports a failure."""
 
     def __init__(self):
         self._stop = threading.Event()

@@ -1,10 +1,10 @@
-"""A roll call over plain TCP before JAX connects, to report missing or mismatched processes.
+"""A first connection of all processes over TCP, to report missing or mismatched processes.
 
 If a process is missing or was started with a different number of processes, JAX's coordination
-client aborts with a C++ stack trace. Therefore all processes first connect to each other here, at
-the same address. Process 0 listens, and every other process sends a description of itself. Whenever
-the set of connected processes changes, process 0 sends the list of missing processes to all of
-them. A message is one line of JSON.
+client aborts with a C++ stack trace. Therefore all processes first connect here, at the address of
+JAX's coordination service. Process 0 listens, and every other process sends a description of
+itself. Whenever the set of connected processes changes, process 0 sends the list of missing
+processes to all of them. A message is one line of JSON.
 """
 
 import contextlib
@@ -64,9 +64,13 @@ def validate(member: Member) -> None:
 
 
 class Tables(NamedTuple):
-    """The tables of kernel block sizes that a process uses: their hash, and the user's table file.
+    """The tables of kernel block sizes that a process uses, which must be equal on all processes.
 
     Processes with different tables would compile different programs.
+
+    Attributes:
+      fingerprint: hash of the tables.
+      file: path of the user's own table, or None.
     """
 
     fingerprint: str = ""
@@ -121,7 +125,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Host:
-    """The roll call as run by process 0, which accepts the other processes' connections."""
+    """The part of process 0, which accepts the connections of all other processes."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout
@@ -156,7 +160,11 @@ class _Host:
         return [p for p in range(1, self._member.num_processes) if p not in self._members]
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Read what has arrived; return False if the connection ended or is not from a member."""
+        """Read what has arrived on a connection.
+
+        Returns:
+          Whether the connection is open and may be from another process of the run.
+        """
         try:
             piece = connection.recv(_LONGEST_LINE)
         except OSError:
@@ -223,7 +231,7 @@ class _Host:
 
 
 def _join(member: Member, hello: dict[str, Any], timeout: int | float, deadline: float) -> None:
-    """Run the roll call on a process other than process 0.
+    """Connect a process other than process 0, and wait until all processes are connected.
 
     Raises:
       RunError: process 0 cannot be reached within the timeout, or reports an error.

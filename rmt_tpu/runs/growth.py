@@ -1,4 +1,4 @@
-"""Growth of a residual matrix: a checkpoint is restored with a larger D_k as the same function.
+"""Growth of a residual matrix: a checkpoint is restored as the same function with a larger D_k.
 
 The rows of a token's residual are called slots. Growth from K to K' > K slots maps the residual `X
 [K, D_v]` to `X' = [X; A X] [K', D_v]`. The J = K' - K new slots hold the old slots multiplied by a
@@ -159,9 +159,10 @@ def growth_matrix(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
 
 
 class _Slots:
-    """The conversion of arrays between two models with different D_k.
+    """The conversion of arrays from a model to the same model with a larger D_k.
 
-    The slots are split into `parts` of equal size, which grow separately.
+    The slots (rows of a token's residual matrix) are split into `parts` of equal size, the heads of
+    attention over depth. Each part grows separately.
     """
 
     def __init__(self, old_model: ModelConfig, new_model: ModelConfig):
@@ -175,9 +176,9 @@ class _Slots:
         )
 
     def leaf_before_growth(self, path: Sequence[Any], leaf: Any) -> Any:
-        """Return the array to restore for a leaf of the grown model.
+        """Return the array that must be restored before a leaf of the grown model can be computed.
 
-        For a leaf with an axis of size D_k it is a numpy array with the smaller D_k.
+        It is a numpy array with the old D_k if the leaf has an axis of size D_k, else the leaf.
         """
         if not _has_key_axis(path):
             return leaf
@@ -189,7 +190,7 @@ class _Slots:
         return np.broadcast_to(np.zeros((), leaf.dtype), self._merge_projection_axes(path, shape))
 
     def grow_leaf(self, path: Sequence[Any], x: Any) -> Any:
-        """Return an array of the smaller model after growth to the larger model."""
+        """Return an array of the old model as the new model has it, with its new slots."""
         if not _has_key_axis(path):
             return x
         axes, new = KEY_AXES[_name(path)]
@@ -201,7 +202,14 @@ class _Slots:
         return y.reshape(self._merge_projection_axes(path, y.shape)).astype(x.dtype)
 
     def _append_slots(self, x: np.ndarray, axis: int, new: str) -> np.ndarray:
-        """Return `x` with new slots along `axis`, which follow the old slots of each part."""
+        """Return `x` with new slots along `axis`, which follow the old slots of each part.
+
+        Args:
+          x: an array with an axis over slots.
+          axis: this axis.
+          new: what the new slots contain: "zeros", "ones", the growth matrix times the old slots
+            ("turned"), or the squared matrix times the old slots ("squared").
+        """
         x = np.moveaxis(x, axis, -1)
         old = x.reshape(*x.shape[:-1], self.parts, -1)
         match new:
@@ -250,7 +258,7 @@ def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
 
 
 def _put_like(grown: Any, like: Any, read: Any) -> Any:
-    """Return a grown array as the same type of array as `like`, with the same sharding."""
+    """Return a grown array as a numpy or jax array like `like`, with the sharding of `like`."""
     if grown is read or isinstance(like, np.ndarray):
         return grown
     if not getattr(like, "committed", True) or like.sharding is None:

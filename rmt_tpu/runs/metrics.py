@@ -91,7 +91,7 @@ class MetricsWriter:
 
 
 class _AppendedFile:
-    """A file that is only appended to, with the data that is still to be appended."""
+    """A file to which rows are only appended, with the rows that are not yet in the file."""
 
     def __init__(self, folder: Folder, name: str, report: Callable[[str], None]):
         self._folder, self._name, self._report = folder, name, report
@@ -104,7 +104,7 @@ class _AppendedFile:
             self._pending.append(data)
 
     def is_backing_off(self) -> bool:
-        """Return whether an attempt failed so recently that it is not yet retried."""
+        """Return whether the last append failed so recently that the next must still wait."""
         return time.monotonic() < self._retry_at
 
     def append(self) -> None:
@@ -179,11 +179,11 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def _delete_rows_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
-    """Delete the rows for `first_step` and later steps, and a last line that has no newline.
+    """Delete the metrics of `first_step` and later steps, and a last line that has no newline.
 
-    The run has gone back to an earlier step and will repeat these steps, and nothing else would
-    show that the rows belong to weights that no longer exist. A killed process may leave half a
-    line, to which the next row must not be appended.
+    The run resumes before `first_step` and repeats these steps, so the old rows would belong to
+    weights that no longer exist. A killed process may leave an incomplete line, to which the next
+    row must not be appended.
     """
     try:
         if (found := folder.read(FILE, limit=_LARGEST)) is None:

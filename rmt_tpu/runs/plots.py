@@ -47,7 +47,7 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
 
 
 def short(name: str) -> str:
-    """Return a name shortened in the middle, if necessary, so that it fits above a plot."""
+    """Return a name, shortened in the middle to 59 characters if it has more than 60."""
     return name if len(name) <= 60 else f"{name[:28]}...{name[-28:]}"
 
 
@@ -60,7 +60,7 @@ def save_picture(figure, folder: Folder, name: str) -> str:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return matplotlib options for the curve with this index; about 40 curves are distinct."""
+    """Return color, line style and marker for a curve; those of the first 40 curves differ."""
     markers, lines = "os^Dv", ("-", "--", "-.", ":")
     return {
         "color": f"C{index % 10}",

@@ -1,4 +1,4 @@
-"""A file in the run folder by which a second process notices that another one trains there."""
+"""The file `running.json`, by which a process notices that another one trains in a run folder."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ _STALE_SECONDS = 3 * _BEAT_SECONDS
 
 @contextlib.contextmanager
 def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | None]:
-    """Announce in a file that this process trains in the folder, during the body.
+    """Announce, during the body, that this process trains in a run folder.
 
-    The file is renewed every minute and does not lock the folder. If the file already exists and
-    was written on this host, this function raises an error if that process is alive. If it was
-    written on another host, that process may have been killed a minute ago and restarted here, so
-    only a message is printed. The caller decides what to do: the same run may continue, but a
-    different run must not take over the folder.
+    The file with the announcement is renewed every minute, and does not lock the folder. If another
+    process on this host has announced itself and is alive, this function raises an error. If
+    another host announced a process within the last minutes, that process may have been killed and
+    restarted here, so only a note is printed. The caller then decides: the same run may continue
+    in the folder, but a different run must not take the folder over.
 
     Yields:
       A description of the process on another host that recently renewed the file, or None.
@@ -64,9 +64,10 @@ def _own_record() -> bytes:
 
 
 def _claim(folder: Folder) -> str | None:
-    """Write the file for the first time, and return a description of the other process, if any.
+    """Write the announcement, and return a description of another process that trains here.
 
-    If two processes do this at the same time, only one of them succeeds; see `announce_run`.
+    The result is None if there is no other process. If two processes write their announcements at
+    the same time, only one of them succeeds, and the other finds its announcement.
     """
     with contextlib.suppress(Fault):
         for _ in range(3):
@@ -87,9 +88,9 @@ def _claim(folder: Folder) -> str | None:
 
 
 def _parse_record(data: bytes) -> tuple[str | None, bool]:
-    """Return a description of the process that wrote the file, and whether it is on this host.
+    """Return which process wrote an announcement, and whether the process is on this host.
 
-    The description is None if the process has ended, or has probably ended.
+    The first value is None if the process has ended, or has not renewed the file for minutes.
     """
     try:
         record = json.loads(data)
@@ -107,7 +108,7 @@ def _parse_record(data: bytes) -> tuple[str | None, bool]:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether another process on this host has this process id."""
+    """Return whether a process with this id, other than this process, is alive on this host."""
     if pid == os.getpid():
         return False
     try:

@@ -109,7 +109,7 @@ class SideFiles:
                     self._folder.write(f"profile/{name}", path.read_bytes())
 
     def is_complete(self, steps: int) -> bool:
-        """Return whether `complete` was called for step `steps`, consistently on all processes."""
+        """Return, on all processes, whether the run was recorded as complete at step `steps`."""
         found = False
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is ignored"):
@@ -124,12 +124,12 @@ class SideFiles:
                 self._folder.write(COMPLETE, f"{done}\n".encode())
 
     def _completed(self) -> int | None:
-        """Return the step for which `complete` was called, or None."""
+        """Return the step at which the run was recorded as complete, or None."""
         found = self._folder.read(COMPLETE)
         return found and json.loads(found.data)["step"]
 
     def _delete_samples_after(self, step: int) -> None:
-        """Delete the samples from steps after `step`, because these steps will be repeated."""
+        """Delete the text samples of steps after `step`, because the run repeats these steps."""
         found = self._folder.read(SAMPLES)
         if found is None:
             return
@@ -147,7 +147,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """Suppress any error in the body, and print one line about it."""
+        """Suppress any error in the body, and print one line that begins with `what` about it."""
         try:
             yield
         except Exception as error:

@@ -44,7 +44,7 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    """Return an event in the TFRecord format, with its length and checksums."""
+    """Return an event with these fields in the TFRecord format, with its length and checksums."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

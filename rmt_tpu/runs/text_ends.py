@@ -1,4 +1,4 @@
-"""End tokens of a run: BOS, and the end tokens of the model from which the run started."""
+"""The tokens that end a run's texts: BOS, and the end tokens of the model that it started from."""
 
 import json
 
@@ -10,7 +10,7 @@ from rmt_tpu.storage import Folder
 
 
 def load(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the end tokens of the run in a folder; BOS alone if no file lists them.
+    """Return the tokens that end a text of the run in a folder; BOS alone if no file lists them.
 
     Args:
       folder: the run folder.

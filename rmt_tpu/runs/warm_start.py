@@ -26,18 +26,18 @@ _KEY_DIM = "model.store.key_dim"
 
 
 class WarmStart:
-    """A trained model from which a new model takes all parameters that both have.
+    """A trained model that supplies initial parameters to a new model.
 
-    Parameters are shared if both models have them at the same path. Parameters that only the new
-    model has keep their random initial values, so a model can continue with a different residual.
+    The new model gets each parameter that both models have at the same path. Parameters that only
+    the new model has keep their random initial values, so its residual may differ.
 
     Args:
       location: a run folder, or a local folder in Hugging Face format.
       model: the config of the new model.
 
     Raises:
-      UsageError: the folder has no model, a shared parameter has different shapes, or no parameter
-        is shared.
+      UsageError: the folder has no model, a parameter has different shapes in the two models, or
+        the models have no parameter in common.
     """
 
     def __init__(self, location: str, model: cfg.ModelConfig):

@@ -1,4 +1,4 @@
-"""Functions that open, check and read a run folder, which holds everything about one run."""
+"""Functions that open, check and read a run folder, which has all files of one run."""
 
 import contextlib
 import json
@@ -31,10 +31,10 @@ _SHARED_SECONDS = 10.0
 
 
 class ConfigChanges(NamedTuple):
-    """Changes to the config in the run folder that the first process still has to write.
+    """Changes of the run's config that the first process still has to write to the run folder.
 
     Attributes:
-      lines: one line about each change.
+      lines: one line about each field that changes.
       restarts: whether the run restarts from scratch with another config, as it has no checkpoint.
     """
 
@@ -56,8 +56,8 @@ def open_workdir(
 ) -> ConfigChanges:
     """Register a run in an unused folder, or check that the folder holds the same run.
 
-    The config of a run without a checkpoint may be changed freely. In a run with several processes
-    the first one does this, and all of them check that they see the same folder.
+    The config of a run without a checkpoint may be changed freely. With several processes, the
+    first one registers the run, and all check that they see the same folder.
 
     Args:
       workdir: the run folder.
@@ -68,7 +68,7 @@ def open_workdir(
         `presence.announce_run`; None if there is none.
 
     Returns:
-      The changes that are to be written by `write_config`.
+      The changes of the config, for `write_config`.
 
     Raises:
       UsageError: the folder cannot be written to, it holds a run with another or a damaged config,
@@ -168,9 +168,10 @@ def read_config(workdir: Location) -> RunConfig:
 
 
 def resume_overrides(folder: Folder) -> dict[str, Any]:
-    """Return the config values that a resumed run keeps, by path, for `training.run.resolve_auto`.
+    """Return the config values that a run keeps when it resumes, by path.
 
-    The result is {} if the folder has no run, or if the run has no checkpoint yet.
+    `training.run.resolve_auto` uses them in place of "auto". The result is {} if the folder has no
+    run, or if the run has no checkpoint yet.
     """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
@@ -386,9 +387,14 @@ def holds_run(folder: Folder, config: RunConfig) -> bool:
 
 
 def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[str, Rule]:
-    """Return one line per field that differs, with the field's resume rule.
+    """Return a line about each field that differs between two configs, with its resume rule.
 
-    Fields whose rule is "free" are left out. `has_begun` is whether the run has a checkpoint.
+    Fields that may always change (rule "free") are left out.
+
+    Args:
+      old: the config of the run in the folder.
+      config: the config that the run is started with.
+      has_begun: whether the run has a checkpoint.
     """
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
@@ -400,7 +406,11 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
 
 
 def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> ConfigChanges:
-    """Return the differences between the configs, or raise UsageError if one is not allowed."""
+    """Return how a config differs from the one in the run folder.
+
+    Raises:
+      UsageError: the config in the folder is damaged, or a difference is not allowed.
+    """
     # Parse the old config, so that fields that were added in later versions get their defaults.
     with flag_errors("workdir"):
         old = _parsed(folder, found)

@@ -30,7 +30,7 @@ _NO_ANSWER = (
 
 
 class Fault(RunError):
-    """A failure to read or write a file or folder; the message names it and the reason."""
+    """A failure to read or write a file or folder. The message has the name and the reason."""
 
 
 class Unavailable(Fault):
@@ -38,7 +38,7 @@ class Unavailable(Fault):
 
 
 class Found(NamedTuple):
-    """A file's bytes and its generation, which changes whenever the file is replaced."""
+    """The bytes of a file, and its generation: a value that changes when the file is replaced."""
 
     data: bytes
     generation: Any
@@ -100,7 +100,7 @@ class Folder(ABC):
 
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
-        """Return tensorstore's kvstore spec of the folder; its `path` ends with a slash."""
+        """Return the folder's spec for tensorstore's kvstore, whose `path` ends with a slash."""
 
     @abstractmethod
     def context(self) -> ts.Context:

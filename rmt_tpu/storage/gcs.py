@@ -80,7 +80,7 @@ class GcsFolder(Folder):
         """Check within ten seconds that objects can be listed and, with `write`, written.
 
         Raises:
-          UsageError: they cannot.
+          UsageError: objects cannot be listed or written; the message has the reason.
         """
         with _one_line_errors(self.url, UsageError):
             _with_deadline(_CHECK_SECONDS, lambda: self._probe(write))
@@ -101,7 +101,7 @@ class GcsFolder(Folder):
         return {"driver": "gcs", "bucket": self._bucket_name, "path": self._prefix}
 
     def context(self) -> ts.Context:
-        """Return a context without a cache, with ten retries a request."""
+        """Return a context without a cache, in which tensorstore retries a request ten times."""
         retries = {"max_retries": 10, "initial_delay": "50ms", "max_delay": "10s"}
         return ts.Context(
             # Each chunk of an array is read only once, so a cache would waste memory.
@@ -137,7 +137,7 @@ class GcsFolder(Folder):
             self._upload(self._blob(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Upload an object on the condition that there is none; see `Folder.create`."""
+        """Upload an object unless one exists under this name; see `Folder.create`."""
         with _one_line_errors(self._url_of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
@@ -147,7 +147,7 @@ class GcsFolder(Folder):
                 return found is not None and found.data == data
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
-        """Upload an object on the condition of its generation; see `Folder.replace`."""
+        """Upload an object if the stored one has the given generation; see `Folder.replace`."""
         with _one_line_errors(self._url_of(name)):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
@@ -199,7 +199,7 @@ class GcsFolder(Folder):
         return True
 
     def names(self, name: str = "") -> list[str]:
-        """Return the sorted names after the prefix; pieces of unfinished appends are left out."""
+        """Return the sorted names of objects and subfolders, without pieces from `append`."""
         prefix = self._key(name) + "/" if name else self._prefix
         with _one_line_errors(self._url_of(name)):
             listing = self._client.list_blobs(
@@ -400,10 +400,10 @@ def _client_of(emulator: str | None) -> Any:
 
 
 def _retry_options(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Return the request options that limit retries to `seconds`.
+    """Return the options of a request that is retried for at most `seconds`.
 
-    All requests of this module may be repeated. A repeated write stores the same bytes under the
-    same name, and a conditional write that is refused checks what is stored.
+    Every request of this module may be repeated: a repeated write stores the same bytes under the
+    same name, and after a refused conditional write the stored bytes are compared.
     """
     return {"retry": DEFAULT_RETRY.with_timeout(seconds), "timeout": min(seconds, 60.0)}
 
@@ -411,9 +411,11 @@ def _retry_options(seconds: float = _SECONDS) -> dict[str, Any]:
 def _with_deadline(seconds: float, function: Callable[[], Any]) -> Any:
     """Call `function` with a time limit, and return its result or raise its error.
 
-    After `seconds` this raises TimeoutError, although the function continues to run in its thread.
-    A thread is needed because some operations of the client, such as host name look-ups, accept no
-    timeout.
+    The function runs in a thread, because some operations of the client, such as host name
+    look-ups, accept no timeout. After a timeout, the thread continues to run.
+
+    Raises:
+      TimeoutError: the function has not returned within `seconds`.
     """
     outcome = concurrent.futures.Future()
 
@@ -434,7 +436,7 @@ def _one_line_errors(what: str, kind: type[Exception] = Fault) -> Iterator[None]
 
     Args:
       what: the URL that is accessed, with which each message begins.
-      kind: class of the errors. Where it is Fault, errors of access become Unavailable.
+      kind: class of the errors. Instead of Fault, errors of access are raised as Unavailable.
     """
     try:
         yield

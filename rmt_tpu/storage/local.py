@@ -44,10 +44,10 @@ class LocalFolder(Folder):
     def check(self, *, write: bool = False) -> None:
         """Check that the folder can be listed; with `write`, create it and write a file.
 
-        A folder that does not exist can be read: it is empty.
+        A folder that does not exist counts as empty, and can be read.
 
         Raises:
-          UsageError: it cannot; the message has the reason.
+          UsageError: the folder cannot be listed or written to; the message has the reason.
         """
         try:
             if write:
@@ -100,7 +100,7 @@ class LocalFolder(Folder):
             self._kv.write(join(name), data).result()
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file under a lock on the condition that there is none; see `Folder.create`."""
+        """Write a file, under a lock, unless it exists; see `Folder.create`."""
         with self._one_line_errors(name):
             before = self._kv.read(join(name)).result()
             if before.state == "missing":
@@ -111,7 +111,7 @@ class LocalFolder(Folder):
             return bytes(self._kv.read(name).result().value) == data
 
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
-        """Write a file under a lock on the condition of its generation; see `Folder.replace`."""
+        """Write a file, under a lock, if it has the given generation; see `Folder.replace`."""
         with self._one_line_errors(name):
             # A write whose condition fails raises no error, and its result has no generation.
             if self._kv.write(join(name), data, if_equal=generation).result().generation:
@@ -146,7 +146,7 @@ class LocalFolder(Folder):
             return self._kv.read(name).result().state == "missing"
 
     def names(self, name: str = "") -> list[str]:
-        """Return the sorted names of files and subfolders; an absent folder has none."""
+        """Return the sorted names of files and subfolders; without a folder there are none."""
         folder = self.local_path / join(name) if name else self.local_path
         with self._one_line_errors(name):
             try:
@@ -158,7 +158,7 @@ class LocalFolder(Folder):
         return sorted(n for n in found if not n.endswith(".__lock"))
 
     def delete_folder(self, name: str) -> None:
-        """Delete a subfolder, which another process may be deleting, too."""
+        """Delete a subfolder with its content, even if another process deletes it concurrently."""
         folder = self.local_path / join(name)
         with self._one_line_errors(name):
             while os.path.lexists(folder):

@@ -1,1 +1,1 @@
-"""Training: loss, optimizer, the jitted step, and the loop around it."""
+"""Training: the loss, the optimizer, the jitted train step, and the loop that runs it."""

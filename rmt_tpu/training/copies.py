@@ -19,10 +19,11 @@ Copies = dict[str, Any]
 
 
 def copied_paths(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
-    """Return the paths of the weights for which a train step can read a copy in `dtype` instead.
+    """Return the paths of the weights in place of which a train step can read copies in `dtype`.
 
-    These are weights of layers. The forward pass reads each of them once, so the gradient of a copy
-    is not a sum of rounded terms. The set is empty if `dtype` has at least 32 bits.
+    These are the weights of layers. The forward pass reads each weight of a layer once, so the
+    gradient of its copy is not a sum of rounded terms. The set is empty if `dtype` has at least 32
+    bits, because copies would then save nothing.
     """
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return frozenset()
@@ -36,12 +37,12 @@ def copied_paths(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
 
 
 def make_copies(params: Any, paths: frozenset[str], dtype: jnp.dtype) -> Copies:
-    """Return copies in `dtype` of the weights at the given paths, by path."""
+    """Return a copy in `dtype` of each weight in `paths`, as a dict from path to copy."""
     return {path: x.astype(dtype) for path, x in leaves_by_path(params) if path in paths}
 
 
 def substitute_copies(params: Any, copies: Copies) -> Any:
-    """Return the parameters with copies in place of the weights that have copies."""
+    """Return the parameters, with each weight that has a copy replaced by its copy."""
     name = jax.tree_util.keystr
     return jax.tree_util.tree_map_with_path(lambda at, x: copies.get(name(at), x), params)
 

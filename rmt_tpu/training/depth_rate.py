@@ -1,4 +1,4 @@
-"""A factor for the learning rate of parameters that weigh sources over depth.
+"""A factor for the learning rate of the parameters of attention over depth.
 
 Mixers with attention over depth score each source, which is an earlier output v, with a logit
 `<gain * query, v / rms(v)>`. This logit is a sum of m terms of order 1. Adam moves every entry of a
@@ -38,13 +38,16 @@ TOKENS = 1024
 
 
 def is_over_depth(config: RunConfig, path: tuple) -> bool:
-    """Return whether the parameter at `path` in the decoder weighs sources over depth."""
+    """Return whether the parameter at `path` in the decoder is one of attention over depth.
+
+    Such a parameter determines the weights with which a sublayer reads earlier outputs.
+    """
     names = [str(getattr(part, "key", part)) for part in path]
     return bool(factors(config)) and ("mix" in names or names[0] == "mixer")
 
 
 def factors(config: RunConfig) -> dict[str, float]:
-    """Return the factor of the learning rate for each parameter that weighs sources over depth.
+    """Return the factor for the learning rate of each parameter of attention over depth.
 
     Returns:
       The factors by parameter name: "query", "key_gain", "project" or "logits". The result is {} if
@@ -64,7 +67,15 @@ def factors(config: RunConfig) -> dict[str, float]:
 
 
 def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
-    """Return `rates` multiplied by the factors, and a tree that is True where a factor applies."""
+    """Return the learning rate factors of all parameters, times those of attention over depth.
+
+    Args:
+      config: the run's config.
+      rates: tree of the factors that muP gives for each parameter's learning rate.
+
+    Returns:
+      The products, and a tree that is True for the parameters of attention over depth.
+    """
     found = factors(config)
     over = jax.tree_util.tree_map_with_path(lambda path, _: is_over_depth(config, path), rates)
 
@@ -75,12 +86,12 @@ def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def describe(config: RunConfig) -> str:
-    """Return a text that lists the factors, or "" if there are none."""
+    """Return a text that lists the factors of `factors` by name, or "" if there are none."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 
 def metrics(config: RunConfig, params: Any) -> dict[str, jax.Array]:
-    """Return the typical size of logits over depth, or {} if the model has no queries over depth.
+    """Return the typical size of the logits of attention over depth; {} if there are no queries.
 
     A logit is `<g q, v / rms(v)>` with query q, key gain g and source v. If the entries of v are
     independent, its typical size is the length of `g q`, which this function computes for each

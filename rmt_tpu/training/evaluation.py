@@ -60,7 +60,7 @@ class HeldOutLoss:
         self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
 
     def __call__(self, params: Any) -> HeldOut:
-        """Return the mean loss with the given parameters."""
+        """Return the mean loss, and the means of the cores' scalars, with the given parameters."""
         shape, sums = (self._windows.batch_size, self._windows.seq_len), []
         for number in range(-(-self._number // self._windows.batch_size)):
             read = partial(self._windows.in_order, number, end=self._number)
@@ -147,11 +147,11 @@ class TaskMetrics:
 def sample_text(
     run: PreparedRun, params: Any, tokenizer: data.Tokenizer, config: RunConfig
 ) -> str | None:
-    """Generate a continuation of the run's prompt; return both as one text on the first process.
+    """Return the run's prompt with a generated continuation; None on all but the first process.
 
-    All processes must call this function, because each holds a part of the parameters. All but the
-    first return None. The text is generated on a single device, because not every training mesh
-    supports generation, and on a mesh all processes would have to take part.
+    All processes must call this function, because each holds a part of the parameters. The first
+    process gathers them on a single device and generates the text there, because not every mesh for
+    training supports generation.
     """
     params = on_one_device(params, run.mesh)
     if not processes.is_first():

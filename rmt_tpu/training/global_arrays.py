@@ -44,10 +44,10 @@ def put_batch(
 
 
 def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Gather whole arrays on the first device of this process; all processes must call it.
+    """Return a tree of sharded arrays as whole arrays on the first device of this process.
 
-    Arrays are gathered one after the other, so that no other device holds more than one whole array
-    at a time.
+    All processes must call this function. Arrays are gathered one after the other, so that no other
+    device holds more than one whole array at a time.
     """
     if mesh.size == 1:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)

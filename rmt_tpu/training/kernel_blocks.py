@@ -1,6 +1,7 @@
 """Storage of the block sizes of a run's kernels in the run folder.
 
-A resumed run uses the same block sizes, so that a new tuning table does not change its loss curve.
+A run that resumes uses the block sizes with which it started, so that a new table of block sizes
+does not change its loss curve.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ class KernelBlocks:
     Args:
       folder: the run folder.
       log: a function that prints a line.
-      own: the table of block sizes that is already in the folder.
-      looks: all look-ups of block sizes; the list grows as kernels are traced.
+      own: the table of block sizes that is already in the run folder.
+      looks: the list of look-ups of block sizes, which grows as kernels are traced.
     """
 
     def __init__(
@@ -35,9 +36,9 @@ class KernelBlocks:
         self._folder, self._log, self._own, self._looks = folder, log, own, looks
 
     def write(self) -> None:
-        """Save block sizes that are not yet in the folder, on the first process only.
+        """Save the block sizes that are not yet in the run folder, on the first process only.
 
-        If that fails, a note is printed and the run continues.
+        If the file cannot be written, a note is printed and the run continues.
         """
         known = {entry.identity for entry in self._own.entries}
         new = [e for e in (look.entry() for look in self._looks) if e.identity not in known]

@@ -99,7 +99,7 @@ def check_kernels(
 
 
 def calls_of(config: RunConfig, run: PreparedRun) -> list[Called]:
-    """Return the calls in a run's train step for which some platform has a kernel."""
+    """Return the calls of operations in a run's train step that are kernels on some platform."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, run.abstract, run.state_shardings)
     shape = config.train.batch_size, config.data.seq_len
@@ -113,10 +113,14 @@ _DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids and of its l
 
 
 def merge_failures(failures_by_process: Sequence[str]) -> Failures:
-    """Return the operations that failed on any process, with the reason of the first such process.
+    """Return the operations whose kernels failed on any process.
 
     Args:
-      failures_by_process: the failures of each process, as JSON.
+      failures_by_process: the `Failures` that each process found, as JSON, in process order.
+
+    Returns:
+      The operations in alphabetical order, each with the reason from the first process that has
+      one.
     """
     found: Failures = {}
     for text in failures_by_process:
@@ -125,14 +129,14 @@ def merge_failures(failures_by_process: Sequence[str]) -> Failures:
 
 
 def _platform() -> str | None:
-    """Return the name that kernels use for this platform, or None if it has no kernels."""
+    """Return "tpu" or "cuda", or None if the platform of the devices has no kernels."""
     return _PLATFORMS.get(jax.default_backend())
 
 
 def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Failures:
     """Return the operations whose kernels fail on this process's device, with the reasons.
 
-    Calls that have a record are not checked again.
+    A call with a record from an earlier run is not checked again.
     """
     # These modules are imported here because they are slow to load.
     from rmt_tpu.analysis import device_calls, device_check

@@ -27,7 +27,7 @@ from rmt_tpu.training.throughput import Throughput
 
 
 class Int16Overflow(Exception):
-    """The residual has outgrown the range of int16; a checkpoint of the last step was saved."""
+    """An exception for a residual that outgrew the range of int16, raised after a checkpoint."""
 
 
 class Outcome(NamedTuple):
@@ -93,8 +93,9 @@ class Loop:
 
         Args:
           profile_steps: number of steps to profile.
-          folder: the run folder, for a message.
-          on_saved: see `train`.
+          folder: the run folder, which is named in a message.
+          on_saved: a function of a step, called after the last checkpoint of this call is
+            committed.
 
         Raises:
           Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
@@ -123,7 +124,7 @@ class Loop:
         return Outcome(self.step, None)
 
     def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
-        """Run steps until the last step or a signal; return the signal, or None."""
+        """Run steps until the last step or until a signal arrives; return the signal or None."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
         highest = processes.DelayedMax(self.model.mesh)
@@ -172,7 +173,7 @@ class Loop:
         return step
 
     def _batches(self) -> data.Prefetcher:
-        """Return a prefetcher that puts the next batches on the devices while steps run."""
+        """Return a prefetcher that loads the next batches onto the devices while steps run."""
         advance = self.config.train.batch_size
         return data.Prefetcher(self._batch_at, start=self.windows_read, advance=advance)
 
@@ -182,7 +183,7 @@ class Loop:
         return put_batch(read, shape, self.model.batch_sharding)
 
     def _step(self, train_step, step: int, batches: data.Prefetcher) -> None:
-        """Dispatch this step, then report the previous step, so that the device is never idle."""
+        """Dispatch a step, and then report the step before it, so that no device is idle."""
         batch, waited = batches.next()
         self.state, metrics = train_step(self.state, batch)
         self.windows_read += self.config.train.batch_size
@@ -190,7 +191,12 @@ class Loop:
         self.step, self.pending = step, (metrics, waited)
 
     def _report(self) -> None:
-        """Wait for the step in progress, if any, and write its metrics."""
+        """Wait for the step in progress, if there is one, and write its metrics.
+
+        Raises:
+          DivergedError: the loss or its gradient was not finite in too many consecutive steps.
+          RunError: the background save of a checkpoint has failed.
+        """
         if self.pending is None:
             return
         metrics, waited = self.pending
@@ -295,9 +301,9 @@ class Loop:
         self.throughput.restart()
 
     def _write_side_files(self) -> None:
-        """Write the plots and the text sample if they are due at this step.
+        """Draw the plots and append a text sample, if they are due at this step.
 
-        This is called after the checkpoint of the step was saved.
+        Call this method after the checkpoint of the step, so that a failure here loses no step.
         """
         train = self.config.train
         draws = self.step in self.evaluated
@@ -317,8 +323,9 @@ class Loop:
 def has_overflowed(limit: int, in_a_row: int, skipped: int, step: int) -> bool:
     """Return whether so many steps were skipped that the residual must have outgrown int16.
 
-    This holds if the last `limit` steps were skipped, or if at least 1% of all steps, and at least
-    `2 * limit` steps, were skipped.
+    A step whose residual leaves the range of int16 is skipped. The result is True if the last
+    `limit` steps were skipped, or if at least 1% of all steps, and at least `2 * limit` steps, were
+    skipped.
 
     Args:
       limit: the limit `max_bad_steps` of the config.

@@ -100,7 +100,7 @@ def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
 
 
 def _chunked_loss_forward(static, x, kernel, targets, weights):
-    """Compute the loss and its gradient; the backward pass only scales the gradient."""
+    """Compute the loss and its gradient, so that the backward pass only scales the gradient."""
     multiplier, z_loss, chunks = static
     narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
     dtype = jnp.result_type(x, jnp.float32)
@@ -135,7 +135,7 @@ _chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 
 
 def _split(x: Array, chunks: int) -> Array:
-    """Reshape [batch, seq, ...] to [chunks, batch, seq / chunks, ...], padding with zeros."""
+    """Reshape [batch, seq, ...] to [chunks, batch, seq / chunks, ...], padding seq with zeros."""
     missing = -x.shape[1] % chunks
     x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)

@@ -28,8 +28,8 @@ class MemoryLowerBound(NamedTuple):
       state: parameters and optimizer state on one device.
       gradients: gradients on one device. All of them exist at once, because their norm is computed
         before the first is used.
-      activations: residuals on one device, for all tokens in one forward pass. If the backward pass
-        needs the residual of every layer, this is multiplied by the number of layers.
+      activations: residuals on one device of all tokens in a forward pass: one residual per token,
+        or one per token and layer if the backward pass needs the residual of every layer.
       batch: the part of the batch that one process holds in host memory.
     """
 
@@ -40,12 +40,15 @@ class MemoryLowerBound(NamedTuple):
 
     @property
     def device(self) -> int:
-        """Bytes that one device holds at once; gradients may reuse the memory of activations."""
+        """Lower bound, in bytes, on the memory of one device.
+
+        Gradients and activations need not exist at the same time, so only the larger counts.
+        """
         return self.state + max(self.gradients, self.activations)
 
 
 def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
-    """Return a lower bound on the memory that a run needs."""
+    """Return lower bounds on the memory of a run's parts, from the shapes of its arrays."""
     train, model = config.train, config.model
     # The backward pass needs the residual of every layer, except in the reversible schedule, which
     # rebuilds residuals, and with a mixer that keeps a bank of earlier outputs instead.
@@ -91,7 +94,7 @@ def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
 
 
 def describe(needs: MemoryLowerBound) -> str:
-    """Return a text that lists the memory of each part."""
+    """Return a text that lists each lower bound with its unit."""
     return (
         f"per device {memory.format_bytes(needs.state)} for parameters and optimizer, "
         f"{memory.format_bytes(needs.gradients)} for gradients, at least "

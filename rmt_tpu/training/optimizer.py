@@ -93,9 +93,9 @@ _ADAM = "adam"
 
 
 def _rule(role: str, axes: tuple[str, ...]) -> str:
-    """Return the name of the rule that trains a parameter, either "adam" or one like "muon-2-1".
+    """Return the name of the rule that trains a parameter: "adam", or a name like "muon-2-1".
 
-    The numbers in the name are the negative axes of the parameter's matrices.
+    The numbers in a Muon rule's name, such as -2 and -1, are the axes of the parameter's matrices.
     """
     matrix_axes = [n - len(axes) for n, name in enumerate(axes) if name not in OF_MANY]
     if role != "hidden" or set(axes) & set(_SMALL) or len(matrix_axes) != 2:
@@ -138,14 +138,14 @@ def near_orthogonal(
 
 
 def zero_statistics(gradients: Any, roles: Any) -> Any:
-    """Return the gradients with zeros for parameters that are statistics."""
+    """Return the gradients, with zeros in place of the "gradients" of statistics."""
     return jax.tree.map(lambda g, role: 0 * g if role in STATISTIC_ROLES else g, gradients, roles)
 
 
 def _with_statistics(
     optimizer: optax.GradientTransformation, roles: Any
 ) -> optax.GradientTransformation:
-    """Return `optimizer` extended by the update rules for statistics."""
+    """Return `optimizer`, extended by rules that update the parameters that are statistics."""
     if not any(role in STATISTIC_ROLES for role in jax.tree.leaves(roles)):
         return optimizer
 

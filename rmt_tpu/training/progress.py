@@ -51,7 +51,7 @@ class TrainingProgress(ProgressDisplay):
         self.change(completed=step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is completed, with its metrics."""
+        """Show that `step` is completed, with the loss and the speed from its metrics."""
         seconds = metrics["throughput/step_seconds"]
         self._last.append((metrics["throughput/tokens_per_second"] * seconds, seconds))
         speed = sum(tokens for tokens, _ in self._last) / sum(seconds for _, seconds in self._last)

@@ -226,7 +226,10 @@ def _scores(
 
 
 def _rates(model: ModelConfig, abstract: Decoder) -> Any:
-    """Return each parameter's learning rate factor: fan-in in muP's base model / own fan-in."""
+    """Return the muP factor of each parameter's learning rate.
+
+    The factor is the parameter's fan-in in muP's base model divided by its fan-in in this model.
+    """
     own = metadata(abstract, "fan_in")
     if model.base_model == model:
         return jax.tree.map(lambda _: 1.0, own)
@@ -235,7 +238,11 @@ def _rates(model: ModelConfig, abstract: Decoder) -> Any:
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:
-    """Return the schedule of the pipeline stages, or None if the mesh has only one stage."""
+    """Return the schedule of the pipeline, or None if the mesh has only one stage.
+
+    Raises:
+      MeshError: the layers or the batch cannot be divided in this way.
+    """
     stages, virtual = mesh.shape["stage"], config.train.virtual_stages
     if stages == 1:
         return None
@@ -249,7 +256,8 @@ def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule |
 def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
     """Reshape the layer axis of parameters to [virtual, layers / virtual].
 
-    The second axis is then sharded over stages, so that each stage has a part of every chunk.
+    A pipeline with `virtual` stages per device divides the layers into `virtual` chunks. The second
+    axis is sharded over the pipeline stages, so that each stage has a part of every chunk.
     """
     if virtual == 1:
         return params

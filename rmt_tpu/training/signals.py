@@ -32,7 +32,7 @@ class Stop:
     """A record of the signal that arrived.
 
     Attributes:
-      wanted: the signal's key in `STOPS`, or `GO_ON` if no signal has arrived.
+      wanted: the code of the signal that arrived, which is its key in `STOPS`; `GO_ON` if none did.
     """
 
     def __init__(self):
@@ -84,11 +84,12 @@ def _is_handled(number: int) -> bool:
 
 
 class ExitNotice:
-    """The message and exit code for a process that a signal ends outside of the training loop.
+    """What a process prints and returns if a signal ends it outside of the training loop.
 
     Attributes:
       ending: the end of the printed line, which says what state the run is left in.
-      saved: whether all progress is saved. The exit code is then 0; otherwise it is the signal's.
+      saved: whether all progress is saved. The exit code is 0 if so, and otherwise 128 + the number
+        of the signal.
     """
 
     def __init__(self):
@@ -173,7 +174,7 @@ def _terminated(
 
 
 def end_process(line: str, code: int) -> None:
-    """Print a line and exit immediately; any thread may call this, in runs with one process."""
+    """Print a line and exit immediately, in a run with one process; any thread may call this."""
     flush_stdout()
     log_line(line)
     os._exit(code)

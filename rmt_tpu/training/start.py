@@ -108,7 +108,7 @@ def _restore_at(
     text: Text,
     step: int | None,
 ) -> Start:
-    """Return the state at a checkpoint, after checking that it fits this run.
+    """Return the state that a checkpoint has, after checking that the checkpoint fits this run.
 
     Args:
       config: the config of this run.

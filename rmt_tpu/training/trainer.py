@@ -205,7 +205,7 @@ def _open(
     other: str | None,
     log: Callable[[str], None],
 ) -> workdir.ConfigChanges:
-    """Register this run's config in the folder, and print how it differs from the earlier one."""
+    """Register the run in its folder, and print how its config differs from the config there."""
     changes = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if changes.lines:
         verb = "starting again" if changes.restarts else "continuing"
