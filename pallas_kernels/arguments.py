@@ -92,7 +92,8 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         raise ValueError(f"{legal} with {count}, but has shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
         raise ValueError(f"{legal}, but is {x.dtype}")
-    if x.dtype.itemsize < 2:  # JAX does not promote narrower floats with other dtypes.
+    # Narrower floats are not legal, because JAX does not promote them with other dtypes.
+    if x.dtype.itemsize < 2:
         raise ValueError(f"{legal}, but is {x.dtype}; legal: floats of 16 bits or more")
 
 
@@ -110,7 +111,8 @@ def check_epsilon(name: str, value: Any) -> None:
     """Raise ValueError unless a norm's epsilon is a finite number and at least 0."""
     if isinstance(value, jax.Array):
         raise ValueError(f"{name} must be a Python number, not an array or a traced value")
-    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:  # NaN fails both
+    # NaN fails both comparisons and is therefore rejected.
+    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number, at least 0")
 
 

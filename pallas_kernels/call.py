@@ -122,8 +122,8 @@ def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
     """
 
     def narrow(*args: Any) -> Any:
-        # Batching traces the call again, possibly with `jax_enable_x64` on, but kernels count in 32
-        # bits.
+        # Batching traces the call again, possibly with `jax_enable_x64` on. Kernels count in 32
+        # bits, so it is turned off.
         with jax.enable_x64(False):
             return run(*args)
 
@@ -199,10 +199,10 @@ def gpu_call(
 
 
 def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):
-    """Replace slots by their stacks, and add the slots' indices to the prefetched arrays.
+    """Replace each `StackSlice` by its stack, and add its index to the prefetched arrays.
 
     Returns:
-      The inputs without slots, and all prefetched arrays by name, sorted by name.
+      The inputs without `StackSlice`s, and all prefetched arrays in a dict that is sorted by name.
     """
     slots = {name: x.index for name, (x, _) in inputs.items() if isinstance(x, StackSlice)}
     of_slots = {f"slot_{k}": jnp.asarray(i, jnp.int32).reshape(1) for k, i in slots.items()}
@@ -241,7 +241,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def is_power_of_2(n: int) -> bool:
-    """Return whether n is a power of two; 1 is one."""
+    """Return whether n is a power of two: 1, 2, 4 and so on."""
     return n > 0 and n & (n - 1) == 0
 
 

@@ -181,13 +181,13 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """Maps each implementation name that a caller may request to its kernels' platforms."""
+        """The platforms of the kernels that each implementation name selects, by name."""
         single = {name: (_PLATFORMS[name],) for name in self.kernels}
         return {"xla": (), **single, "pallas": tuple(self._on)}
 
     @property
     def _on(self) -> dict[Platform, Any]:
-        """Maps each platform to its kernel implementation."""
+        """The kernel implementation of each platform."""
         return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
     def run(self, implementation: str | None, op: str, *args: Any, **options: Any) -> Any:
@@ -215,7 +215,8 @@ class Implementations:
             platforms = _possible(self._on)
         else:
             platforms = self.names[implementation]
-        # With an epsilon of 0, a norm would divide by zero if all its inputs are zero.
+        # With an epsilon of 0, a norm would divide by zero if all its inputs are zero. The smallest
+        # normal float32 is used instead.
         options |= {k: max(x, _LEAST) for k, x in options.items() if k in _EPSILONS}
         run = lambda module: functools.partial(getattr(module, op), **options)
         portable = run(self.portable)

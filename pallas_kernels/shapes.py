@@ -96,16 +96,16 @@ class Depth(NamedTuple):
     D: int
 
     def partial(self, tokens, dtype="bfloat16", *, prior=False, array: Array = array) -> Partial:
-        """Return the operands of phase one; with `prior`, also the result over earlier sources."""
+        """Return the operands of phase one; with `prior`, also the mixes over earlier sources."""
         S, N, D = self
         sources = array("float32", S, D), array(dtype, N, *tokens, D), array("int32")
         mixed = array(dtype, S, *tokens, D), array("float32", S, *tokens)
         return Partial(*sources, mixed if prior else None)
 
     def scored(self, tokens, dtype="bfloat16", *, array: Array = array) -> Scored:
-        """Return the operands that only a backward pass has.
+        """Return the operands that the backward pass of phase one has in addition to `partial`.
 
-        They include gradients to which the gradients of the sources are added.
+        They include an array to which the gradients of the sources are added.
         """
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
         return Scored(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
@@ -133,8 +133,8 @@ RMT_LARGE = KeyVector(256, 64, 16, 48)
 
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
 
-# One site that reads the outputs of all blocks (for two widths) or of all sublayers, and the sites
-# of a block computed together.
+# Sizes for a single site that reads the outputs of all blocks (at two widths) or of all sublayers,
+# and sizes for the sites of one block, which are computed together.
 OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS = Depth(1, 9, 2048), Depth(1, 9, 7168), Depth(1, 33, 1024)
 ONE_SITE = OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS
 ALL_SITES = Depth(8, 9, 2048)

@@ -11,8 +11,8 @@ import jax
 
 Platform = Literal["tpu", "cuda"]
 
-# Bytes. On every chip, kernels use at most the 64 MiB of VMEM that a TPU v5p has, less a share that
-# is left to XLA.
+# A number of bytes. On every chip, kernels use at most the 64 MiB of VMEM that a TPU v5p has, less
+# a share that is left to XLA.
 _MOST_VMEM = 2**26
 
 # Maps other names that JAX has for a chip to the chip's slug.
@@ -106,7 +106,7 @@ class Target(NamedTuple):
 
     @property
     def chip(self) -> Chip:
-        """The figures of the TPU. For an unknown kind, each is the largest value among all TPUs."""
+        """The figures of the TPU. For an unknown kind, each figure is the largest of all TPUs."""
         return _TPUS.get(self.slug, _MOST)
 
     @property
@@ -173,8 +173,9 @@ def only_platform() -> str | None:
 def target() -> Target:
     """Return the kind of device that the current trace is expected to be compiled for.
 
-    It is the kind given to `lowering_for`, or else that of the devices in the current mesh, which
-    need not exist on this machine, or else that of the default device. The call is cheap.
+    The result is the kind passed to `lowering_for`, or else the kind of the devices in the current
+    mesh, which need not exist on this machine, or else that of the default device. The call is
+    cheap.
     """
     if _kind.value is not None:
         return Target(_kind.value)

@@ -34,7 +34,7 @@ MOST_HEADS = 20
 
 
 class Blocks(NamedTuple):
-    """The block sizes of a kernel.
+    """The block sizes of a blockwise attention kernel.
 
     Attributes:
       queries: the number of queries per block, a multiple of 128.

@@ -164,7 +164,7 @@ def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
 
 
 def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
-    """Return the output and each softmax's log-sum-exp."""
+    """Return the attention output of one part and each softmax's log-sum-exp."""
     run = _interpreted if interpret else _run_cudnn
     out, sums = run("forward", causal, *_with_entries(operands))
     sums = sums.swapaxes(1, 2)
@@ -176,7 +176,7 @@ def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
 def _backward(
     operands: PartOperands, results: ResultsAndCotangent, *, causal: bool, interpret: bool
 ):
-    """Return the cotangents of q and kv."""
+    """Return the cotangents of q and kv of attention to one part."""
     arrays = _with_entries(operands)
     sums = results.log_sums.astype(jnp.float32)
     if operands.slopes is not None:
@@ -200,7 +200,8 @@ def _with_entries(operands: PartOperands):
         of_masks.append(entries.of_segments(*operands.segments, q.dtype))
     q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
     k = entries.added(k, *(of_keys for _, of_keys in of_masks))
-    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # cuDNN wants equal sizes.
+    # cuDNN requires queries, keys and values of equal size.
+    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)
     return tuple(entries.padded(x, size) for x in (q, k, v))
 
 
@@ -278,8 +279,8 @@ def _custom_call(direction, causal, q, k, v, *saved):
     return tuple(tokens_first + found[len(results) :])
 
 
-# Dimension numbers of the matrix products, as XLA numbers them: the contracted ones of both sides,
-# then each side's batch dimensions.
+# Dimension numbers of the matrix products: the contracted dimension of each operand, the batch
+# dimensions of the left operand, and the batch dimensions of the right operand.
 _PRODUCTS = {
     "forward": {
         "bmm1": ((3, 3), (0, 2), (0, 2)),

@@ -98,7 +98,8 @@ def backward(
         return (arriving, d_q, d_kv), None
 
     (_, d_q, d_kv), _ = jax.lax.scan(hop, (arriving, d_q, d_kv), jnp.arange(1, ring.count))
-    d_kv = ring.passed_on(d_kv)  # Each device gets the gradients of its own keys and values.
+    # This last transfer brings each device the gradients of its own keys and values.
+    d_kv = ring.passed_on(d_kv)
     if operands.kv is None:
         d_q, d_kv = jnp.concatenate([d_q, d_kv], axis=3), None
     return jax.tree.map(lambda x: ring.natural(x.astype(q.dtype)), (d_q, d_kv))

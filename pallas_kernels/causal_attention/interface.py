@@ -13,9 +13,9 @@ orders:
     unsupported(op, *operands) -> the reason in one line if they are not supported, or None
 
 Outputs are in the dtype of the queries. `log_sums` holds each softmax's log-sum-exp, at least
-float32. If `to` is a slot, the output is written into the slot, and the slot's stack is returned in
-place of the output. In the backward pass, with logits s and weights p: `ds = p (d_out v - sum(out
-d_out))`, where the sum runs over an output vector's entries.
+float32. If `to` is not None, the output is written into that slice of a stack, and the stack is
+returned in place of the output. In the backward pass, with logits s and weights p: `ds = p (d_out v
+- sum(out d_out))`, where the sum runs over an output vector's entries.
 """
 
 from typing import Literal, NamedTuple
@@ -43,7 +43,7 @@ class AttentionOperands(NamedTuple):
       slopes: the slopes of ALiBi, or None.
       segment_ids: the segment of each token, or None if each batch row is one segment.
       kv: keys and values, if they are separate arrays.
-      to: the slot (an index in a stack of arrays) that the output is written into, or None.
+      to: the slice of a stacked array that the output is written into, or None.
     """
 
     qkv: Float[Array, "B N P D"]

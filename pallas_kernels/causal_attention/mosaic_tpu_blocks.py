@@ -510,9 +510,9 @@ def _spans(
     call = _call_of(operands, blocks, by_keys=by_keys)
     size, length = call.queries, call.queries
     if not call.size_major:
-        most = TABLES // (4 * len(call.tables))  # pairs
-        if _pairs(call) > most:
-            size = blocks.queries * max(1, most // (call.keys // blocks.keys))
+        most_pairs = TABLES // (4 * len(call.tables))
+        if _pairs(call) > most_pairs:
+            size = blocks.queries * max(1, most_pairs // (call.keys // blocks.keys))
         size = min(size, call.work.span) if by_keys else size
     later = lambda position, start: None if position is None else position + start
     for start in range(0, length, size):

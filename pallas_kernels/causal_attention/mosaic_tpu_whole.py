@@ -9,7 +9,7 @@ either
 - "head_major", [B, P, D, N], as a plain Transformer's projection writes.
 
 One grid step holds a whole sequence with all heads in VMEM. At any time, only the logits of one
-block of queries of one head exist. WholeBlocks of keys above the diagonal are never computed.
+block of queries of one head exist. Blocks of keys above the diagonal are never computed.
 
 For T tokens in sequences of length N, with H heads of size D and E bytes per entry, the forward
 kernel takes `2 T N H D` FLOPs (causal) and moves `4 E T H D` bytes; the backward kernel takes `5 T
@@ -39,7 +39,7 @@ _TOGETHER, _AHEAD = 4, 2
 
 
 class _WholeCall(NamedTuple):
-    """The static parameters that a kernel is compiled for."""
+    """The static parameters of the whole-sequence kernel."""
 
     heads: int
     size: int
@@ -479,7 +479,7 @@ def _of_sums(call: _WholeCall) -> pl.BlockSpec:
 
 
 def _of_slot(call: _WholeCall, slot: StackSlice, vectors: int):
-    """Return a slot's stack with its block spec, and the prefetched index of its block."""
+    """Return the stack of a `StackSlice` with a block spec, and the prefetched slice index."""
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
     stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))
     return stack, {"slot": index}

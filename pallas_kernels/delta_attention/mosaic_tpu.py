@@ -1,7 +1,7 @@
 """The gated delta rule on TPUs, with a grid over batch rows, groups of heads, and chunks.
 
 A grid step processes one chunk of tokens for a group of heads. Chunks are processed in sequence,
-and the heads' states stay in VMEM. DeltaOperands are `[B, H, T, K]`, the layout that XLA chooses by
+and the heads' states stay in VMEM. Operands are `[B, H, T, K]`, the layout that XLA chooses by
 itself if it is free to. The backward pass processes the chunks from the last to the first, and
 recomputes each chunk from the saved state before it.
 

@@ -111,7 +111,7 @@ def _in_chunks(x, size):
 
 
 def _tokens(x, seq):
-    """Undo `_in_chunks`."""
+    """Convert chunks to `[batch, seq, heads, ..]`, the inverse of `_in_chunks`."""
     x = jnp.transpose(x, (1, 0, 3, 2, 4))
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :seq]
 
@@ -156,7 +156,7 @@ def _scores(x, k, log_decay, narrow):
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Blocks of one token at first.
+    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Initially, a block is one token.
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
         in_halves = (*k.shape[:-2], size // (2 * half), 2, half, width)
@@ -234,7 +234,7 @@ def _inverse(lower):
     inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
     for half in (1 << n for n in range((size - 1).bit_length())):
         blocks = lower.reshape(*lower.shape[:-2], -1, 2 * half, size // (2 * half), 2 * half)
-        below = jnp.diagonal(blocks, axis1=-4, axis2=-2)  # [.., 2 b, 2 b, n]
+        below = jnp.diagonal(blocks, axis1=-4, axis2=-2)  # [.., 2 half, 2 half, blocks]
         below = jnp.moveaxis(below, -1, -3)[..., half:, :half]
         pairs = inverse.reshape(*inverse.shape[:-3], -1, 2, half, half)
         first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]

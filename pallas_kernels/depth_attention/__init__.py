@@ -379,7 +379,7 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
         entries = tuple(range(1 - operands.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
-    # JAX may return a saved constant as a NumPy array.
+    # `asarray`, because JAX may return a saved constant as a NumPy array.
     of_sources = operands._replace(count=jnp.asarray(operands.count), prior=None)
     scored = Scored(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, scored, **call.scores)
@@ -406,9 +406,8 @@ def _merge_forward(call, operands):
 
 def _merge_backward(call, operands, cotangents):
     d_mixed, d_current, d_z = cotangents
-    operands = jax.tree.map(
-        jnp.asarray, operands
-    )  # JAX may return a saved constant as a NumPy array.
+    # JAX may return saved constants as NumPy arrays, which are converted to JAX arrays.
+    operands = jax.tree.map(jnp.asarray, operands)
     cotangents = MergeCotangents(d_z, d_mixed, d_current)
     g = _run(call, "merge_backward", operands, cotangents, **call.norms)
     return (Merge(g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain),)

@@ -109,9 +109,8 @@ def _forward(call, operands):
 
 def _backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
-    operands, statistics = jax.tree.map(
-        jnp.asarray, saved
-    )  # JAX may save constants as NumPy arrays.
+    # JAX may return saved constants as NumPy arrays, which are converted to JAX arrays.
+    operands, statistics = jax.tree.map(jnp.asarray, saved)
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
     args = (operands, statistics, MergeCotangents(d_z, d_mixed, d_current))
     g, d_read_keys = run(*args, norm=call.norm, epsilon=call.epsilon)

@@ -9,8 +9,8 @@ computed from it.
   bfloat16 terms ("pieces"): logits are then as exact as in float32, and weights have up to 16 bits.
 - The backward pass computes the logits and <d_mixed, v_i> in one matrix product. A source's
   gradient is another matrix product, apart from its term that is a multiple of the source itself.
-- Empty rows (those from `count` onwards) are not read. If gradients are accumulated, they are not
-  written either.
+- Empty rows of sources (rows from `count` onwards) are not read. If gradients are accumulated, the
+  gradients of empty rows are not written either.
 
 The costs for S sites, T tokens, N active sources and E bytes per entry are:
 
@@ -75,7 +75,7 @@ def partial(
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
-    It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
+    The kernel takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
     if block_sizes is None and mosaic_tpu_decode.serves(operands):
         return mosaic_tpu_decode.partial(operands, epsilon=epsilon, interpret=interpret)
@@ -125,7 +125,8 @@ def partial_backward(
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
     """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
-    It takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
+    The kernel takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to
+    accumulate.
     """
     queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = scored
@@ -197,7 +198,7 @@ def merge(
 ) -> Float[Array, "T D"]:
     """Add the running sum to the mix of one site, as `interface` defines.
 
-    It moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
+    The kernel moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
     """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge", operands, block_sizes, interpret, **options)
@@ -228,7 +229,7 @@ def merge_backward(
 ) -> MergeGradients:
     """Return the gradients of `merge`, as `interface` defines.
 
-    It moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
+    The kernel moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
     """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge_backward", operands, block_sizes, interpret, **options)
@@ -524,7 +525,8 @@ def _by_tile(call: VectorsCall):
 def _padded_width(call: VectorsCall, x):
     """Pad [.., T, D] so that D is a multiple of 128.
 
-    In the interpreter, T is padded to whole tiles too, because it can alias only whole tiles.
+    In the interpreter, T is padded to whole tiles too, because the interpreter can alias only whole
+    tiles.
     """
     T, D = x.shape[-2:]
     tokens = max(T, call.tiles * call.blocks.tokens) if call.interpret else T

@@ -131,7 +131,7 @@ def merge_at(
 ) -> Float[Array, "T D"]:
     """Compute `merge` for a few tokens with stacked parameters, as `interface` defines.
 
-    It moves `E 3 T D` bytes (see the module's docstring).
+    The kernel moves `E 3 T D` bytes (see the module's docstring).
     """
     parameters, layer, mixed, log_sums, site, current, active = operands
     T, D = current.shape

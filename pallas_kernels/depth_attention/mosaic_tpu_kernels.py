@@ -33,7 +33,7 @@ CHUNK = 16
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """The block sizes of a kernel.
+    """The block sizes of a depth-attention kernel for vectors.
 
     Attributes:
       tokens: the number of tokens per tile, a multiple of 16.
@@ -52,7 +52,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class VectorsCall:
-    """The static parameters of a kernel, constant during tracing.
+    """The static parameters of a depth-attention kernel for vectors, constant during tracing.
 
     Attributes:
       N, S: the numbers of rows of sources and of sites.
@@ -109,8 +109,8 @@ class VectorsCall:
     def mixed_by_product(self, sources: int) -> int:
         """Return how many of a chunk's sources the matrix unit mixes.
 
-        If there are one or two more than a multiple of 8, the vector unit mixes these, because in
-        the matrix product they would take as long as 8 more sources.
+        If there are one or two sources more than a multiple of 8, the vector unit mixes these one
+        or two, because in the matrix product they would take as long as 8 more sources.
         """
         return sources - sources % 8 if sources % 8 in (1, 2) else sources
 
@@ -480,7 +480,7 @@ class Tile:
 
     Attributes:
       slot: which of the two buffers holds the tile, 0 or 1.
-      first, last: whether it is the first or last tile of its core.
+      first, last: whether the tile is the first or the last tile of its core.
     """
 
     def __init__(self, call: VectorsCall):
@@ -547,7 +547,7 @@ def _clear(call, buffer, count):
 def _when_any(call, c, count, body):
     """Run `body` if chunk c has an active source.
 
-    For the first chunk it always runs, because the results of that chunk are always read.
+    For the first chunk, `body` always runs, because the results of that chunk are always read.
     """
     if c == 0:
         body()

@@ -89,7 +89,7 @@ def partial(
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
     """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
-    It takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
+    The kernel takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
     """
     queries, sources, count, prior = operands
     N, B, T, K, V = sources.shape
@@ -168,7 +168,7 @@ def partial_backward(
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
     """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
-    It takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
+    The kernel takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
     accumulate.
     """
     queries, sources, count, _ = operands
@@ -297,7 +297,7 @@ def merge(
 ) -> Float[Array, "B T K V"]:
     """Add the running sum to the mix of one site, as `interface` defines.
 
-    It moves `E 3 T D` bytes (see the module's docstring).
+    The kernel moves `E 3 T D` bytes (see the module's docstring).
     """
     K, V = operands.query.shape
     call = merge_call(operands.current, epsilon, interpret)
@@ -330,7 +330,7 @@ def merge_backward(
 ) -> MergeGradients:
     """Return the gradients of `merge`, as `interface` defines.
 
-    It moves `E 6 T D` bytes (see the module's docstring).
+    The kernel moves `E 6 T D` bytes (see the module's docstring).
     """
     current = operands.current
     call = merge_call(current, epsilon, interpret)
@@ -390,7 +390,7 @@ def merge_backward_operands(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the input and output operands of a merge's backward kernel.
 
-    The inputs lack the cotangent of h. `index` is as in `merge_inputs`.
+    The returned inputs do not include the cotangent of h. `index` is as in `merge_inputs`.
     """
     inputs = merge_inputs(call, index, operands)
     current = inputs["current"]
@@ -429,7 +429,8 @@ def merge_gradients(call: MatricesCall, operands: Merge, out: dict[str, Array]) 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
     """Return the numbers of sources and of sites per kernel call.
 
-    They fit in VMEM, and split N sources and S sites into parts that are as equal as possible.
+    The blocks of one call fit in VMEM. The N sources and the S sites are split into parts that are
+    as equal as possible.
     """
     blocks = target().vmem_part(_BUDGET) // (2 * _block(D, dtype))
     sites = min(_MOST_SITES, max(1, blocks // 3))

@@ -27,7 +27,7 @@ UNROLL = 4
 
 @dataclasses.dataclass(frozen=True)
 class MatricesCall:
-    """The static parameters of a kernel, constant during tracing.
+    """The static parameters of a depth-attention kernel for matrices, constant during tracing.
 
     Attributes:
       N, S: the numbers of rows of sources and of sites.

@@ -70,7 +70,8 @@ def merge_read(
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
     """Merge without a norm, and read vectors from the mix with keys, as `interface` defines.
 
-    It takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's docstring).
+    The kernel takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's
+    docstring).
     """
     of_merge, norm_gain, read_keys = operands
     current = of_merge.current
@@ -123,7 +124,8 @@ def merge_read_backward(
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
     """Return the gradients of `merge_read`, as `interface` defines.
 
-    It takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's docstring).
+    The kernel takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's
+    docstring).
     """
     of_merge, norm_gain, read_keys = operands
     current, d_retrieved = of_merge.current, cotangents.z

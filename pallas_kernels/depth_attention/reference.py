@@ -23,7 +23,7 @@ def partial(
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Compute the mixes and log-sum-exps of S sites.
 
-    They are over the first `count` sources, and over the sources that `prior` represents.
+    The mixes are over the first `count` sources and over the sources that `prior` represents.
     """
     queries, sources, count, prior = operands
     dtype = sources.dtype

@@ -11,7 +11,7 @@ sources. The costs for S sites, T tokens and N active sources are:
     merge_backward    40 T D               6 T D
 
 If the accumulators for S sites do not fit in registers, `partial` divides the sites between several
-programs per token. These run at the same time, so that they share the sources through the cache.
+programs per token. These programs run at the same time and share the sources through the cache.
 The backward pass then consists of two kernels: one computes the logits, which need whole sources,
 and one processes parts of D and reads the sources again. Together they move (3 N + 2 S) T D
 elements. If the accumulators fit, the backward pass is a single kernel, which reads a token's
@@ -61,17 +61,17 @@ _MOST_SIZE = 16384
 
 
 class Blocks(NamedTuple):
-    """The block sizes and launch parameters of a kernel.
+    """The block sizes and launch parameters of a depth-attention GPU kernel.
 
     Attributes:
       rows: the number of sources per tile, a power of two.
       sites: the number of sites per program. Their accumulators are in registers, and the program
         reads a source once for all of them.
       tokens: the number of tokens per program, which it processes one at a time.
-      columns: the number of entries along D per tile, a power of two. Only a backward kernel can
-        have fewer than D.
+      columns: the number of entries along D per tile, a power of two. Only the tiles of a backward
+        kernel can have fewer entries than D.
       warps: the number of warps (of 32 threads) per program.
-      ahead: the number of tiles that are prefetched while one is processed, at least 1.
+      ahead: the number of tiles that are prefetched while another is processed, at least 1.
     """
 
     rows: int
@@ -119,7 +119,7 @@ def wins(op: str, operands: Partial | Merge, *others) -> bool:
 
 
 def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
-    """Return blocks that compile without register spills, by a fixed rule.
+    """Return block sizes that compile without register spills, by a fixed rule.
 
     A thread holds 16 entries of a source, or 8 if it also holds vectors of several sites. Kernels
     that sum parameter gradients process tokens in groups, with about 1024 programs in total: enough
@@ -160,8 +160,8 @@ def partial(
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
-    It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if there is
-    a prior.
+    The kernel takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if
+    there is a prior.
     """
     queries, sources, count, prior = operands
     call = _call_of(queries, sources, epsilon)
@@ -204,7 +204,7 @@ def partial_backward(
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
     """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
-    It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
+    The kernel takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
     accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
     """
     queries, sources, count, _ = operands
@@ -291,7 +291,7 @@ def merge(
 ) -> Float[Array, "T D"]:
     """Add the running sum to the mix of one site, as `interface` defines.
 
-    It takes about `20 T D` FLOPs and moves `3 T D` elements.
+    The kernel takes about `20 T D` FLOPs and moves `3 T D` elements.
     """
     current = operands.current
     call = GpuCall(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
@@ -324,7 +324,7 @@ def merge_backward(
 ) -> MergeGradients:
     """Return the gradients of `merge`, as `interface` defines.
 
-    It takes about `40 T D` FLOPs and moves `6 T D` elements.
+    The kernel takes about `40 T D` FLOPs and moves `6 T D` elements.
     """
     d_z, d_mixed, d_current = cotangents
     current = operands.current

@@ -132,7 +132,7 @@ class OnlineSoftmax(NamedTuple):
     Attributes:
       largest: the largest logit.
       total: `sum exp(logit - largest)` over sources.
-      values: the same sum, with each term multiplied by the values of its source.
+      values: `sum exp(logit - largest) * value` over sources.
     """
 
     largest: jax.Array

@@ -75,7 +75,7 @@ def partial(
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
 
-    The logits take `2 S N T D` FLOPs, and so do the mixes.
+    The logits and the mixes each take `2 S N T D` FLOPs.
     """
     queries, sources, count, prior = operands
     products, squares = _over_devices(key_axis, *_products(queries, sources))
@@ -154,7 +154,8 @@ def merge(
 ) -> Float[Array, "T D"]:
     """Add the running sum to the mix of one site, as `interface` defines.
 
-    For T tokens it moves `3 T D` elements: it reads a row of `mixed` and `current`, and writes z.
+    For T tokens, it moves at least `3 T D` elements: it reads a row of `mixed` and `current`, and
+    writes z.
     """
     query, mixed, log_sums, site, current, active, norm_gain = operands
     h = _merged(query, mixed[site], log_sums, current, active, epsilon)

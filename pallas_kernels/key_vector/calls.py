@@ -30,7 +30,7 @@ _IMPLEMENTATIONS = Implementations(
 
 
 class KeyVectorCall(NamedTuple):
-    """The static parameters of a call, constant during tracing.
+    """The static parameters of a key-vector call, constant during tracing.
 
     Attributes:
       norm, epsilon, implementation, fraction_bits: as in `store_norm_retrieve`.

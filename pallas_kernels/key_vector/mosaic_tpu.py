@@ -109,7 +109,7 @@ def forward(
 ) -> SiteResults:
     """Write to a residual matrix, normalise it and read from it, as `interface` defines.
 
-    For T tokens with E bytes per entry, it takes `2 T (R + P) K V` FLOPs and moves
+    For T tokens with E bytes per entry, the kernel takes `2 T (R + P) K V` FLOPs and moves
     `E T V (2 K + R + P)` bytes; a read alone moves `E T V (K + P)`. `in_place` writes X' over X,
     which costs a copy if a caller still uses X.
     """
@@ -162,8 +162,8 @@ def backward(
 def _sizes_of(site: SiteOperands, residual, dtype, again: Reread | None = None) -> Sizes:
     """Return the `Sizes` of a site.
 
-    `dtype` is the dtype of the retrieved vectors. It is used only if the site stores nothing;
-    otherwise they have the data's dtype.
+    `dtype` is the dtype of the retrieved vectors if the site stores nothing. Otherwise, the
+    retrieved vectors have the data's dtype.
     """
     K, V = residual.shape[2:]
     R = site.store_keys.shape[0] if site.stores else 0

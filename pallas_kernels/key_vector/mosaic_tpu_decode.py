@@ -32,7 +32,7 @@ _TOGETHER = 8
 
 @dataclasses.dataclass(frozen=True)
 class _SiteDecodeCall:
-    """The static parameters of the kernel, constant during tracing.
+    """The static parameters of the decoding kernel, constant during tracing.
 
     `rows` is the number of tokens per grid step.
     """

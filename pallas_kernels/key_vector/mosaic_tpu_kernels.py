@@ -26,8 +26,9 @@ _ROUND_BITS = 0x4B400000
 def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
     """Compute the forward pass of a tile.
 
-    It stores if the inputs include `store_keys`, and then normalises and reads if they include
-    `read_keys`. If they include `statistics`, the read uses these instead of computing them.
+    The kernel stores if the inputs include `store_keys`, and then normalises and reads if the
+    inputs include `read_keys`. If they include `statistics`, the read does not compute its
+    statistics.
     """
     s, blocks = call.sizes, call.blocks
     stores, reads = "store_keys" in inputs, "read_keys" in inputs

@@ -107,7 +107,7 @@ def read_gradients(call: KeyVectorKernelCall, out: Mapping[str, jax.Array]):
 def _padded_rows(x: Array | StackSlice, rows: int) -> Array | StackSlice:
     """Return x in float32, padded with zeros to `rows` rows.
 
-    If x already has that dtype and size, it is returned unchanged and may be a slot.
+    If x already has that dtype and size, it is returned unchanged and may be a `StackSlice`.
     """
     if x.dtype == jnp.float32 and x.shape[0] == rows:
         return x

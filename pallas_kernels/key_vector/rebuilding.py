@@ -33,7 +33,7 @@ def store_forward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N K V"]:
-    """Compute `store`, where the data may be a slot; `store_backward` is its backward pass.
+    """Compute `store` with data that may be a `StackSlice`; `store_backward` is its backward pass.
 
     Args:
       residual, store_keys, data, key_axis, implementation: as in `store`.
@@ -44,8 +44,9 @@ def store_forward(
     call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis)
     call = calls.checked(call, SiteOperands(residual, store_keys, data), reads=False)
     site = calls.of_all_rows(SiteOperands(residual, store_keys, data), call.key_axis)
-    more = () if empty is False else (None, jnp.asarray(empty))  # the operand `empty` of `forward`
-    return calls.run(call, "forward", site, *more, in_place=in_place).residual
+    no_statistics = None
+    operands = (site,) if empty is False else (site, no_statistics, jnp.asarray(empty))
+    return calls.run(call, "forward", *operands, in_place=in_place).residual
 
 
 def store_backward(

@@ -54,15 +54,15 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.triton import no_triton
 
-# Maximum number of bytes of a token's padded data and retrieved vectors, found to compile with
-# 99 KiB of shared memory.
+# Maximum number of bytes of a token's padded data and retrieved vectors. Kernels up to this size
+# were found to compile with 99 KiB of shared memory.
 _MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
 _RESIDUAL = (jnp.bfloat16, jnp.float32, jnp.int16)
 
 
 class Blocks(NamedTuple):
-    """The block sizes and launch parameters of a kernel.
+    """The block sizes and launch parameters of a key-vector GPU kernel.
 
     Attributes:
       keys: the number of rows (along K) of a residual that are in a tile: a power of two, at least
@@ -107,7 +107,7 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str 
         if not 0 < count <= 256:
             return f"the number of key vectors is {count}, not 1 to 256"
     for array in data:
-        # Bytes per element: a float32 is split into three bfloat16.
+        # Bytes per element on chip. A float32 is split into three bfloat16 terms of 2 bytes.
         width = 2 if array.dtype == jnp.bfloat16 else 6
         size = sum(map(padded, counts)) * padded(V) * width
         if size > _MOST_BYTES:
@@ -146,7 +146,7 @@ def _name(site: SiteOperands) -> str:
 def default_blocks(
     kernel: str, *, K: int, V: int, R: int, P: int, dtype: DTypeLike, tokens: int
 ) -> Blocks:
-    """Return blocks that compile without register spills, by a fixed rule.
+    """Return block sizes that compile without register spills, by a fixed rule.
 
     Forward kernels hold 32 elements of a tile per thread. Backward kernels hold only 16, because
     they also hold sums and cotangents. A forward grid has up to 1056 programs, several for each
@@ -194,7 +194,7 @@ def forward(
       UnsupportedImplementation: a read alone has a `dtype` other than bfloat16 and float32.
     """
     if not site.stores and dtype not in _DATA:
-        raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
+        raise UnsupportedImplementation(f"dtype={dtype} of a read; legal: bfloat16 or float32")
     residual, store_keys, data, gain, read_keys = read_slices(site)
     if empty is not False:
         residual = jnp.where(empty, 0, residual)

@@ -149,7 +149,7 @@ def _steps(site, written):
 
 
 def forward_kernel(site, blocks, epsilon, scale, ref):
-    """Store, norm and retrieve for a group of tokens.
+    """Store, normalise and retrieve for a group of tokens.
 
     A store writes `ref.stored`; a read writes `ref.mean`, `ref.rstd` and `ref.retrieved`. With
     `scale`, the retrieved vectors are multiplied by rstd.
@@ -356,8 +356,8 @@ def _d_scaled(ref, t, reads, rows, columns):
 def backward_tokens_kernel(site, blocks, ref):
     """Compute the backward pass except for the parameters' gradients, in chunks along K.
 
-    This is for residuals that are too large for registers; `backward_sums_kernel` computes the
-    parameters' gradients.
+    The kernel is for residuals that are too large for registers; `backward_sums_kernel` computes
+    the parameters' gradients.
     """
     columns = (0, padded(site.V))
     chunks = pl.cdiv(site.K, blocks.keys)
@@ -409,7 +409,7 @@ def backward_tokens_kernel(site, blocks, ref):
 def backward_sums_kernel(site, blocks, ref):
     """Sum the parameters' gradients for one chunk of K over the tokens of this program.
 
-    It reads dX, which `backward_tokens_kernel` has computed.
+    The kernel reads dX, which `backward_tokens_kernel` has computed.
     """
     rows, columns = (pl.program_id(1) * blocks.keys, blocks.keys), (0, padded(site.V))
     stores, reads = site.groups(site.R), site.groups(site.P)

@@ -4,10 +4,10 @@ The outer grid axis runs over blocks of tokens and the inner one over blocks of 
 of the 128 lanes keeps a running maximum and sum over its own columns (online softmax). Therefore
 lanes are combined only once, after the last block, and no logits are read again.
 
-For T tokens of width W and a vocabulary of V: 2 T W V FLOPs and, in bfloat16, 4 T V bytes written
-and 2 (T + V ceil(T / block tokens)) W bytes read. At T 8192 (in four calls), W 1024 and V 50257,
-the arithmetic and the memory transfers take at least 4.3 ms and 2.5 ms on v5e (197 TFLOP/s, 819
-GB/s), and 0.9 ms and 1.3 ms on v6e (918 TFLOP/s, 1640 GB/s).
+For T tokens of width W in bfloat16 and a vocabulary of V, the kernel takes `2 T W V` FLOPs, writes
+`4 T V` bytes and reads `2 (T + V ceil(T / block tokens)) W` bytes. For T = 8192 (in four calls),
+W = 1024 and V = 50257, the arithmetic takes at least 4.3 ms and the memory transfers at least 2.5
+ms on v5e (197 TFLOP/s, 819 GB/s), and 0.9 ms and 1.3 ms on v6e (918 TFLOP/s, 1640 GB/s).
 """
 
 import functools
@@ -90,7 +90,7 @@ def logits(
 
 
 def _block(count: int, width: int) -> tuple[int, int]:
-    """Return the number of tokens per block, and the number per product within a block.
+    """Return the number of tokens per block, and the number of tokens per matrix product.
 
     There is at least one block per core if there are enough tokens.
     """
@@ -123,7 +123,7 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
         )
         outputs["values"][at, :] = values
         pieces = [values[:, start : start + LANES] for start in starts]
-        if vocab % columns:  # Columns past the end of the vocabulary hold undefined values.
+        if vocab % columns:  # Mask columns past the end of the vocabulary, which are undefined.
             inside = [lane < left - start for start in starts]
             pieces = [jnp.where(*one, _NONE) for one in zip(inside, pieces, strict=True)]
         before = outputs["most"][at, :]

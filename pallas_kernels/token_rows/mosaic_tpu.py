@@ -3,11 +3,11 @@
 The rows are first sorted by token, so that only existing rows are read. Then JAX's megablox kernel
 for grouped matrix products (Gale et al. 2023) multiplies each group's rows by its one-hot matrix.
 
-For R rows of width W in bfloat16: 256 R W FLOPs and 7 R W bytes, of which 4 R W sort the rows, and
-3 R W are moved by the kernel if there are half as many tokens as rows. At R 131,072, W 2304 and
-65,536 tokens, this takes at least 0.17 ms of arithmetic and 0.76 ms of memory transfers on v5p (459
-TFLOP/s, 2765 GB/s). XLA moves a row for each of 524,288 choices; estimates are in
-docs/benchmarks/kernels.md.
+For R rows of width W in bfloat16 and half as many tokens as rows, the op takes `256 R W` FLOPs and
+moves `7 R W` bytes: sorting the rows moves `4 R W` bytes, and the kernel moves `3 R W` bytes. For
+R = 131,072, W = 2304 and 65,536 tokens, the op takes at least 0.17 ms of arithmetic and 0.76 ms of
+memory transfers on v5p (459 TFLOP/s, 2765 GB/s). XLA moves a row for each of 524,288 choices.
+Estimates are in docs/benchmarks/kernels.md.
 """
 
 import jax
@@ -19,7 +19,7 @@ from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
-# Rows per grid step. A step that spans two groups of 128 tokens is read twice.
+# Rows per grid step. The rows of a step that spans two groups of 128 tokens are read twice.
 _TILE = 256
 # Maximum number of bytes per row of a tile. The kernel does not request VMEM, so it gets the
 # default of 16 MiB even if a core has more.

@@ -129,7 +129,7 @@ class Look:
     table: str = ""
 
     def entry(self) -> Entry:
-        """Return the result as a table entry."""
+        """Return the result of the look-up as a table entry."""
         return Entry(
             self.device,
             self.kernel.name,

@@ -40,7 +40,7 @@ class Entry:
       source: how the blocks were found: "measured" on a device, "estimated" from compiled programs,
         or selected by the kernel's own rule, its "heuristic".
       seconds: the times of a call with `blocks`, in seconds: all measurements, or one estimate.
-      default_seconds: the same for `default_blocks`.
+      default_seconds: the times of a call with `default_blocks`, in the same form.
       default_blocks: the blocks that the heuristic selected when this entry was made.
       implementation: the fastest implementation, if it is not this entry's kernel. Only entries
         for GPUs have it.

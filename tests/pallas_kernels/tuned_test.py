@@ -281,7 +281,7 @@ SOURCES = {
     ),
     ("tpu", "attention_blocks"): (
         2,
-        "cc7d0be175b017c2",
+        "cff6fa47ec735db1",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_rows.py",
         "../products.py",
