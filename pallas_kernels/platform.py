@@ -108,7 +108,7 @@ def taking_plain(ops: Iterable[str]) -> Iterator[None]:
         yield
 
 
-class Called(NamedTuple):
+class TracedCall(NamedTuple):
     """A traced call of an op that at least one kernel supports.
 
     Attributes:
@@ -131,12 +131,12 @@ _collectors = threading.local()
 
 
 @contextlib.contextmanager
-def collecting_calls() -> Iterator[list[Called]]:
+def collecting_calls() -> Iterator[list[TracedCall]]:
     """Yield a list that collects this thread's traced calls that a kernel supports.
 
     Calls are collected until the context ends.
     """
-    calls: list[Called] = []
+    calls: list[TracedCall] = []
     outer = getattr(_collectors, "lists", ())
     _collectors.lists = (*outer, calls)
     try:
@@ -210,7 +210,7 @@ class Implementations:
                 f"{', '.join(self.names)}, or None to choose"
             )
         if implementation is None:
-            platforms = self._unasked(op, args)
+            platforms = self._default_platforms(op, args)
         elif implementation == "pallas":
             platforms = _possible(self._on)
         else:
@@ -249,7 +249,7 @@ class Implementations:
           For each platform, the name of the implementation, and the reason why the kernel does not
           support the call, or None if it does.
         """
-        platforms = self._unasked(op, args)
+        platforms = self._default_platforms(op, args)
         names = {_PLATFORMS[name]: name for name in self.kernels}
         refused = self._refused(names, op, args)
         return {
@@ -269,13 +269,13 @@ class Implementations:
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
         lists = getattr(_collectors, "lists", ())
         if lists and platforms:
-            called = Called(
+            called = TracedCall(
                 self.name, op, tuple(platforms), jax.eval_shape(read_slices, args), options
             )
             for calls in lists:
                 calls.append(called)
 
-    def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
+    def _default_platforms(self, op: str, args: tuple) -> tuple[Platform, ...]:
         """Return the platforms on which to use a kernel if no implementation is requested.
 
         They are the platforms in `by_default`, and those whose kernel `wins`.

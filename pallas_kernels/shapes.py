@@ -10,7 +10,12 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Partial,
+    PartialCotangents,
+)
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
@@ -102,13 +107,15 @@ class Depth(NamedTuple):
         mixed = array(dtype, S, *tokens, D), array("float32", S, *tokens)
         return Partial(*sources, mixed if prior else None)
 
-    def scored(self, tokens, dtype="bfloat16", *, array: Array = array) -> Scored:
+    def partial_cotangents(
+        self, tokens, dtype="bfloat16", *, array: Array = array
+    ) -> PartialCotangents:
         """Return the operands that the backward pass of phase one has in addition to `partial`.
 
         They include an array to which the gradients of the sources are added.
         """
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
-        return Scored(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
+        return PartialCotangents(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
 
     def merge(self, tokens, dtype="bfloat16", *, array: Array = array) -> Merge:
         """Return the operands of a merge at one of the S sites."""

@@ -181,7 +181,7 @@ def _backward(
     sums = results.log_sums.astype(jnp.float32)
     if operands.slopes is not None:
         sums = sums + _of_positions(operands)
-    padded = lambda x: entries.padded(x.astype(operands.q.dtype), arrays[0].shape[3])
+    padded = lambda x: entries.pad_vectors(x.astype(operands.q.dtype), arrays[0].shape[3])
     run = _interpreted if interpret else _run_cudnn
     saved = sums.swapaxes(1, 2), padded(results.d_out), padded(results.out)
     found = run("backward", causal, *arrays, *saved)
@@ -198,11 +198,11 @@ def _with_entries(operands: PartOperands):
         of_masks.append(entries.of_positions(operands.slopes, k.shape[1], q.dtype))
     if operands.segments is not None:
         of_masks.append(entries.of_segments(*operands.segments, q.dtype))
-    q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
-    k = entries.added(k, *(of_keys for _, of_keys in of_masks))
+    q = entries.append_entries(q, *(of_queries for of_queries, _ in of_masks))
+    k = entries.append_entries(k, *(of_keys for _, of_keys in of_masks))
     # cuDNN requires queries, keys and values of equal size.
     size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)
-    return tuple(entries.padded(x, size) for x in (q, k, v))
+    return tuple(entries.pad_vectors(x, size) for x in (q, k, v))
 
 
 def _of_positions(operands: PartOperands):

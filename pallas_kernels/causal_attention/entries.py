@@ -59,13 +59,13 @@ def code_size(length: int) -> int:
     return length.bit_length()
 
 
-def added(x: Float[Array, "B N H D"], *entries: Float[Array, "#B #N #H _"]) -> Array:
+def append_entries(x: Float[Array, "B N H D"], *entries: Float[Array, "#B #N #H _"]) -> Array:
     """Append extra entries to those of x, and zeros up to a multiple of 8."""
     entries = (jnp.broadcast_to(e, (*x.shape[:3], e.shape[-1])) for e in entries)
-    return padded(jnp.concatenate([x, *entries], axis=-1))
+    return pad_vectors(jnp.concatenate([x, *entries], axis=-1))
 
 
-def padded(x: Array, size: int | None = None) -> Array:
+def pad_vectors(x: Array, size: int | None = None) -> Array:
     """Append zeros to each vector of x, up to `size` entries or to a multiple of 8."""
     missing = -x.shape[-1] % 8 if size is None else size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)])

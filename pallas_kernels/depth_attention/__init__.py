@@ -58,8 +58,8 @@ from pallas_kernels.depth_attention.interface import (
     MergeAt,
     MergeCotangents,
     Partial,
+    PartialCotangents,
     Prior,
-    Scored,
     wide,
 )
 from pallas_kernels.depth_attention.matrices import MatricesAsVectors
@@ -381,8 +381,8 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
         delta = weight * g + (0 if delta is None else delta)
     # `asarray`, because JAX may return a saved constant as a NumPy array.
     of_sources = operands._replace(count=jnp.asarray(operands.count), prior=None)
-    scored = Scored(log_sums, delta, d_mixed, accumulate)
-    d_queries, d_sources = _run(call, "partial_backward", of_sources, scored, **call.scores)
+    cotangents = PartialCotangents(log_sums, delta, d_mixed, accumulate)
+    d_queries, d_sources = _run(call, "partial_backward", of_sources, cotangents, **call.scores)
     if prior is not None:
         # The sum over all sources of weight * g is <d_mixed, mixed>.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)

@@ -22,7 +22,7 @@ they have weight 0 and gradient 0.
         and whose logit is its log_sum: log_sum' = log(exp(log_sum) + exp(prior log_sum)). Without
         any source, mixed is 0 and log_sum is -inf. With one source, mixed is exactly that source.
 
-    partial_backward(Partial without its prior, Scored, *, epsilon)
+    partial_backward(Partial without its prior, PartialCotangents, *, epsilon)
         -> (d_queries [S, D] float32, d_sources [N, T, D])
 
         With q the query and `log_sums [S, T]` as `partial` returned them (prior included):
@@ -103,7 +103,7 @@ class Partial(NamedTuple):
     prior: Prior | None = None
 
 
-class Scored(NamedTuple):
+class PartialCotangents(NamedTuple):
     """The operands of `partial_backward` in addition to `Partial`.
 
     Attributes:

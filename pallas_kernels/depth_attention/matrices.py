@@ -16,7 +16,7 @@ from pallas_kernels.depth_attention.interface import (
     MergeCotangents,
     MergeGradients,
     Partial,
-    Scored,
+    PartialCotangents,
 )
 
 
@@ -35,9 +35,9 @@ class MatricesAsVectors:
         mixed = (operands.queries.shape[0], *operands.sources.shape[1:])
         return out[0].reshape(mixed), out[1].reshape(mixed[:-2])
 
-    def partial_backward(self, operands: Partial, scored: Scored, **options):
+    def partial_backward(self, operands: Partial, cotangents: PartialCotangents, **options):
         """Compute `partial_backward` over flattened matrices."""
-        out = self._module.partial_backward(_flat(operands), _flat(scored), **options)
+        out = self._module.partial_backward(_flat(operands), _flat(cotangents), **options)
         return out[0].reshape(operands.queries.shape), out[1].reshape(operands.sources.shape)
 
     def merge(self, operands: Merge, **options):

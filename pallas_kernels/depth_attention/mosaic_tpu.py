@@ -44,7 +44,7 @@ from pallas_kernels.depth_attention.interface import (
     MergeCotangents,
     MergeGradients,
     Partial,
-    Scored,
+    PartialCotangents,
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     GROUP,
@@ -117,7 +117,7 @@ def partial(
 
 def partial_backward(
     operands: Partial,
-    scored: Scored,
+    cotangents: PartialCotangents,
     *,
     epsilon: int | float,
     block_sizes: BlockSizes | None = None,
@@ -129,7 +129,7 @@ def partial_backward(
     accumulate.
     """
     queries, sources, count, _ = operands
-    log_sums, delta, d_mixed, accumulate = scored
+    log_sums, delta, d_mixed, accumulate = cotangents
     call = _call_of("partial_backward", operands, epsilon, block_sizes, interpret)
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)

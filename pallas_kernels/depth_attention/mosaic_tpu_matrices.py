@@ -44,7 +44,7 @@ from pallas_kernels.depth_attention.interface import (
     MergeCotangents,
     MergeGradients,
     Partial,
-    Scored,
+    PartialCotangents,
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
@@ -164,7 +164,11 @@ def _over_tiles(call: MatricesCall, kernel, name, inputs, outputs, scratch, move
 
 
 def partial_backward(
-    operands: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
+    operands: Partial,
+    cotangents: PartialCotangents,
+    *,
+    epsilon: int | float,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
     """Return the gradients of queries and sources of `partial`, as `interface` defines.
 
@@ -172,7 +176,7 @@ def partial_backward(
     accumulate.
     """
     queries, sources, count, _ = operands
-    log_sums, delta, d_mixed, accumulate = scored
+    log_sums, delta, d_mixed, accumulate = cotangents
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
     added = None if accumulate is None else tokens_last(accumulate)

@@ -40,7 +40,7 @@ from pallas_kernels.depth_attention.interface import (
     MergeCotangents,
     MergeGradients,
     Partial,
-    Scored,
+    PartialCotangents,
 )
 from pallas_kernels.depth_attention.triton_gpu_kernels import (
     GpuCall,
@@ -196,7 +196,7 @@ def partial(
 
 def partial_backward(
     operands: Partial,
-    scored: Scored,
+    cotangents: PartialCotangents,
     *,
     epsilon: int | float,
     block_sizes: Blocks | None = None,
@@ -208,7 +208,7 @@ def partial_backward(
     accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
     """
     queries, sources, count, _ = operands
-    log_sums, delta, d_mixed, accumulate = scored
+    log_sums, delta, d_mixed, accumulate = cotangents
     if queries.shape[0] > MOST_SITES:
         parts = []
         for first in range(0, queries.shape[0], MOST_SITES):
@@ -216,7 +216,7 @@ def partial_backward(
             of_delta = None if delta is None else delta[part]
             d_queries, accumulate = partial_backward(
                 Partial(queries[part], sources, count),
-                Scored(log_sums[part], of_delta, d_mixed[part], accumulate),
+                PartialCotangents(log_sums[part], of_delta, d_mixed[part], accumulate),
                 epsilon=epsilon,
                 block_sizes=block_sizes,
                 interpret=interpret,

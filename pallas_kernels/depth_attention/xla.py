@@ -23,7 +23,7 @@ from pallas_kernels.depth_attention.interface import (
     MergeCotangents,
     MergeGradients,
     Partial,
-    Scored,
+    PartialCotangents,
     wide,
 )
 from pallas_kernels.depth_attention.reference import normalize
@@ -100,7 +100,7 @@ def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
 
 def partial_backward(
     operands: Partial,
-    scored: Scored,
+    cotangents: PartialCotangents,
     *,
     epsilon: int | float,
     key_axis: str | None = None,
@@ -110,7 +110,7 @@ def partial_backward(
     With a `key_axis`, `delta` is this device's term of a sum over devices.
     """
     queries, sources, count, _ = operands
-    log_sums, delta, d_mixed, accumulate = scored
+    log_sums, delta, d_mixed, accumulate = cotangents
     values, d_mixed = _active_values(sources, count), wide(d_mixed)
     parts = (*_products(queries, sources), jnp.sum(d_mixed[:, None] * values, axis=-1))
     parts += () if delta is None else (delta,)

@@ -135,7 +135,7 @@ def store_norm_retrieve(
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     site = SiteOperands(residual, store_keys, data, gain, read_keys)
-    call = calls.checked(
+    call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
     )
     site = site._replace(residual=_flat(residual), data=_flat(data))
@@ -187,7 +187,7 @@ def store_norm_retrieve_at(
         if x.shape[0] != gain.shape[0]:
             raise ValueError(f"shapes do not fit: {name} [{axes}] is {x.shape}, gain {gain.shape}")
     one = SiteOperands(residual, store_keys[0], data, gain[0], read_keys[0])
-    calls.checked(KeyVectorCall(norm, epsilon, implementation), one)
+    calls.check(KeyVectorCall(norm, epsilon, implementation), one)
     flat = lambda x: x.reshape(-1, *x.shape[-2:])
     site = SiteOperands(flat(residual), store_keys, flat(data), gain, read_keys)
     options = {"norm": norm, "epsilon": epsilon, "size_major": size_major}
@@ -211,7 +211,7 @@ def store(
     X is the residual, w the store keys and y the data, as in `store_norm_retrieve`.
     """
     call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
-    call = calls.checked(call, SiteOperands(residual, store_keys, data), reads=False)
+    call = calls.check(call, SiteOperands(residual, store_keys, data), reads=False)
     return _store(call, SiteOperands(_flat(residual), store_keys, _flat(data))).reshape(
         residual.shape
     )
@@ -236,7 +236,7 @@ def norm_retrieve(
     `dtype`, or that of the residual if `dtype` is None.
     """
     site = SiteOperands(residual, gain=gain, read_keys=read_keys)
-    call = calls.checked(
+    call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
     )
     call = call._replace(dtype=jnp.dtype(dtype or residual.dtype))

@@ -51,7 +51,7 @@ def run(call: KeyVectorCall, op: str, *operands, **options):
     return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
-def checked(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:
+def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:
     """Check a call's parameters and operands, and return the call.
 
     In the returned call, `key_axis` is None if the axis has only one device.

@@ -42,7 +42,7 @@ def store_forward(
         uses the residual afterwards.
     """
     call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis)
-    call = calls.checked(call, SiteOperands(residual, store_keys, data), reads=False)
+    call = calls.check(call, SiteOperands(residual, store_keys, data), reads=False)
     site = calls.of_all_rows(SiteOperands(residual, store_keys, data), call.key_axis)
     no_statistics = None
     operands = (site,) if empty is False else (site, no_statistics, jnp.asarray(empty))
@@ -64,7 +64,7 @@ def store_backward(
     store is dX itself.
     """
     call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis)
-    call = calls.checked(call, SiteOperands(d_stored, store_keys, data), reads=False)
+    call = calls.check(call, SiteOperands(d_stored, store_keys, data), reads=False)
     site = calls.of_all_rows(SiteOperands(None, store_keys, data), call.key_axis)
     g = calls.run(call, "backward", SiteBackward(site, None, d_stored, None))
     return g.store_keys.astype(store_keys.dtype), sharded.scatter_sum(g.data, call.key_axis)
@@ -88,7 +88,7 @@ def store_norm_retrieve_with_statistics(
     The statistics describe the stored residual, for all B batch rows.
     """
     site = SiteOperands(residual, store_keys, data, gain, read_keys)
-    call = calls.checked(
+    call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
     )
     return calls.forward(call, True, calls.of_all_rows(site, call.key_axis))[:3]
@@ -121,7 +121,7 @@ def norm_retrieve_again(
       The retrieved vectors.
     """
     site, dtype = SiteOperands(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
-    call = calls.checked(
+    call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site
     )
     if call.key_axis is not None:
@@ -174,13 +174,13 @@ def undo(
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
     site = SiteOperands(residual, store_keys, data, gain, read_keys)
-    call = calls.checked(
+    call = calls.check(
         KeyVectorCall(norm, 0.0, implementation, None, key_axis, fraction_bits), site
     )
     if retrieved is None and call.key_axis is not None:
         raise ValueError("with a key_axis, undo needs the argument `retrieved`")
     if again is not None:
-        calls.checked(call, SiteOperands(residual, gain=again.gain, read_keys=again.read_keys))
+        calls.check(call, SiteOperands(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
     if key_axis is not None:
         own = sharded.key_sums(*read_slices(site[3:]))

@@ -32,7 +32,7 @@ from pallas_kernels.key_vector.interface import (
 _LARGEST = 2**15 - 1
 
 
-class _Stored(NamedTuple):
+class _StoredResidual(NamedTuple):
     """A residual after a store.
 
     Attributes:
@@ -69,7 +69,7 @@ def forward(
             factors = statistics.mean, statistics.rstd
             return SiteResults(None, _retrieved(values, *factors, gain, read_keys, dtype))
         shift = jnp.mean(values[..., 0], axis=-1)
-        return SiteResults(None, *_read(_Stored(residual, values, None), shift, *options))
+        return SiteResults(None, *_read(_StoredResidual(residual, values, None), shift, *options))
     if empty is not False:
         residual = jnp.where(empty, 0, residual)
     stored = _store(residual, store_keys, data, fraction_bits)
@@ -190,16 +190,16 @@ def _norm_backward(
     return rstd * through_norm, d_gain, d_read_keys
 
 
-def _store(residual, store_keys, data, fraction_bits) -> _Stored:
+def _store(residual, store_keys, data, fraction_bits) -> _StoredResidual:
     written = _written(residual, store_keys, data, fraction_bits)
     if residual.dtype != jnp.int16:
         stored = (residual.astype(written.dtype) + written).astype(residual.dtype)
-        return _Stored(stored, stored.astype(written.dtype), None)
+        return _StoredResidual(stored, stored.astype(written.dtype), None)
     total = residual.astype(jnp.int32) + written
     in_range = jnp.all(jnp.abs(total) <= _LARGEST, axis=(-2, -1))
     stored = jnp.clip(total, -_LARGEST, _LARGEST).astype(jnp.int16)
     values = _values(stored, _accumulator(residual, data.dtype), fraction_bits)
-    return _Stored(stored, values, in_range)
+    return _StoredResidual(stored, values, in_range)
 
 
 def _undo_write(residual, store_keys, data, fraction_bits):
@@ -222,7 +222,9 @@ def _written(residual, store_keys, data, fraction_bits):
     return jnp.where(jnp.isnan(steps), 2**24, steps).astype(jnp.int32)
 
 
-def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits):
+def _read(
+    stored: _StoredResidual, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits
+):
     values, count = stored.values, gain.size
     # The sums are of differences from a shift near the mean, because E[x^2] - E[x]^2 would lose
     # precision to cancellation if the mean is large.

@@ -52,7 +52,7 @@ class Kernel:
     key: tuple[str, ...]
     refused: Callable[[dict[str, Value], int, Blocks], str | None]
 
-    def made(self, values: Mapping[str, Value]) -> Blocks:
+    def build_blocks(self, values: Mapping[str, Value]) -> Blocks:
         """Return an instance of the class of blocks with these field values.
 
         Raises:
@@ -249,7 +249,7 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
         )
     else:
         try:
-            blocks, key = kernel.made(dict(entry.blocks)), dict(entry.key)
+            blocks, key = kernel.build_blocks(dict(entry.blocks)), dict(entry.key)
             why = kernel.refused(key, entry.tokens, blocks)
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             why = str(error)
@@ -291,7 +291,7 @@ def user_table() -> Table:
     return Table("") if path is None else _read_table(path)
 
 
-def read_anew() -> None:
+def clear_caches() -> None:
     """Clear the caches of files, so that they are read again, and of warnings already given."""
     _read_table.cache_clear()
     package_table.cache_clear()

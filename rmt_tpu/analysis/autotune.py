@@ -263,7 +263,7 @@ def _trial(problem: Problem, line: Mapping[str, Any]) -> Trial:
     if fate in ("timed", "wrong"):
         fate = "unrated" if estimate is None else "compiled"
     return Trial(
-        problem.tuned_kernel.made(line["blocks"]),
+        problem.tuned_kernel.build_blocks(line["blocks"]),
         fate,
         line["why"],
         None if estimate is None else float(estimate),

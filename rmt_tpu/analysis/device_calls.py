@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.platform import Called
+from pallas_kernels.platform import TracedCall
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
@@ -20,8 +20,8 @@ from rmt_tpu.analysis.device_case import DeviceCase
 _TOKENS, _LOGITS = 8192, 2048
 
 
-def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[DeviceCase]]:
-    """Return test cases for a program's calls, without duplicates, by op name (`Called.name`).
+def cases_of(calls: Iterable[TracedCall], platform: str) -> dict[str, list[DeviceCase]]:
+    """Return test cases for a program's calls, without duplicates, by op name (`TracedCall.name`).
 
     Args:
       calls: the calls that were collected from a program.
@@ -46,7 +46,7 @@ def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
     return max(1, min(batch, most // max(seq, 1))), seq
 
 
-def _key_vector(call: Called) -> Iterator[DeviceCase]:
+def _key_vector(call: TracedCall) -> Iterator[DeviceCase]:
     operands = call.args[0]
     site = operands.site if call.op == "backward" else operands
     d_residual = operands.d_residual if call.op == "backward" else None
@@ -76,7 +76,7 @@ def _key_vector(call: Called) -> Iterator[DeviceCase]:
         yield residual.norm_retrieve(size, tokens, dtype, **norm)
 
 
-def _depth(call: Called) -> Iterator[DeviceCase]:
+def _depth(call: TracedCall) -> Iterator[DeviceCase]:
     operands = call.args[0]
     if call.op.startswith("partial"):
         S, *entries = operands.queries.shape
@@ -95,7 +95,7 @@ def _depth(call: Called) -> Iterator[DeviceCase]:
     yield make(size, tokens, matrix, str(dtype))
 
 
-def _attention(call: Called) -> Iterator[DeviceCase]:
+def _attention(call: TracedCall) -> Iterator[DeviceCase]:
     operands = call.args[0]
     if call.op.startswith("part"):
         batch, seq, heads, D = operands.q.shape
@@ -120,21 +120,21 @@ def _attention(call: Called) -> Iterator[DeviceCase]:
     yield layers.attention(Heads(heads, D), _capped((batch, seq)), **options)
 
 
-def _delta(call: Called) -> Iterator[DeviceCase]:
+def _delta(call: TracedCall) -> Iterator[DeviceCase]:
     q, v = call.args[0].q, call.args[0].v
     if q.shape[-1] == v.shape[-1]:
         batch, seq, heads, D = q.shape
         yield layers.delta(_capped((batch, seq)), Heads(heads, D), str(v.dtype))
 
 
-def _grouped(call: Called) -> Iterator[DeviceCase]:
+def _grouped(call: TracedCall) -> Iterator[DeviceCase]:
     if call.op == "product" and not call.options.get("transposed"):
         rows, matrices, _ = call.args
         G, K, N = matrices.shape
         yield layers.grouped(min(len(rows), _TOKENS), K, N, G, str(rows.dtype))
 
 
-def _token_rows(call: Called) -> Iterator[DeviceCase]:
+def _token_rows(call: TracedCall) -> Iterator[DeviceCase]:
     rows, _, places = call.args
     choices = call.options["each"]
     all_tokens = len(places) // choices
@@ -143,12 +143,12 @@ def _token_rows(call: Called) -> Iterator[DeviceCase]:
     yield layers.token_rows(tokens, choices, count, rows.shape[1], str(rows.dtype))
 
 
-def _logits(call: Called) -> Iterator[DeviceCase]:
+def _logits(call: TracedCall) -> Iterator[DeviceCase]:
     x, kernel, _ = call.args
     yield layers.logits(min(len(x), _LOGITS), *kernel.shape, str(x.dtype))
 
 
-_CASES: Mapping[str, Callable[[Called], Iterator[DeviceCase]]] = {
+_CASES: Mapping[str, Callable[[TracedCall], Iterator[DeviceCase]]] = {
     "key_vector": _key_vector,
     "depth_attention": _depth,
     "depth_attention_matrices": _depth,

@@ -124,9 +124,12 @@ def _layers(site: SiteOperands, dtype: str) -> SiteOperands:
 
 def _depth() -> Iterator[ImplementationRow]:
     def both(words: str, dtype: str):
-        arguments, scored = ALL_SITES.partial((8192,), dtype), ALL_SITES.scored((8192,), dtype)
+        arguments, cotangents = (
+            ALL_SITES.partial((8192,), dtype),
+            ALL_SITES.partial_cotangents((8192,), dtype),
+        )
         yield OpCall(words, "partial", (arguments,))
-        yield OpCall(words, "partial_backward", (arguments, scored))
+        yield OpCall(words, "partial_backward", (arguments, cotangents))
         yield OpCall(words, "merge", (ALL_SITES.merge((8192,), dtype),))
         yield OpCall(words, "merge_backward", ALL_SITES.merge_backward((8192,), dtype))
 

@@ -23,7 +23,12 @@ from pallas_kernels.causal_attention.interface import AttentionOperands, Results
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
 from pallas_kernels.depth_attention import triton_gpu as depth_gpu
 from pallas_kernels.depth_attention import xla as depth_portable
-from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Partial,
+    PartialCotangents,
+)
 from pallas_kernels.key_vector import block_sizes as key_vector_blocks
 from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
 from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
@@ -78,7 +83,7 @@ class Problem:
         space = SPACES[self.platform, self.kernel]
         others = []
         for values in space.values(key, self.tokens, tuned.fields(default)):
-            blocks = self.tuned_kernel.made(tuned.fields(default) | values)
+            blocks = self.tuned_kernel.build_blocks(tuned.fields(default) | values)
             if blocks != default and self.tuned_kernel.refused(key, self.tokens, blocks) is None:
                 others.append(blocks)
         return [default, *dict.fromkeys(others)]
@@ -165,7 +170,9 @@ def lower_candidate(
     call = SPACES[kernel_problem.platform, kernel_problem.kernel].call(
         dict(kernel_problem.key), kernel_problem.tokens
     )
-    return lower_call(device, kernel_problem, call, kernel_problem.tuned_kernel.made(blocks))
+    return lower_call(
+        device, kernel_problem, call, kernel_problem.tuned_kernel.build_blocks(blocks)
+    )
 
 
 def lower_call(
@@ -349,8 +356,8 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
     if op == "partial":
         function = lambda m: lambda *a: m.partial(Partial(*a), **epsilon)
         return TuningCall(function, *modules, operands, counts=counts)
-    back = lambda m, *a: m.partial_backward(Partial(*a[:3]), Scored(*a[3:]), **epsilon)
-    arguments = (*operands, *size.scored((tokens,), key["dtype"]))
+    back = lambda m, *a: m.partial_backward(Partial(*a[:3]), PartialCotangents(*a[3:]), **epsilon)
+    arguments = (*operands, *size.partial_cotangents((tokens,), key["dtype"]))
     return TuningCall(lambda m: functools.partial(back, m), *modules, arguments, (6,), counts)
 
 

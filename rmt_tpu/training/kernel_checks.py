@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import tuned
-from pallas_kernels.platform import Called, collecting_calls, taking_plain
+from pallas_kernels.platform import TracedCall, collecting_calls, taking_plain
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.distributed import processes
@@ -98,7 +98,7 @@ def check_kernels(
         yield plain
 
 
-def calls_of(config: RunConfig, run: PreparedRun) -> list[Called]:
+def calls_of(config: RunConfig, run: PreparedRun) -> list[TracedCall]:
     """Return the calls of operations in a run's train step that are kernels on some platform."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, run.abstract, run.state_shardings)
@@ -133,7 +133,7 @@ def _platform() -> str | None:
     return _PLATFORMS.get(jax.default_backend())
 
 
-def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Failures:
+def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Failures:
     """Return the operations whose kernels fail on this process's device, with the reasons.
 
     A call with a record from an earlier run is not checked again.

@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Partial,
+    PartialCotangents,
+)
 from tests.closeness import float64
 from tests.pallas_kernels import plain
 
@@ -156,7 +161,7 @@ class Battery:
         near_sums = {"rtol": self.float32, "atol": self.float32}
         np.testing.assert_allclose(sums(log_sums), want_sums, **near_sums)
 
-        scored = Scored(log_sums, np.float32(delta), d_mixed, added)
+        scored = PartialCotangents(log_sums, np.float32(delta), d_mixed, added)
         given = given._replace(prior=None)
         options = self.options(case, "partial_backward")
         d_queries, d_sources = partial_backward(self.module, options, given, scored)
@@ -176,7 +181,7 @@ class Battery:
         mixed, log_sums = partial(self.module, self.options(case, "partial"), given)
         np.testing.assert_array_equal(mixed, np.broadcast_to(given.sources[0], mixed.shape))
         d_mixed = draw(2, *mixed.shape, dtype=case.dtype)
-        scored = Scored(log_sums, np.zeros_like(log_sums), d_mixed, None)
+        scored = PartialCotangents(log_sums, np.zeros_like(log_sums), d_mixed, None)
         options = self.options(case, "partial_backward")
         gradients = partial_backward(self.module, options, given, scored)
         # Of one source the score does not matter: the gradient is that of a copy.

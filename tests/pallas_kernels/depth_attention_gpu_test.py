@@ -13,7 +13,7 @@ from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeCotangents,
     Partial,
-    Scored,
+    PartialCotangents,
 )
 from pallas_kernels.depth_attention.triton_gpu import Blocks
 from pallas_kernels.shapes import ALL_SITES, ONE_SITE, OVER_BLOCKS
@@ -76,7 +76,7 @@ def partial(*args, blocks=None):
 
 
 def partial_backward(*args, blocks=None):
-    given = Partial(*args[:3]), Scored(*args[3:])
+    given = Partial(*args[:3]), PartialCotangents(*args[3:])
     return battery.partial_backward(triton_gpu, options(blocks), *given)
 
 
@@ -265,7 +265,7 @@ def test_what_is_unsupported_is_said():
     assert "float16" in why(sources.astype("float16"), count, None)
     assert "empty" in why(sources[:, :0], count, None)
     assert "16385" in why(jax.ShapeDtypeStruct((1, 1, 16385), jnp.float32), count, None)
-    given, scored = Partial(queries, sources, count), Scored(d_log, None, d_mixed, None)
+    given, scored = Partial(queries, sources, count), PartialCotangents(d_log, None, d_mixed, None)
     assert triton_gpu.unsupported("partial_backward", given, scored) is None
     half = sources.astype("float16")
     added = scored._replace(accumulate=half)
@@ -293,7 +293,7 @@ def calls(size, dtype):
     backward = functools.partial(triton_gpu.partial_backward, **epsilon)
     split = not triton_gpu.fits(size.S, size.D)
     names = ["scores", "gradients"] if split else ["backward"]
-    given, scored = size.partial(tokens, dtype), size.scored(tokens, dtype)
+    given, scored = size.partial(tokens, dtype), size.partial_cotangents(tokens, dtype)
     yield whole, (given,), ["partial"]
     yield whole, (size.partial(tokens, dtype, prior=True),), ["partial"]
     yield backward, (given, scored._replace(delta=None, accumulate=None)), names

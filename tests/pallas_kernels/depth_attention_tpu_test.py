@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import shapes
 from pallas_kernels.depth_attention import mosaic_tpu
-from pallas_kernels.depth_attention.interface import MergeCotangents, Partial, Scored
+from pallas_kernels.depth_attention.interface import MergeCotangents, Partial, PartialCotangents
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import Depth
@@ -46,7 +46,7 @@ def partial(*args, **options):
 
 
 def partial_backward(*args, **options):
-    given = Partial(*args[:3]), Scored(*args[3:])
+    given = Partial(*args[:3]), PartialCotangents(*args[3:])
     return battery.partial_backward(mosaic_tpu, tuple(options.items()), *given)
 
 
@@ -235,7 +235,7 @@ def compile_both(topology, size, T, dtype):
         return out, mosaic_tpu.partial_backward(given, scored, **options("partial_backward"))
 
     place = {"dtype": dtype, "array": place_on(topology)}
-    given, scored = size.partial((T,), **place), size.scored((T,), **place)
+    given, scored = size.partial((T,), **place), size.partial_cotangents((T,), **place)
     args = given, scored._replace(accumulate=None), scored.accumulate
     return jax.jit(both, donate_argnums=2).lower(*args).compile()
 

@@ -20,7 +20,12 @@ from pallas_kernels.delta_attention import mosaic_tpu as delta_attention
 from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.depth_attention import mosaic_tpu as vectors
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
-from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Partial,
+    PartialCotangents,
+)
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector.block_sizes import BlockSizes
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
@@ -165,7 +170,12 @@ def depth_case(module, size, tokens, rows, sites, count):
     given = Partial(f(sites, *size), of(rows), None, (mixed, sums))
     gain = None if norm is None else f(*size)
     merge = Merge(f(*size), mixed, f(*tokens), None, of(), f(dtype="bool"), gain)
-    args = given, Scored(sums, sums, mixed, of(rows)), merge, MergeCotangents(of(), mixed, of())
+    args = (
+        given,
+        PartialCotangents(sums, sums, mixed, of(rows)),
+        merge,
+        MergeCotangents(of(), mixed, of()),
+    )
     prefix = "depth_attention_" if module is vectors else "depth_attention_matrices_"
     kinds = "partial partial_backward merge merge_backward".split()
     kinds += ["measure"] * (module is matrices)

@@ -56,9 +56,9 @@ def default(tokens: int = 512) -> BlockSizes:
 
 @pytest.fixture(autouse=True)
 def anew():
-    tuned.read_anew()
+    tuned.clear_caches()
     yield
-    tuned.read_anew()
+    tuned.clear_caches()
 
 
 def test_an_entry_serves_its_device_key_and_tokens_near_it():
@@ -176,10 +176,10 @@ def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
     assert chosen() == package
     before = tuned.fingerprint()
     file.write_text(Table("", (entry(),)).text())
-    tuned.read_anew()
+    tuned.clear_caches()
     assert chosen() == BLOCKS and tuned.fingerprint() != before
     file.write_text("{")
-    tuned.read_anew()
+    tuned.clear_caches()
     with pytest.warns(UserWarning, match="table.json is ignored"):
         assert chosen() == package
     monkeypatch.setenv("RMT_TPU_TUNED", "off")
@@ -189,7 +189,7 @@ def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
     assert chosen() == package
     (tmp_path / "rmt_tpu").mkdir()
     (tmp_path / "rmt_tpu" / "tuned.json").write_text(Table("", (entry(),)).text())
-    tuned.read_anew()
+    tuned.clear_caches()
     assert chosen() == BLOCKS
 
 
@@ -200,7 +200,7 @@ def test_files_elsewhere_are_read_by_who_can(monkeypatch):
         assert chosen() == default()
     read = {"gs": lambda url: Table("", (entry(),)).text().encode()}
     monkeypatch.setattr(tuned.lookup, "READERS", read)
-    tuned.read_anew()
+    tuned.clear_caches()
     assert chosen() == BLOCKS
 
 

@@ -56,14 +56,14 @@ def test_a_file_that_is_no_table_is_left_as_it_is(tmp_path):
 def test_the_users_file_may_be_in_a_bucket(server, monkeypatch):
     location = f"gs://{server.bucket}/table.json"
     monkeypatch.setenv("RMT_TPU_TUNED", location)
-    tuned.read_anew()
+    tuned.clear_caches()
     kernel_tables.add(location, [entry(512)])
     known = kernel_tables.tables_in_use()
     assert tuned.user_table().entries == (entry(512),) and known.file == location
     kernel_tables.add(location, [entry(256)])
     assert kernel_tables.tables_in_use() == known  # what a process has read it keeps
-    tuned.read_anew()
+    tuned.clear_caches()
     assert kernel_tables.tables_in_use().fingerprint != known.fingerprint
     monkeypatch.setenv("RMT_TPU_TUNED", "off")
     assert kernel_tables.tables_in_use().file is None
-    tuned.read_anew()
+    tuned.clear_caches()

@@ -364,7 +364,7 @@ def test_what_is_shipped_compiles(target):
         for name in (name for kind, name in tuned.shipped() if kind == device):
             for entry in tuned.package_table(device, name).entries:
                 given = Problem(device, "tpu", name, entry.key, entry.tokens)
-                outcome = compiler.rate(given, given.tuned_kernel.made(dict(entry.blocks)))
+                outcome = compiler.rate(given, given.tuned_kernel.build_blocks(dict(entry.blocks)))
                 assert isinstance(outcome, Rating), (entry, outcome)
     finally:
         compiler.close()
