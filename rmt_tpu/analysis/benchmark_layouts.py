@@ -22,18 +22,25 @@ _PARTS = {
 
 
 def ops(*sources: Reports) -> str:
-    """Lay out the costs of calls of ops, from the reports of `recipes.kernel_report` by chip."""
-    chips = list(sources[0])
-    titles = ["op", "pass", "least MB", "kernel MB", "plain MB"]
-    lines = [[*titles, f"plain time over kernel's, {' / '.join(chips)}"]]
+    """Lay out the costs of calls of ops, from the reports of `recipes.kernel_report` by chip.
+
+    A line has both passes of a case: "forward" and "training".
+    """
+    titles = ["op", "least MB", "kernel MB", "plain MB"]
+    over = f"plain time over kernel's, {' / '.join(sources[0])}"
+    lines = [[*titles, f"forward: {over}", "training"]]
     for reports in sources:
+        found: dict[str, list[tuple]] = {}
         for rows in zip(*(report["rows"] for report in reports.values()), strict=True):
-            first = rows[0]
-            name = f"{first['op'].replace('_', ' ')}, {first['case']}"
-            sizes = first["work"]["bytes"], first["cost"]["bytes"], first["portable_cost"]["bytes"]
-            megabytes = [f"{size / 1e6:,.0f}" for size in sizes]
-            ratios = " / ".join(f"{row['speedup']:.2f}" for row in rows)
-            lines.append([name, first["direction"], *megabytes, ratios])
+            name = f"{rows[0]['op'].replace('_', ' ')}, {rows[0]['case']}"
+            found.setdefault(name, []).append(rows)
+        for name, passes in found.items():
+            cells = [name]
+            for kind in ("work", "cost", "portable_cost"):
+                cells.append("; ".join(f"{rows[0][kind]['bytes'] / 1e6:,.0f}" for rows in passes))
+            for rows in passes:
+                cells.append(" / ".join(f"{row['speedup']:.2f}" for row in rows))
+            lines.append(cells)
     return _table(lines)
 
 

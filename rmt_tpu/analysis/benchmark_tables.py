@@ -25,6 +25,7 @@ from rmt_tpu.estimator import versions
 from rmt_tpu.runs.environment import describe
 
 _REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_VERSIONS = ("jax", "libtpu", "python")
 _TAKEN = "taken "  # prefix of the regions that say how a source's figures were taken
 _CHIPS = ("v5e", "v5p", "v6e")
 
@@ -199,23 +200,26 @@ class Pages(NamedTuple):
 
 
 def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return Markdown with the date, commit and versions of all parts of the sources."""
-    groups: dict[str, list[str]] = {}
+    """Return a sentence with the date, commit and versions of all parts of the sources."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for source, stored in sources.items():
         for part, values in stored.items():
-            versions = values["versions"]
-            commits = [commit[:7] for commit in (values["commit"] or "").split(", ")]
-            how = f"{values['date']} ({', '.join(commits)})"
-            used = (f"{n} {versions[n]}" for n in ("python", "jax", "libtpu") if n in versions)
-            how += f", {', '.join(used)}"
+            how = values["date"]
+            if values["commit"]:
+                how += f" ({', '.join(commit[:7] for commit in values['commit'].split(', '))})"
             if "transcribed" in values:
                 how += f", transcribed from {values['transcribed']}"
-            groups.setdefault(how, []).append(f"{source} {part}" if len(sources) > 1 else part)
-    if len(groups) == 1:
-        return f"{next(iter(groups))}."
-    *few, most = sorted(groups, key=lambda how: len(groups[how]))
-    lines = [f"- {', '.join(groups[how])}: {how}." for how in few]
-    return "\n".join([*lines, f"- All others: {most}."])
+            versions = values["versions"]
+            used = (f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
+            name = f"{source} {part}" if len(sources) > 1 else part
+            groups.setdefault((how, ", ".join(used)), []).append(name)
+    same = len({used for _, used in groups}) == 1
+    *few, most = sorted(groups, key=lambda group: len(groups[group]))
+    names = [", ".join(groups[group]) for group in few] + (["all others"] if few else [])
+    parts = []
+    for name, (how, used) in zip(names or [""], [*few, most], strict=True):
+        parts.append((f"{name}: " if name else "") + (how if same else f"{how}, {used}"))
+    return "; ".join(parts) + (f". {most[1]}." if same else ".")
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from rmt_tpu.analysis import benchmark_tables
 from rmt_tpu.analysis.benchmark_layouts import decode, ops
-from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages
+from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 
 # The source tree itself: under Bazel, this file is a link to there.
 FOLDER = Path(__file__).resolve().parents[3] / "docs/benchmarks"
@@ -102,12 +102,25 @@ def test_decode_steps_that_do_not_fit_have_no_time():
     assert "| a | 32 | 8,192 | 2.00 / 2.00 | - / 4.00 | - / 0.50 | - / 3.0 |" in table
 
 
-def test_ops_have_a_line_per_case_with_the_ratios_of_all_chips():
+def test_ops_have_a_line_per_case_with_both_passes_and_the_ratios_of_all_chips():
     def report(speedup):
         sizes = {"work": {"bytes": 2e8}, "cost": {"bytes": 3e8}, "portable_cost": {"bytes": 9e8}}
         row = {"op": "key_vector", "case": "K=64", "direction": "forward", "speedup": speedup}
-        return {"rows": [row | sizes]}
+        return {"rows": [row | sizes, row | sizes | {"direction": "training", "speedup": 4}]}
 
     table = ops({"v5e": report(1.5), "v6e": report(3)})
-    assert table.splitlines()[0].endswith("plain time over kernel's, v5e / v6e |")
-    assert "| key vector, K=64 | forward | 200 | 300 | 900 | 1.50 / 3.00 |" in table
+    line = "| key vector, K=64 | 200; 200 | 300; 300 | 900; 900 | 1.50 / 3.00 | 4.00 / 4.00 |"
+    assert line in table and "plain time over kernel's, v5e / v6e | training |" in table
+
+
+def test_dates_commits_and_versions_are_said_once():
+    values = {"date": "2026-11-27", "commit": "a" * 40, "versions": {"jax": "1", "flax": "2"}}
+    assert taken({"a": {"v5e": values, "v6e": values}}) == "2026-11-27 (aaaaaaa). jax 1."
+    copied = values | {"commit": None, "transcribed": "x.md of b"}
+    assert taken({"a": {"v5e": values, "v5p": values, "v6e": copied}}) == (
+        "v6e: 2026-11-27, transcribed from x.md of b; all others: 2026-11-27 (aaaaaaa). jax 1."
+    )
+    other = values | {"versions": {"jax": "3"}}
+    assert taken({"a": {"v5e": values, "v5p": values}, "b": {"v6e": other}}) == (
+        "b v6e: 2026-11-27 (aaaaaaa), jax 3; all others: 2026-11-27 (aaaaaaa), jax 1."
+    )
