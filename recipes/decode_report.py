@@ -53,7 +53,7 @@ def main() -> int:
     names = _names()
     batches, contexts = _numbers(_BATCH), _numbers(_CONTEXT)
     changes = {name: common.preset_changes(name, names, _SET.value) for name in names}
-    files = _output_file(_OUTPUT, ".md"), _output_file(_PICTURE, ".png")
+    output, picture = _output_file(_OUTPUT, ".md"), _output_file(_PICTURE, ".png")
     targets = _targets()
     from rmt_tpu.analysis import decode
     from rmt_tpu.estimator import CompilerError
@@ -74,7 +74,7 @@ def main() -> int:
                 rows += decode.estimate(cases, target, _log)
     except CompilerError as error:
         raise RunError(str(error)) from None
-    _write(rows, *files)
+    _write(rows, output, picture)
     if all(row.seconds is None for row in rows):
         raise RunError(f"no step has a time: {rows[0].case.preset} {rows[0].fault}")
     return 0
@@ -176,7 +176,9 @@ def _write(rows: list[Any], output: Any, picture: Any) -> None:
         folder.write(name, text.encode())
         _log(f"table: {folder}/{name}")
     if picture:
-        _log(f"picture: {save_picture(decode_report.figure(rows, version_text), *picture)}")
+        folder, name = picture
+        path = save_picture(decode_report.figure(rows, version_text), folder, name)
+        _log(f"picture: {path}")
 
 
 def run() -> None:

@@ -112,7 +112,8 @@ class _PlanTrainer:
         self.text, records = ExperimentText(config, folder.child("text")), None
         self.text.check(folder)
         if _OUTCOMES.value is not None:
-            records = Records(*_outcomes_file(_OUTCOMES.value), self.text.checksum())
+            outcomes_folder, name = _outcomes_file(_OUTCOMES.value)
+            records = Records(outcomes_folder, name, self.text.checksum())
 
         def configured(config: RunConfig) -> RunConfig:
             config = common.run_config(config)

@@ -31,10 +31,10 @@ def main() -> int:
     from rmt_tpu.runs.workdir import load_step
 
     with arguments_as_flags():
-        found = load_step(_WORKDIR.value, _STEP.value)
-    options = {"max_length": found.seq_len, "dtype": _DTYPE.value}
-    export(found.decoder, found.tokenizer, _OUTPUT.value, **options)
-    print(f"exported step {found.step} of {_WORKDIR.value} to {_OUTPUT.value}")
+        loaded = load_step(_WORKDIR.value, _STEP.value)
+    options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value}
+    export(loaded.decoder, loaded.tokenizer, _OUTPUT.value, **options)
+    print(f"exported step {loaded.step} of {_WORKDIR.value} to {_OUTPUT.value}")
     return 0
 
 

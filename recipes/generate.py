@@ -72,7 +72,8 @@ def main() -> int:
         raise UsageError(str(error).replace("Sampling.", "--")) from None
     if _PROMPTS.value is not None:
         return _generate_file(sampling)
-    return _generate_one(*_load(), sampling)
+    decoder, tokenizer = _load()
+    return _generate_one(decoder, tokenizer, sampling)
 
 
 def _load():
@@ -81,8 +82,7 @@ def _load():
     from rmt_tpu.generation import cast_once
 
     with arguments_as_flags():
-        given = flags.FLAGS.step, flags.FLAGS.mesh
-        decoder, tokenizer = rmt_tpu.load(trained.source(), given[0], mesh=given[1])
+        decoder, tokenizer = rmt_tpu.load(trained.source(), flags.FLAGS.step, mesh=flags.FLAGS.mesh)
     trained.note_missing_start(tokenizer)
     return cast_once(decoder), tokenizer
 

@@ -56,10 +56,10 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
         table = existing.merged(entries)
         data = table.text().encode()
         if file is None:
-            written = folder.create(name, data)
+            succeeded = folder.create(name, data)
         else:
-            written = folder.replace(name, data, generation=file.generation)
-        if written:
+            succeeded = folder.replace(name, data, generation=file.generation)
+        if succeeded:
             return table
     raise RunError(
         f"{location} cannot be written: other processes keep writing to it; try again later"

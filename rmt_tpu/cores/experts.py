@@ -286,11 +286,11 @@ def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[A
     bins = seen.shape[-1]
     # For each bin, the share of the tokens at or above the bin's lower edge.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
-    wanted = share * above[:, :1]
-    # The threshold lies in the highest bin that has at least the wanted share of tokens at or above
+    target_share = share * above[:, :1]
+    # The threshold lies in the highest bin with at least the target share of tokens at or above
     # its lower edge. The threshold's position within the bin is interpolated.
-    at = jnp.sum(above >= wanted, axis=1, keepdims=True) - 1
+    at = jnp.sum(above >= target_share, axis=1, keepdims=True) - 1
     at_bin = lambda x: jnp.take_along_axis(x, at, axis=1)
-    within = (at_bin(above) - wanted) / jnp.maximum(at_bin(seen), jnp.finfo(seen.dtype).tiny)
+    within = (at_bin(above) - target_share) / jnp.maximum(at_bin(seen), jnp.finfo(seen.dtype).tiny)
     edge = (at + jnp.clip(within, 0, 1)) * (2 * _SPAN / bins) - _SPAN
     return -(edge - jnp.mean(edge))[:, 0]

@@ -226,7 +226,11 @@ def ask(
         if not requests:
             raise UsageError("--text has no tokens to score")
         return SourceRequests(source, requests, np.array(owners))
-    pairs = [_strip_context(*pair) for document in source.documents for pair in document.pairs]
+    pairs = [
+        _strip_context(context, continuation)
+        for document in source.documents
+        for context, continuation in document.pairs
+    ]
     owners = np.repeat(
         np.arange(len(source.documents)), [len(document.pairs) for document in source.documents]
     )

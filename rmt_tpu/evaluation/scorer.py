@@ -147,15 +147,15 @@ class Scorer(NamedTuple):
             for size, numbers in sorted(by_length.items(), reverse=True)
             for start in range(0, len(numbers), self._rows(size))
         )
-        running = None
+        running, running_scores = None, None
         for size, numbers in batches:
             # Start this batch before fetching the previous one, so that the devices stay busy.
-            begun = numbers, self._begin(size, [requests[number] for number in numbers])
+            scores = self._begin(size, [requests[number] for number in numbers])
             if running is not None:
-                yield _answers(*running, requests)
-            running = begun
+                yield _answers(running, running_scores, requests)
+            running, running_scores = numbers, scores
         if running is not None:
-            yield _answers(*running, requests)
+            yield _answers(running, running_scores, requests)
 
     def check(self, name: str, requests: Sequence[Request]) -> None:
         """Raise UsageError if a continuation of the task `name` exceeds `max_length` tokens."""

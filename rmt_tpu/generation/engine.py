@@ -252,31 +252,31 @@ class Engine:
 
     def _read(self, request: Request) -> tuple[Rows, ChosenTokens]:
         """Read a prompt into a separate row, in several parts if it is long."""
-        tokens, model = request.tokens, (self.model, self.params)
+        tokens, size = request.tokens, self._size(len(request.tokens))
         settings = GenerationSettings(
-            np.array([len(tokens)], np.int32),
-            choice([request.sampling]),
-            np.int32(request.sampling.max_tokens),
-            self.ends,
-            np.bool_(request.ranked),
+            lengths=np.array([len(tokens)], np.int32),
+            choice=choice([request.sampling]),
+            remaining=np.int32(request.sampling.max_tokens),
+            ends=self.ends,
+            ranked=np.bool_(request.ranked),
         )
         if len(tokens) <= self.part:
-            return programs.prefill(*model, _padded(tokens, self._size(len(tokens))), settings)
-        cache = programs.empty_cache(*model, 1, self._size(len(tokens)))
+            return programs.prefill(self.model, self.params, _padded(tokens, size), settings)
+        cache = programs.empty_cache(self.model, self.params, 1, size)
         for start in range(0, len(tokens), self.part):
             part = tokens[start : start + self.part]
-            lengths = np.array([len(part)], np.int32)
-            logits, cache = programs.extend(*model, _padded(part, self.part), lengths, cache)
+            lengths, part = np.array([len(part)], np.int32), _padded(part, self.part)
+            logits, cache = programs.extend(self.model, self.params, part, lengths, cache)
         seen = np.zeros((1, self.vocab_size), bool)
         seen[0, tokens] = True
         return programs.first(self.model, logits, cache, seen, settings)
 
     def _score(self, request: Request) -> Scores:
         length = len(request.tokens)
-        padded = _padded(request.tokens, self._size(length))
-        arguments = (padded, np.array([length], np.int32), np.bool_(request.ranked))
-        scored = jax.device_get(programs.score(self.model, self.params, *arguments))
-        return scored.scores((slice(0, length - 1),), request.ranked)
+        padded, lengths = _padded(request.tokens, self._size(length)), np.array([length], np.int32)
+        ranked = np.bool_(request.ranked)
+        scored = programs.score(self.model, self.params, padded, lengths, ranked)
+        return jax.device_get(scored).scores((slice(0, length - 1),), request.ranked)
 
     def _grow(self, tokens: int) -> None:
         """Ensure that the cache has room for `tokens` tokens per row."""
@@ -299,8 +299,9 @@ class Engine:
         self._grow(int(self.lengths[running].max()) + self.steps)
         ranked = np.bool_(any(self.requests[slot].ranked for slot in running))
         sampling = choice([request.sampling for request in self.requests])
-        arguments = (used, sampling, self.ends, ranked, self.steps)
-        self.rows, chosen = programs.steps(self.model, self.params, self.rows, *arguments)
+        self.rows, chosen = programs.steps(
+            self.model, self.params, self.rows, used, sampling, self.ends, ranked, self.steps
+        )
         chosen, remaining = jax.device_get((chosen, self.rows.remaining))
         new_tokens = []
         for slot in running:

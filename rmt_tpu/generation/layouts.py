@@ -133,7 +133,7 @@ def _axis_orders(
     # until no matrix is transposed.
     for _ in range(_ROUNDS):
         steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
-        layouts = [given.layout for given in jax.tree.leaves(steps.input_formats[0][0])]
+        layouts = [argument.layout for argument in jax.tree.leaves(steps.input_formats[0][0])]
         current = [layout and layout.major_to_minor for layout in layouts]
         orders |= {index: order for index, order in enumerate(current) if order is not None}
         transposed = transposed_arguments(steps.as_text(), current).items()

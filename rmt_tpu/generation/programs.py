@@ -264,8 +264,8 @@ def extend(
     cache: Cache,
 ) -> tuple[Float[Array, "rows vocab"], Cache]:
     """Read a part of a prompt; return the logits of its last token, and the extended cache."""
-    specs = (_WHOLE, _WHOLE, model.cache), (model.spec(_BATCH), model.cache)
-    return model.run(Decoder.extend, params, (tokens, lengths, cache), *specs)
+    in_specs, out_specs = (_WHOLE, _WHOLE, model.cache), (model.spec(_BATCH), model.cache)
+    return model.run(Decoder.extend, params, (tokens, lengths, cache), in_specs, out_specs)
 
 
 @partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -286,8 +286,8 @@ def first(
       settings: the settings with which the prompt is continued.
     """
     row_spec = model.spec(_BATCH)
-    specs = (row_spec, model.cache, _WHOLE, _WHOLE), (model.rows, row_spec)
-    return model.per_device(_start_row, *specs)(logits, cache, seen, settings)
+    in_specs, out_specs = (row_spec, model.cache, _WHOLE, _WHOLE), (model.rows, row_spec)
+    return model.per_device(_start_row, in_specs, out_specs)(logits, cache, seen, settings)
 
 
 def _start_row(logits, cache, seen, settings):

@@ -220,7 +220,7 @@ class _Reply:
                 if isinstance(piece, Refusal):
                     raise piece
                 raise Refusal(f"the model failed: {piece}", status=500, code="failed")
-            yield self.answer.add(*piece)
+            yield self.answer.add(piece.index, piece.completion, piece.prompt)
         self._outcome = "ok"
 
     def close(self) -> None:
