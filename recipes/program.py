@@ -184,7 +184,7 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
 
 
 def _until_pipe_breaks(print_text: Callable[[], int | None]) -> int | None:
-    """Call `say`, and return its result, or BROKEN_PIPE if the reader of the output has exited.
+    """Return the result of `print_text`, or BROKEN_PIPE if the reader of the output has exited.
 
     The reader may be a program like `head`. A broken pipe is raised only in programs whose results
     are only printed: see `start`.

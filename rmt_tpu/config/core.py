@@ -89,7 +89,7 @@ class Heads(Computes):
 
     @property
     def writes(self) -> Port:
-        """The port that is written: one vector per head."""
+        """The vectors that the core writes to the residual: one per head."""
         return Port(heads=(self.num_heads,), head_dim=self.head_dim)
 
     @property

@@ -145,7 +145,7 @@ class Attention(Heads):
 
     @property
     def reads(self) -> Port:
-        """The port that is read: queries, keys and values of every head."""
+        """The vectors that the core reads from the residual: its queries, keys and values."""
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         return Port(heads=heads, head_dim=self.head_dim)
 
@@ -198,12 +198,12 @@ class FeedForward(Computes):
 
     @property
     def reads(self) -> Port:
-        """The port that is read: all data vectors of the residual."""
+        """The vectors that the core reads: all data vectors, which represent the whole residual."""
         return RESIDUAL_PORT
 
     @property
     def writes(self) -> Port:
-        """The port that is written: all data vectors of the residual."""
+        """The vectors that the core writes: all data vectors (see `ModelConfig.data_shape`)."""
         return RESIDUAL_PORT
 
     @property
@@ -275,7 +275,7 @@ class Mla(Heads):
 
     @property
     def reads(self) -> Port:
-        """The port that is read: all data vectors of the residual."""
+        """The vectors that the core reads: all data vectors, which represent the whole residual."""
         return RESIDUAL_PORT
 
     def parameters(self, width: int, read_width: int) -> int:
@@ -323,7 +323,11 @@ class Kda(Heads):
 
     @property
     def reads(self) -> Port:
-        """The port that is read: queries, keys and values per head, and data vectors for gates."""
+        """The vectors that the core reads from the residual.
+
+        They are queries, keys and values of its heads, and all data vectors, from which decays and
+        gates are computed.
+        """
         return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, residual=True)
 
     def parameters(self, width: int, read_width: int) -> int:

@@ -92,12 +92,12 @@ class Experts(Computes):
 
     @property
     def reads(self) -> Port:
-        """The port that is read: all data vectors of the residual."""
+        """The vectors that the core reads: all data vectors, which represent the whole residual."""
         return RESIDUAL_PORT
 
     @property
     def writes(self) -> Port:
-        """The port that is written: all data vectors of the residual."""
+        """The vectors that the core writes: all data vectors (see `ModelConfig.data_shape`)."""
         return RESIDUAL_PORT
 
     @property
@@ -122,7 +122,7 @@ class Experts(Computes):
         return self.parameters(width, read_width) - idle
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of the matrix products in its experts and in the router."""
+        """Return the FLOPs per token of the router and of the experts that the token uses."""
         experts = (self.top_k + self.shared) * self._expert_parameters(width, read_width)
         return 2 * (experts + read_width * self.num_experts)
 

@@ -109,7 +109,7 @@ class _DepthAttention(_BankedSystem):
       key_gain: whether the norm of the keys has a learned gain.
       num_heads: number of equal parts into which the residual is split; each part has its own
         softmax over the sources.
-      epsilon: epsilon in the norm of the keys.
+      epsilon: constant added to the mean square in the norm of the keys.
     """
 
     note: ClassVar[str] = (
@@ -132,7 +132,10 @@ class _DepthAttention(_BankedSystem):
             )
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of parameters: normally a query and a key gain per site."""
+        """Return the number of parameters: by default a query and a key gain per site.
+
+        A site is the place where a sublayer or the unembedding reads the residual.
+        """
         size = model.residual_size
         if self.query == "scalars":
             return sum(self.sources(model.num_sublayers))
@@ -164,7 +167,10 @@ class _DepthAttention(_BankedSystem):
         return terms_by_name
 
     def sources(self, num_sublayers: int) -> list[int]:
-        """Return the number of sources at each site, in the order of depth."""
+        """Return the number of sources (what attention over depth attends to) at each site.
+
+        Sites, the inputs of sublayers and of the unembedding, are in the order of depth.
+        """
         block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
         completed = [-(-site // block) for site in range(num_sublayers + 1)]
         return [1 + (count if window is None else min(count, window)) for count in completed]
@@ -298,7 +304,7 @@ class Dense(_BankedSystem):
     period: Size = 1
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of weights: each site's sum has one weight for every earlier output."""
+        """Return the number of weights in all sums; a sum has one weight per earlier output."""
         ends = range(self.period, model.num_layers + 1, self.period)
         return sum((end + self.dilation) // self.dilation for end in ends)
 
@@ -327,9 +333,9 @@ class HyperConnections(System):
     tanh: bool = True
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of parameters at all sites.
+        """Return the number of parameters in all sublayers.
 
-        Each site has static coefficients and, if `dynamic`, a gain, a projection and two scales.
+        A sublayer has static coefficients and, if `dynamic`, a gain, a projection and two scales.
         """
         m, size = self.streams, model.residual_size
         return model.num_sublayers * (m * (m + 2) + (size + size * (m + 2) + 2) * self.dynamic)
@@ -342,9 +348,9 @@ class HyperConnections(System):
 
 
 def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
-    """Return the number of parameters at all sites, for mixers that project all streams at once.
+    """Return the number of parameters of a mixer that projects all streams at once.
 
-    Each site has a gain, a projection to `coefficients` numbers with biases, and three scales.
+    Each sublayer has a gain, a projection to `coefficients` numbers with biases, and three scales.
     """
     per_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
     return model.num_sublayers * per_site
@@ -374,7 +380,7 @@ class Mhc(System):
 
     @property
     def _coefficients(self) -> int:
-        """Number of coefficients at a site: for reading, for writing and in the mixing matrix."""
+        """Number of coefficients per sublayer: for reading, writing and mixing the streams."""
         return self.streams * (2 + self.streams)
 
     def parameters(self, model: Sizes) -> int:
@@ -419,7 +425,7 @@ class MhcLite(System):
 
     @property
     def _coefficients(self) -> int:
-        """Number of coefficients at a site: for reading, for writing and for the permutations."""
+        """Number of coefficients per sublayer: for reading, for writing and for permutations."""
         return 2 * self.streams + factorial(self.streams)
 
     def parameters(self, model: Sizes) -> int:
@@ -536,7 +542,7 @@ class Hierarchical(System):
 
 
 def _streams_flops(streams: int, size: int) -> int:
-    """Return the FLOPs per site of reading, writing and mixing `streams` vectors of `size`."""
+    """Return the FLOPs per sublayer of reading, writing and mixing `streams` vectors of `size`."""
     return 2 * size * (streams**2 + 2 * streams)
 
 

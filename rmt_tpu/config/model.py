@@ -186,9 +186,11 @@ class ModelConfig(Checked):
                 previous = core.writes
 
     def _write_size(self, port: Port) -> Any:
-        """Return the part of a written port that determines the shape of the site's parameters.
+        """Return a value that is equal for ports that can be written with the same parameters.
 
-        For a matrix store this is the number of key vectors, and for a vector store the whole port.
+        A port describes the vectors that a core writes to the residual. A residual matrix is
+        written with one key vector per vector, so the result is the number of vectors. A residual
+        vector is written with projections, and the result is the port itself.
         """
         if isinstance(self.store, MatrixStore):
             return sum(port.heads) + port.residual * self.data_shape[0]

@@ -31,11 +31,14 @@ class VectorStore(Checked):
     dtype: DType = changeable("auto")
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the size of the matrices that read or write a port; data vectors need none."""
+        """Return the number of entries in the matrices that read or write the vectors of a port.
+
+        Data vectors, which represent the whole residual, are read and written without a matrix.
+        """
         return sum(port.heads) * port.head_dim * self.dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the FLOPs per token of reading or writing a port."""
+        """Return the FLOPs per token of reading or writing the vectors of a port."""
         return 2 * self.parameters(port, data_shape)
 
 
@@ -70,7 +73,7 @@ class MatrixStore(Checked):
     vector_dim: Size | None = None
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the total size of the key vectors that read or write a port.
+        """Return the number of entries in the key vectors that read or write the vectors of a port.
 
         Args:
           port: the port.
@@ -79,7 +82,7 @@ class MatrixStore(Checked):
         return self._keys(port, data_shape) * self.key_dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the FLOPs per token of reading or writing a port: `2 D_k D_v` per key vector."""
+        """Return the FLOPs per token of reading or writing a port: `2 D_k D_v` per vector."""
         return self._keys(port, data_shape) * 2 * self.key_dim * data_shape[1]
 
     def _keys(self, port, data_shape):

@@ -173,7 +173,7 @@ class _PendingSource:
         self._new = []
 
     def result(self) -> Result:
-        """Return the result, once all requests have answers."""
+        """Return the metrics of the source; all its requests must have answers."""
         lines = (self.lines[number] for number in range(len(self.requests)))
         totals = [Total(line["log_probability"], line["greedy"]) for line in lines]
         return Result(

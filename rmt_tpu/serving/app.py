@@ -1,4 +1,7 @@
-"""The HTTP front end, which passes requests to the worker thread. Needs starlette."""
+"""The HTTP front end, which passes requests to the worker thread.
+
+This module needs the package starlette.
+"""
 
 import asyncio
 import contextlib

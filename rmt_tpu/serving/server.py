@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # client errors are not logged, and the app logs failures
+            log_level="critical",  # uvicorn logs nothing: `Front` logs requests and failures
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_SLOW_READERS,
