@@ -3,13 +3,13 @@
     python -m recipes.evaluate --workdir=runs/a --tasks=arc_easy,lambada_openai --data_dir=eval
     python -m recipes.evaluate --workdir=runs/a --text='books/*.txt' --against=runs/b
 
-Prompts and metrics are those of the harness; the scorer is this project's own. --data_dir is a
-folder with files <task>.jsonl (or .gz, .zst), whose lines have the format of the task's dataset on
-the Hugging Face hub, or the keys "query", "choices" and "gold". With --data_dir=hub, the datasets
-are downloaded from the hub. Answers are stored in <workdir>/evaluation, so that an interrupted
-command resumes when it is repeated, and no question is answered twice. The command writes
-evaluation.json, evaluation.md and plots/evaluation.png to --output, which is by default the run
-folder.
+Prompts and metrics are the same as in the harness; the scorer is this project's own. --data_dir is
+a folder with files <task>.jsonl (or .gz, .zst), whose lines have the format of the task's dataset
+on the Hugging Face hub, or the keys "query", "choices" and "gold". With --data_dir=hub, the
+datasets are downloaded from the hub. Answers are stored in <workdir>/evaluation, so that an
+interrupted command resumes when it is repeated, and no question is answered twice. The command
+writes evaluation.json, evaluation.md and plots/evaluation.png to --output, which is by default the
+run folder.
 
 --against compares the model, on the same documents, with another run folder, with `untrained` (the
 model before its first training step), or with `unigram` (token frequencies in the training text).

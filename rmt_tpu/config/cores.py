@@ -67,7 +67,7 @@ class Rope(Checked):
 
     Attributes:
       base: base of the frequencies.
-      dims: how many of the first numbers in a head are rotated; None rotates all of them.
+      dims: how many of the first numbers in a head are rotated; None rotates all numbers.
       scaling: a change of the low frequencies for long texts, or None.
     """
 

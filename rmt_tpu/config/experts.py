@@ -116,7 +116,7 @@ class Experts(Computes):
     def active_parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters that one token uses.
 
-        They are those of the router, the experts that the token chooses, and the shared experts.
+        The router, the experts that the token chooses, and the shared experts are counted.
         """
         idle = (self.num_experts - self.top_k) * self._expert_parameters(width, read_width)
         return self.parameters(width, read_width) - idle

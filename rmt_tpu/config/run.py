@@ -20,7 +20,7 @@ from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
 from sharding.spec import parse_mesh
 
-# The number of sampled tokens is limited, because the cache has keys and values of all of them.
+# The number of sampled tokens is limited, because the cache has their keys and values.
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 

@@ -214,7 +214,7 @@ class Core(nnx.Module):
           context: the rule for which tokens may attend to which.
           index: the number of sublayers before this one.
         """
-        raise NotImplementedError  # every core overrides this method, and the methods below call it
+        raise NotImplementedError  # every core overrides this method
 
     def with_aux(
         self, z: Read, context: Context, index: Index

@@ -94,7 +94,7 @@ def read_task(
 
 
 def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
-    """Return those of the given tasks for which a folder has a data file.
+    """Return the given tasks for which a folder has a data file.
 
     The folder "hub", which stands for the Hugging Face hub, has data for all tasks.
 
@@ -150,8 +150,8 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
     """Read the texts that the flag `--text` names.
 
     Args:
-      source: text files and globs, as for the `--data` flag of training, or a token store, of which
-        the held-out documents are read.
+      source: text files and globs, as for the `--data` flag of training, or a token store, whose
+        held-out documents are read.
       tokenizer: the tokenizer of the model.
 
     Raises:
@@ -259,7 +259,7 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
 
     Each window has at most `max_length` input tokens. The first window scores all its tokens. Each
     later window scores the next `stride` tokens, after as many tokens of context as fit. With a
-    stride of `max_length`, the windows equal those of lm-evaluation-harness.
+    stride of `max_length`, the windows equal the windows of lm-evaluation-harness.
     """
     stop = min(len(tokens), max_length + 1)
     if stop > 1:

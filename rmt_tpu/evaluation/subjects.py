@@ -63,7 +63,7 @@ def run_subject(
 def untrained(workdir: Location, subject: Subject) -> Subject:
     """Return a run's model as it was before the first training step, to compare it with `subject`.
 
-    The sequence length, batch size and tokenizer are those of `subject`.
+    The model gets the sequence length, batch size and tokenizer of `subject`.
 
     Raises:
       ArgumentError: the folder has no run, for example because it is in the hub's format.

@@ -81,7 +81,7 @@ class Engine:
     Args:
       decoder: the model. If its parameters are sharded over a mesh, so is all computation. On TPUs,
         the layouts of its parameters are changed in place: see `layouts`.
-      stop: the stop token, or several; any of them ends a text.
+      stop: the stop token or a list of stop tokens; each stop token ends a text.
       text_vocab_size: the bound of the token ids that decode to text; other ids are never chosen.
         None means all ids.
       gaps: ids below `text_vocab_size` that have no text.

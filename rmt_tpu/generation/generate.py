@@ -51,7 +51,7 @@ class Draft:
     Args:
       number: the index of the prompt.
       tokenizer: the model's tokenizer.
-      stop: stop strings; the text ends before the first occurrence of any of them.
+      stop: stop strings; the text ends before the first stop string in it.
     """
 
     def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str]):
@@ -91,7 +91,7 @@ def generate(
       tokenizer: the model's tokenizer.
       prompt: the text to continue.
       sampling: how tokens are chosen, and the maximum number of new tokens.
-      stop: stop strings; the text ends before the first occurrence of any of them.
+      stop: stop strings; the text ends before the first stop string in it.
 
     Raises:
       UsageError: the prompt uses up all of the model's learned positions, or contains a token for
@@ -128,7 +128,7 @@ def complete(
       decoder: the model.
       tokenizer: the model's tokenizer.
       prompts: each prompt with its sampling settings.
-      stop: stop strings; a text ends before the first occurrence of any of them.
+      stop: stop strings; a text ends before the first stop string in it.
       slots: how many texts are generated at a time.
 
     Raises:

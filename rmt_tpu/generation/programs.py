@@ -91,7 +91,7 @@ class Ends(NamedTuple):
     """The tokens that end a text, and the set of tokens that may be generated.
 
     Attributes:
-      stop: the stop tokens; any of them ends a text.
+      stop: the stop tokens; each stop token ends a text.
       text_vocab_size: the bound of the token ids that have a text. A model may have more ids, which
         are never chosen unless they are stop tokens.
       gaps: ids below `text_vocab_size` that have no text and are no stop tokens.
@@ -223,7 +223,7 @@ def empty_cache(model: ModelSpec, params: nnx.State, rows: int, capacity: int) -
 
 @partial(jax.jit, static_argnames=("model", "rows", "capacity"))
 def empty_rows(model: ModelSpec, params: nnx.State, rows: int, capacity: int) -> Rows:
-    """Return `rows` rows per device, all of which count as ended."""
+    """Return `rows` rows per device, which all count as ended."""
 
     def make(decoder):
         zeros = jnp.zeros(rows, jnp.int32)

@@ -55,7 +55,7 @@ class Description(NamedTuple):
       max_length: the maximum number of tokens that the model supports.
       tied: whether the unembedding W_U is the embedding matrix. W_U may then have no tensor in the
         files.
-      ends: the end tokens, any of which ends a text; empty if the folder does not name any.
+      ends: the end tokens; each end token ends a text; empty if the folder does not name any.
       default_end: the end token that models of this type use by default, or None.
     """
 
@@ -150,7 +150,7 @@ class Fields:
         return value
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the tokens in a field that holds one token or a list of them."""
+        """Return the tokens in a field that holds one token or a list of tokens."""
         value = self._values.get(name)
         several = value if isinstance(value, list) else [value]
         if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
@@ -308,7 +308,7 @@ def config_values(
       model: a model of the Llama family.
       max_length: the sequence length in training, in tokens.
       bos: the start token of texts.
-      ends: the end tokens, any of which ends a text.
+      ends: the end tokens; each end token ends a text.
 
     Raises:
       UsageError: the model is not of the Llama family; the message names the field that differs.

@@ -112,7 +112,7 @@ def pieces(model: cfg.ModelConfig) -> list[Piece]:
 
 
 class Tensors:
-    """The tensors in a folder, each of which is read only when it is requested.
+    """The tensors in a folder; a tensor is read only when it is requested.
 
     Args:
       folder: a folder with model.safetensors, or with several such files and their index.
@@ -168,7 +168,7 @@ def pieces_by_parameter(
 
     Raises:
       UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
-        lists the first 8 of them, with both shapes or the dtype.
+        lists the first 8 problems, with the two shapes or the dtype.
     """
     shapes, problems, expected = tensors.shapes(), [], pieces(described.model)
     dtypes = tensors.dtypes()

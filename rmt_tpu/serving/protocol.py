@@ -106,7 +106,7 @@ class CompletionRequest:
       prompts: the prompts, at least one.
       n: the number of texts per prompt.
       sampling: the sampling settings of the first text. Each further text has the next higher seed.
-      stop: stop strings; a text ends before the first occurrence of any of them.
+      stop: stop strings; a text ends before the first stop string in it.
       logprobs: the number of likeliest tokens that are reported per position; None reports no
         log-probabilities at all.
       echo: whether each text begins with its prompt.

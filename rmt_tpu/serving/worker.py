@@ -33,7 +33,7 @@ class Job:
 
     Args:
       requests: one request per text.
-      stop: stop strings; a text ends before the first occurrence of any of them.
+      stop: stop strings; a text ends before the first stop string in it.
       deliver: a callback that receives each new piece of a text, or an exception if the job has
         failed. It is called in the worker's thread.
     """
@@ -93,7 +93,7 @@ class Worker(threading.Thread):
         """Run all queued orders (submit, cancel, stop); if the engine is idle, wait for an order.
 
         Returns:
-          False if the thread has been told to stop.
+          False if `stop` has been called.
         """
         while True:
             try:
