@@ -122,7 +122,9 @@ def _array(entry: dict) -> StoredArray:
     if array.dtype not in DTYPES:
         raise Fault(f"manifest.json: array {name} has the unknown dtype {array.dtype!r}")
     if array.compression not in COMPRESSIONS:
-        raise Fault(f"manifest.json: array {name} has the unknown {array.compression!r}")
+        raise Fault(
+            f"manifest.json: array {name} has the unknown compression {array.compression!r}"
+        )
     if not (array.prng is None or isinstance(array.prng, str)):
         raise Fault(f"manifest.json: array {name} has an unknown kind of PRNG key")
     sizes = [*shape, *chunk]

@@ -254,7 +254,7 @@ class Attempt(NamedTuple):
             found.generation == self.damaged
             and self.folder.delete(path, generation=found.generation)
         ):
-            raise Fault("it is already committed")
+            raise Fault("the step is already committed")
 
     def _open(self, attempt: str, mode: Literal["create", "write"]) -> dict[str, ts.TensorStore]:
         parent = self.folder.child(f"{self.step}/{attempt}/arrays").kvstore()
@@ -288,7 +288,9 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
       Fault: another writer has committed the step, or the write failed.
     """
     if not folder.create(f"{step}/COMMIT", content.to_bytes()):
-        raise Fault("another writer committed it first; does another process train here?")
+        raise Fault(
+            "another writer committed the step first; does another process train in this folder?"
+        )
 
 
 @contextlib.contextmanager

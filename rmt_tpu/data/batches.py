@@ -20,9 +20,9 @@ def split(
     """Split documents into training and held-out documents, close to the given fraction.
 
     The choice depends on the texts and the seed, but not on the order of the documents. Equal
-    documents go to the same part. Documents larger than the requested share are not held out,
-    unless all are larger; then the smallest is held out. If there is only one document, or only
-    copies of one, its tail is held out, starting at a line or else at a word.
+    documents go to the same part. A document larger than the requested share is not held out,
+    unless all documents are larger; then the smallest is held out. If there is only one document,
+    or only copies of one document, its tail is held out, which starts at a line or else at a word.
 
     Args:
       documents: the documents of the corpus.
@@ -92,7 +92,7 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Stream(Protocol):
-    """The interface of a stream of tokens that are read as needed, such as from a token store."""
+    """The interface of a token stream that is read as needed, such as that of a token store."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -196,7 +196,7 @@ class Windows:
         return -(-self.tokens_per_epoch // self.seq_len)
 
     def checksum(self) -> int:
-        """Return the checksum of the stream, by which a resumed run verifies its text."""
+        """Return the checksum of the token stream, by which a resumed run verifies its text."""
         return self.stream.checksum()
 
     @property
@@ -261,11 +261,11 @@ class Windows:
 
 
 def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
-    """Return the documents to hold out.
+    """Return the texts of the documents to hold out.
 
     Args:
-      sizes: the number of characters in each distinct document, including its copies. There must be
-        at least two documents.
+      sizes: maps the text of each document to its number of characters, times the number of its
+        copies. There must be at least two distinct documents.
       eval_fraction: fraction of the characters to hold out.
       seed: seed of the choice.
     """
@@ -288,9 +288,9 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
 
 
 def rank(text: str, seed: int) -> bytes:
-    """Return 16 pseudo-random bytes that are determined by a text and a seed.
+    """Return the rank of a document: 16 pseudo-random bytes from its text and a seed.
 
-    Documents are held out in ascending order of these bytes.
+    Documents are held out in ascending order of their ranks.
     """
     return hashlib.blake2b(f"{seed} {text}".encode(), digest_size=16).digest()
 

@@ -30,7 +30,7 @@ _CHUNK = 256
 
 
 class BpeTokenizer(Tokenizer):
-    """A tokenizer from the tokenizers library."""
+    """A tokenizer that the tokenizers library loads from GPT-2's two files or a tokenizer.json."""
 
     def __init__(self, name: str, library: Any):
         """Wrap a tokenizer from the library, and make its BOS a special token.
@@ -129,18 +129,22 @@ class BpeTokenizer(Tokenizer):
                 yield self._encode_without_bos(text) if self.bos in tokens else tokens
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """Return the tokens' bytes, one after the other."""
+        """Return the bytes that the tokens stand for, concatenated."""
         return b"".join([self._pieces[token] for token in self._checked(tokens).tolist()])
 
     def decode(self, tokens: Tokens) -> str:
-        """Return the text of tokens, from the library's decoder unless tokens are bytes."""
+        """Return the text of tokens.
+
+        If token names spell bytes, the bytes are decoded as UTF-8. Otherwise the decoder of the
+        tokenizers library decodes the tokens.
+        """
         if self._is_byte_level:
             return super().decode(tokens)
         # Decode with the library, whose decoder may strip a space at the start of a text.
         return self._library.decode(self._checked(tokens).tolist(), skip_special_tokens=True)
 
     def fingerprint(self) -> str:
-        """Return a hash of vocabulary, merges, added tokens, BOS and a sample encoding."""
+        """Return a hash of the vocabulary, merges, added tokens, BOS and a sample encoding."""
         model = self._json["model"]
         # Some versions of the library write a merge as "a b", others as ["a", "b"].
         merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
@@ -149,9 +153,10 @@ class BpeTokenizer(Tokenizer):
         return digest([model["vocab"], merges, added, self.bos, self.encode(_PROBE).tolist()])
 
     def to_json(self, *, template: bool = False) -> str:
-        """Return the tokenizer as the library's JSON.
+        """Return the tokenizer in the JSON format of the tokenizers library.
 
-        With `template`, a post-processor that puts BOS before each text is added after any other.
+        Args:
+          template: whether to append a post-processor that puts BOS before each text.
         """
         if not template or self.template:
             return self._library.to_str()
@@ -181,7 +186,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether token names use GPT-2's alphabet, in which one letter stands for one byte."""
+        """Whether token names are spelled in GPT-2's alphabet, whose letters stand for bytes."""
         parts = [self._json[part] or {} for part in ("decoder", "pre_tokenizer", "normalizer")]
         nested = [
             inner
@@ -209,9 +214,10 @@ class BpeTokenizer(Tokenizer):
             return name.encode()
 
     def _other_piece(self, name: str, token: int) -> bytes:
-        """Return the bytes that a token appends to a text after another token.
+        """Return the bytes that a token adds to a text that precedes it.
 
-        At the start of a text the library's decoder might strip a space, for example.
+        The token is decoded after another token, because at the start of a text the library's
+        decoder may strip a space.
         """
         if self._json["model"].get("byte_fallback") and (byte := _FALLBACK.fullmatch(name)):
             return bytes([int(byte[1], 16)])
@@ -220,9 +226,9 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _prefix(self) -> tuple[list[int], int]:
-        """A list with an alphanumeric token to decode before others, and the length of its text.
+        """An alphanumeric token that is decoded before another token, and the length of its text.
 
-        The list is empty if the vocabulary has no such token.
+        The token is a list of one id, or an empty list if the vocabulary has no such token.
         """
         vocabulary = self._library.get_vocab(with_added_tokens=False)
         plain = sorted(name for name in vocabulary if name.isascii() and name.isalnum())
@@ -243,7 +249,7 @@ def _damaged(error: Exception) -> Unusable:
 
 
 def _bos_of_template(library: Any) -> str | None:
-    """Return the name of the single token that the library puts before a text, or None."""
+    """Return the name of the token that the library puts before a text, if it puts exactly one."""
     ids, bare = (library.encode("a", add_special_tokens=added).ids for added in (True, False))
     more = len(ids) - len(bare)
     lead = next((n for n in range(more + 1) if ids[n : n + len(bare)] == bare), 0)

@@ -55,7 +55,7 @@ def documents(source: str, flag: str = "data") -> list[str]:
 
 
 def divide(span: Span, num_bytes: int) -> Iterator[Span]:
-    """Divide a file into spans of at least about `num_bytes`, each of which ends with a document.
+    """Divide a file into spans of about `num_bytes` or more, which contain whole documents.
 
     Raises:
       Problem: the file cannot be read.
@@ -100,7 +100,7 @@ def read_span(span: Span, on_block: BlockCallback = lambda block: None) -> Itera
 
 
 def _kind(path: str) -> str:
-    """Return the suffix of a file name, ignoring a suffix for compression."""
+    """Return the suffix that states a file's format, such as ".jsonl" for `a.jsonl.gz`."""
     stem, ending = os.path.splitext(path.lower())
     return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
 
@@ -182,7 +182,7 @@ def _json_lines(span: Span, on_block: BlockCallback) -> Iterator[str]:
 
 
 def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each JSON object in a whole .jsonl file, with the file and line as text.
+    """Yield each JSON object in a .jsonl file, after a text that names the file and the line.
 
     Raises:
       Problem: the file cannot be read, or a line is not a JSON object.

@@ -37,7 +37,7 @@ BlockCallback = Callable[[bytes], None]
 
 
 class Problem(Exception):
-    """An error in an input file; `usage_errors` turns it into an error about the flag."""
+    """An error in an input file, which `usage_errors` turns into a UsageError about a flag."""
 
 
 class _NoFile(Problem):
@@ -124,11 +124,11 @@ def read_errors(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
-    """Open a file to read its stored bytes from the start.
+    """Open a file to read its stored bytes, which may be compressed, from the start.
 
     Args:
       span: any span of the file.
-      look: whether only a few bytes are read, at various positions.
+      look: whether only a few bytes will be read, at various positions.
 
     Raises:
       RunError: the version of the file at the end of the body is not that of the span.
@@ -148,7 +148,7 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
 def open_unpacked(
     span: Span, on_block: BlockCallback = lambda block: None
 ) -> Iterator[io.BufferedIOBase]:
-    """Open a file to read its content, decompressing it if necessary.
+    """Open a file to read its content, which is decompressed if the file is compressed.
 
     Args:
       span: any span of the file.
@@ -169,7 +169,7 @@ def open_unpacked(
 
 
 def new_digest() -> Any:
-    """Return a new hash object for the bytes of a span, which is blake2b with 16 bytes."""
+    """Return a new hash object for the bytes of a span: blake2b with a digest of 16 bytes."""
     return hashlib.blake2b(digest_size=16)
 
 
@@ -255,7 +255,7 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
-        raise Problem(f"{pattern!r} is a folder; write which files in it, such as {globs}")
+        raise Problem(f"{pattern!r} is a folder; name the files in the folder, such as {globs}")
     if os.path.exists(path):  # check the exact name before globbing, because it may have brackets
         return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
@@ -294,7 +294,7 @@ def _no_file(pattern: str) -> _NoFile:
 
 
 class _TappedFile:
-    """A file object that passes everything that is read from it to the function `on_block`."""
+    """A file object that passes each block of bytes that is read from it to `on_block`."""
 
     def __init__(self, file: io.BufferedIOBase, on_block: BlockCallback):
         self._file, self._on_block = file, on_block

@@ -104,16 +104,17 @@ class PartJob(NamedTuple):
 
 
 class WrittenPart(NamedTuple):
-    """A valid part, with the facts about it that are needed to complete the store.
+    """A complete part of a store, with the statistics that are needed to complete the store.
 
     Attributes:
       part: the part's entry in the manifest of the store.
       characters: total number of characters in its documents.
-      below: number of its documents that are held out because their hash is below the fraction.
-      lowest: the lowest rank among its documents with at least two characters; "" if there are
-        none.
+      below: number of its documents that are held out because their rank, as a fraction, is below
+        `StoreOptions.eval_fraction`.
+      lowest: the lowest rank (see `batches.rank`) of its documents with at least two characters; ""
+        if there are none.
       lowest_characters: total number of characters in the documents of the lowest rank.
-      inputs: the digest of each span.
+      inputs: the digest of the input bytes of each span.
       kept: whether the part existed before this call of `prepare`.
     """
 
@@ -137,7 +138,7 @@ class WrittenPart(NamedTuple):
 
 
 def read_part_manifest(folder: Folder, number: int) -> WrittenPart | None:
-    """Return the part with this number from its manifest, or None if it has no manifest yet."""
+    """Return what the manifest of a part says; None if the part has no manifest yet."""
     content = read_sealed(folder, f"{part_name(number)}/{MANIFEST}")
     return content and WrittenPart.from_json(content)
 
@@ -231,9 +232,10 @@ class PartWriter:
         self._unreported, self._reported_at = 0, time.monotonic()
 
     def _existing_part(self, job: PartJob) -> WrittenPart | None:
-        """Return the existing part if it is complete and matches the plan and the cut.
+        """Return the part that exists in the store if it is valid for the job.
 
-        Otherwise delete its manifest and return None.
+        If the part is damaged, or was written for another plan or cut, its manifest is deleted and
+        the result is None.
         """
         name = f"{part_name(job.number)}/{MANIFEST}"
         try:
@@ -292,8 +294,8 @@ class PartWriter:
     def _batches(self, spans: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
         """Yield the documents of some spans, in batches that are large enough for the tokenizer.
 
-        By the time the last batch is yielded, the digest of each span has been appended to
-        `inputs`.
+        The digest of each span is appended to `inputs`; all digests are there when the last batch
+        is yielded.
         """
         with usage_errors("input", self._options.source):
             texts: list[str] = []

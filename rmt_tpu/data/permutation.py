@@ -1,4 +1,4 @@
-"""A pseudo-random permutation of which any element can be computed without storing the others.
+"""A pseudo-random permutation whose elements can be computed one at a time, without storing it.
 
 The order of the training data must not change with the version of a library. Therefore the
 permutation uses only 64-bit arithmetic and no random generator from a library.

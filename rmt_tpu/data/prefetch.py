@@ -16,7 +16,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Prefetcher(Generic[T]):
-    """A reader that computes `read(start)`, `read(start + advance)`, ... ahead of time in threads.
+    """A reader that calls `read(start)`, `read(start + advance)`, ... ahead of time in threads.
 
     The results are returned in order.
 

@@ -182,7 +182,7 @@ def prepare(
 
 
 def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Write the plan and the tokenizer to the store, or check that the store has this plan.
+    """Write the plan and the tokenizer to a new store; for an existing store, check its plan.
 
     Raises:
       UsageError: the store cannot be written to, or has another plan.
@@ -258,7 +258,9 @@ def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
 def _document_to_cut(
     done: list[WrittenPart], eval_fraction: int | float, group: ProcessGroup
 ) -> DocumentCut | None:
-    """Return which document to cut if no document is held out, or None; equal on all processes.
+    """Return which document to divide if no whole document is held out, else None.
+
+    The result is the same on all processes.
 
     Args:
       done: the parts that this process wrote.
@@ -284,7 +286,15 @@ def _document_to_cut(
 def _complete(
     folder: Folder, plan: dict[str, Any], done: dict[int, WrittenPart], kept: int, source: str
 ) -> Totals:
-    """Create the manifest of the store from the parts of this process and of all others."""
+    """Create the manifest of the store from all parts, and return a summary of the store.
+
+    Args:
+      folder: folder of the store.
+      plan: the store's plan.
+      done: the parts that this process wrote, by number. The others are read from their manifests.
+      kept: number of parts that existed before this call of `prepare`.
+      source: the text source, for error messages.
+    """
 
     def wait_for_part(number: int) -> WrittenPart:
         if number in done:
@@ -292,7 +302,7 @@ def _complete(
         until = time.monotonic() + _SHARED_SECONDS
         while (found := read_part_manifest(folder, number)) is None:
             if time.monotonic() > until:
-                raise RunError(f"{folder.url} lacks part {number}, which another process wrote")
+                raise RunError(f"{folder.url} has no part {number}, which another process wrote")
             time.sleep(0.1)
         return found
 

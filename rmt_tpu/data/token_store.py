@@ -79,10 +79,10 @@ class Part(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> "Part":
-        """Return the part that a JSON value describes.
+        """Return the part that a JSON value from `json` describes.
 
         Raises:
-          Fault: the value is not one that `json` could return.
+          Fault: the value does not describe a part.
         """
         try:
             splits = [SplitPart(**value[split]) for split in SPLITS]
@@ -99,7 +99,7 @@ class Part(NamedTuple):
 
 
 class TokenizerOfStore(NamedTuple):
-    """Facts about the tokenizer with which a store was made; see `Tokenizer` for the fields."""
+    """What a store records of the tokenizer that made it, in fields like those of `Tokenizer`."""
 
     name: str
     fingerprint: str
@@ -108,7 +108,7 @@ class TokenizerOfStore(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerOfStore":
-        """Return the facts about a tokenizer; its name is the last part of its path."""
+        """Return what a store records of a tokenizer; the name is the last part of its path."""
         return cls(
             tokenizer.name.rstrip("/").rpartition("/")[2],
             tokenizer.fingerprint(),
@@ -127,7 +127,7 @@ class TokenStore:
 
     Attributes:
       url: location of the store.
-      tokenizer: facts about the tokenizer with which the store was made.
+      tokenizer: what is recorded of the tokenizer with which the store was made.
       train: the stream of training documents.
       held_out: the stream of held-out documents.
     """

@@ -47,7 +47,7 @@ class Tokenizer(ABC):
     gaps: tuple[int, ...] = ()
 
     def with_bos(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
-        """Return the tokens of a text, with BOS in front if `starts` is True or it is empty."""
+        """Return the tokens of a text, after BOS if `starts` is True or the text is empty."""
         before = [self.bos] if self.starts or not len(tokens) else []
         return np.array([*before, *tokens], np.int32)
 

@@ -91,7 +91,9 @@ def initialize(
     global _timeout, _watch
     rendezvous.validate(member)
     if not timeout > 0:
-        raise UsageError(f"--distributed_timeout={timeout:g} must be positive")
+        raise UsageError(
+            f"--distributed_timeout={timeout:g} is out of range; legal: above 0 seconds"
+        )
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
     rendezvous.wait_for_all(member, versions, timeout, kernel_tables.tables_in_use())

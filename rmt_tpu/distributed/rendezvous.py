@@ -184,7 +184,8 @@ class _Host:
         if hello["of"] != count:
             self._fail(
                 f"process {process} on {hello['host']} was started as one of {hello['of']} "
-                f"processes and process 0 as one of {count}; give all the same --num_processes",
+                f"processes and process 0 as one of {count}; give all processes the same "
+                "--num_processes",
                 connection,
             )
         if process == 0 or process in self._members:
@@ -197,7 +198,7 @@ class _Host:
         if hello["versions"] != self._hello["versions"]:
             self._fail(
                 f"process {process} on {hello['host']} runs {hello['versions']} and process 0 "
-                f"{self._hello['versions']}; install the same everywhere",
+                f"{self._hello['versions']}; install the same versions on all hosts",
                 connection,
             )
         other_tables, own_tables = Tables(*hello["tables"]), Tables(*self._hello["tables"])
@@ -205,8 +206,8 @@ class _Host:
             self._fail(
                 f"process {process} on {hello['host']} has other kernel block sizes (from "
                 f"{other_tables.file or 'no file'}) than process 0 (from "
-                f"{own_tables.file or 'no file'}); give all the same RMT_TPU_TUNED and the same "
-                "version of rmt_tpu",
+                f"{own_tables.file or 'no file'}); give all processes the same RMT_TPU_TUNED and "
+                "the same version of rmt_tpu",
                 connection,
             )
         self._members[process] = connection, hello
@@ -236,7 +237,7 @@ def _join(member: Member, hello: dict[str, Any], timeout: int | float, deadline:
     Raises:
       RunError: process 0 cannot be reached within the timeout, or reports an error.
     """
-    where, reason = member.coordinator, "it has not been tried"
+    where, reason = member.coordinator, "no connection was tried"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(member.host_and_port(), min(remaining, 5)) as connection:
@@ -283,7 +284,8 @@ def _wait_for_go(
             missing = message["missing"]
     if missing is None:
         raise RunError(
-            f"process 0 does not answer at {where} within {timeout:g} s; is it in this run?"
+            f"process 0 does not answer at {where} within {timeout:g} s; does --coordinator "
+            "name process 0 of this run?"
         )
     raise RunError(
         f"{name_processes(missing)} did not connect to {where} within {timeout:g} s; start all "

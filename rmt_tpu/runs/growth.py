@@ -237,7 +237,7 @@ class _Slots:
 
 def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
     if not (old_model.store.has_keys and new_model.store.has_keys):
-        raise UsageError("only the residual of a matrix store has a D_k that can be grown")
+        raise UsageError("D_k can grow only in a model whose model.store is a matrix")
     old, new = overrides.to_json(old_model), overrides.to_json(new_model)
     different = overrides.differences(old, new | {name: old[name] for name in _MAY_DIFFER}, "model")
     if different:
@@ -252,7 +252,8 @@ def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
     if wanted != size and (wanted < 2 * size or wanted % parts):
         multiples = f" in multiples of {parts}" if parts > 1 else ""
         raise UsageError(
-            f"model.store.key_dim={wanted} cannot compute the same as the checkpoint's {size}; "
+            f"model.store.key_dim={wanted} cannot compute the same function as the "
+            f"checkpoint's {size}; "
             f"legal: {size}, or {2 * size} and more{multiples}"
         )
 

@@ -471,7 +471,7 @@ def check_config_meta(
     ]:
         raise UsageError(
             f"{folder}: {CONFIG} does not match the run that saved checkpoint {step}: "
-            f"{'; '.join(different[:8])}. Restore the run's own, or give another folder"
+            f"{'; '.join(different[:8])}. Restore the config of that run, or give another folder"
         )
 
 

@@ -457,7 +457,7 @@ def _reason(error: Any, what: str) -> str:
             bucket = what.removeprefix("gs://").partition("/")[0]
             return (
                 f"there is no bucket gs://{bucket}; is its name right? `gcloud storage ls` lists "
-                "those of your project"
+                "the buckets of your project"
             )
         case Forbidden() | Unauthorized():
             return f"no permission: {_message(error)}"

@@ -282,7 +282,7 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             axis = "heads" if ring else "tokens"
             sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, axis)
         if ring:
-            what = f"parts a device, for {core.kind}'s heads are fewer than devices"
+            what = f"parts per device, because {core.kind} has fewer heads than there are devices"
             seq_len = config.data.seq_len
             sharding.check_divides(mesh, "--seq_len", seq_len, "tokens", parts=2, what=what)
     sharding.check_keys(mesh, model.store.has_keys)

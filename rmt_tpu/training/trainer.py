@@ -279,6 +279,6 @@ def _untrained_positions(config: RunConfig) -> str | None:
     if learned is None or seq_len >= learned.max_length:
         return None
     return (
-        f"note: learned positions {seq_len} to {learned.max_length - 1} are not "
-        f"trained at --seq_len={seq_len}; text beyond them will be poor"
+        f"note: learned positions {seq_len} to {learned.max_length - 1} are not trained at "
+        f"--seq_len={seq_len}; text that extends beyond position {seq_len - 1} will be poor"
     )

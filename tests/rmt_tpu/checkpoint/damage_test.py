@@ -171,7 +171,7 @@ def test_of_two_writers_at_one_step_exactly_one_commits(root, monkeypatch):
     for thread in threads:
         thread.join(600)
     (winner,), (refusal,) = winners, refusals
-    assert "another writer committed it first" in refusal
+    assert "another writer committed the step first" in refusal
     reader = Checkpointer(root)
     assert_same(reader.restore(small_tree(0))[1], small_tree(winner))
     # The loser takes its own data away.
@@ -299,7 +299,7 @@ HOSTILE = {
     "twice": (first_array(name="b"), "names an array twice"),
     "object": (first_array(dtype="object"), "a/w has the unknown dtype 'object'"),
     "string": (first_array(dtype="string"), "a/w has the unknown dtype 'string'"),
-    "codec": (first_array(compression="pickle"), "a/w has the unknown 'pickle'"),
+    "codec": (first_array(compression="pickle"), "a/w has the unknown compression 'pickle'"),
     "key": (first_array(prng=["x"]), "a/w has an unknown kind of PRNG key"),
     "negative": (first_array(shape=[-4, 6]), "a/w has an impossible shape or chunk"),
     "fraction": (first_array(shape=[4.0, 6]), "a/w has an impossible shape or chunk"),

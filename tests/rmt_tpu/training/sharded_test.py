@@ -218,7 +218,7 @@ def test_experts_on_a_mesh_are_those_of_one_device(store, mesh):
 
 def test_a_sequence_that_has_no_two_parts_a_device_is_refused():
     with pytest.raises(
-        sharding.MeshError, match="--seq_len=24 is .* and 2 parts a device, .* 16 or 32"
+        sharding.MeshError, match="--seq_len=24 is .* and 2 parts per device, .* 16 or 32"
     ):
         prepared("vector", "sum", "sequence=8", seq_len=24)
 
