@@ -248,14 +248,14 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "part own_seq vectors size"], tuple | None, cores.Aux]:
         if schedule is not None:
             z, aux = pipelined.run_layers(self, tokens, context, schedule)
-            return z.whole, None, aux
+            return z.residual, None, aux
         state, y = layer.start(self.embedding, self.store, tokens, context, self.dtype)
         if self.config.remat == "reversible" and caches is None:
             z, aux = reversible.run_layers(self, state, y, context)
         else:
             run = banked if self.config.mixer.banked else scanned
             z, caches, aux = run.run_layers(self, state, y, context, caches)
-        return z.whole, caches, aux
+        return z.residual, caches, aux
 
 
 def _check(tokens):

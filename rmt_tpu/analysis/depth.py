@@ -243,7 +243,7 @@ def unrolled(
     else:
         z, weights = _advance(decoder, sublayers, store, state, y), ()
     recorded = map(tuple, (store.outputs, store.residuals, store.reads, weights))
-    return Trace(z.whole, *recorded)
+    return Trace(z.residual, *recorded)
 
 
 class _TappedStore:

@@ -133,7 +133,7 @@ class Experts(Core):
         "loss" is the balance loss plus the zero-valued terms that pass loads on as gradients. With
         a capacity, "dropped" is the number of token-expert choices that did not fit.
         """
-        x = concatenate(z.whole)
+        x = concatenate(z.residual)
         scores = self._scores(x)
         biased = scores + self._bias().astype(scores.dtype)
         routing = self._route(scores, biased)

@@ -71,13 +71,13 @@ class FeedForward(Core):
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq vectors size"]:
         """Run the layer on each token independently."""
-        return separate(self._run(z.whole), self.vectors)
+        return separate(self._run(z.residual), self.vectors)
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq vectors size"], Cache]:
         """Run the layer on new tokens; the cache stays empty."""
-        y = self._run(z.whole)
+        y = self._run(z.residual)
         if y.shape[1] == 1 < self.vectors:
             # Without the barrier, XLA would reorder the columns of the large matrix W_2 at every
             # decode step, instead of the entries of y.

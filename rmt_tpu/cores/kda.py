@@ -146,7 +146,7 @@ class Kda(Core):
 
     def _run(self, z, context, state, tail):
         """Return the heads' outputs, and the state and the tail after the last token."""
-        x = sharding.gather(concatenate(z.whole), "tensor", axis=1)
+        x = sharding.gather(concatenate(z.residual), "tensor", axis=1)
         q, k, v, tail = self._convolve(
             unflatten_rows(self._own_heads(z.heads), context), context, tail
         )

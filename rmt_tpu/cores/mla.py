@@ -156,7 +156,7 @@ class Mla(Core):
             return self(z, context, index), cache
         q = unflatten_rows(sharding.swap(q, other_axes(), split=2, join=1), context)
         q = self._rotate(q, context)
-        w_up = self._up(z.whole.dtype)
+        w_up = self._up(z.residual.dtype)
         w_up = w_up.reshape(*w_up.shape[:2], -1, self.core.head_dim)
         w_up = sharding.own_part(w_up, other_axes(), axis=2)
         step = Step(q, latent, k_rope, cache, w_up, jnp.asarray(layer), context.start)
@@ -169,7 +169,7 @@ class Mla(Core):
 
         These arrays have the tokens of all devices along the mesh axis `tensor`.
         """
-        x = concatenate(z.whole)
+        x = concatenate(z.residual)
         weights = lambda w, axis=0: sharding.gather(w.astype(x.dtype), "fsdp", axis=axis)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
         x = sharding.gather(x, "tensor", axis=1)

@@ -290,20 +290,20 @@ class StackRunner:
         """
         full, left = divmod(self.repeat, self.group)
         full_inputs, last_inputs = inputs
-        whole = last = None
+        full_outputs = last_outputs = None
 
         def scanned(carry, group):
             index, inputs = group
             return run(carry, index * self.group, self.group, inputs)
 
         if left and reverse:
-            carry, last = run(carry, full * self.group, left, last_inputs)
+            carry, last_outputs = run(carry, full * self.group, left, last_inputs)
         if full == 1:  # the first row is then static, and is 0 for a mixer without groups
-            carry, whole = run(carry, 0, self.group, full_inputs)
+            carry, full_outputs = run(carry, 0, self.group, full_inputs)
         else:
             groups = (jnp.arange(full), full_inputs)
             carry = vary_alike((full_inputs, carry))[1]
-            carry, whole = jax.lax.scan(scanned, carry, groups, reverse=reverse)
+            carry, full_outputs = jax.lax.scan(scanned, carry, groups, reverse=reverse)
         if left and not reverse:
             start = full * self.group
             if decoding:
@@ -311,8 +311,8 @@ class StackRunner:
                 # copy the weights of all layers to another layout. It would also keep a copy of
                 # this layer's weights through all steps of a dispatch.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
-            carry, last = run(carry, start, left, last_inputs)
-        return carry, (whole, last)
+            carry, last_outputs = run(carry, start, left, last_inputs)
+        return carry, (full_outputs, last_outputs)
 
     def _begin(
         self, arrays: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None

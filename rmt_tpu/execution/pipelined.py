@@ -162,7 +162,7 @@ def loss(
     def last(parameters, result, microbatch):
         reading, kernel = parameters
         z = pipeline.on_last(lambda operands: stages.read(*operands), (reading, result))
-        share = sharding.scatter_sum(_tokens(z.whole, schedule.stages), "stage", axis=0)
+        share = sharding.scatter_sum(_tokens(z.residual, schedule.stages), "stage", axis=0)
         part = lambda x: sharding.own_part(_tokens(x, schedule.stages), "stage", axis=0)[None]
         return terms(share[None], kernel, *jax.tree.map(part, microbatch.of_tokens))
 

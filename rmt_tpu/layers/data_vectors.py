@@ -1,9 +1,9 @@
-"""Conversion between a token's data vectors, which layers read and write, and one long vector.
+"""Conversion between a token's data vectors and one long vector that holds all of them.
 
-The long vector is ordered by entry first: its entry `i * vectors + r` is entry i of data vector r.
-The kernels for the residual matrix store their data in this order, so neither conversion moves data
-on a TPU. For the weight matrices that read or write the long vector, the order only permutes their
-rows or columns.
+Data vectors are the vectors that a layer reads from the residual and writes to it. Entry
+`i * vectors + r` of the long vector is entry i of data vector r. The kernels for the residual
+matrix keep data vectors in the same order, so neither conversion moves data on a TPU. In the weight
+matrices that read or write the long vector, the order only permutes rows or columns.
 """
 
 from typing import Literal, NamedTuple
@@ -14,13 +14,13 @@ import sharding
 
 
 class HeadsLayout(NamedTuple):
-    """The layout of the heads that a store reads and writes.
+    """The layout of the heads that a store (the format of the residual) reads and writes.
 
     Attributes:
       rows: the order of heads in memory; see `pallas_kernels.causal_attention`.
-      projected: the mesh axes over which the projection itself is sharded by heads. Each device
-        projects only its own share of the heads, but for the tokens of all devices along these
-        axes.
+      projected: the mesh axes over which the projections to and from heads are sharded by heads.
+        Each device projects only its own share of the heads, but for the tokens of all devices
+        along these axes.
     """
 
     rows: Literal["size_major", "head_major"]
@@ -30,8 +30,8 @@ class HeadsLayout(NamedTuple):
     def swapped(self) -> tuple[str, ...]:
         """The mesh axes over which devices exchange heads for tokens.
 
-        Before the exchange, a device has all heads for its own tokens; afterwards it has its own
-        share of the heads for the tokens of all devices.
+        Before the exchange, a device has all heads for its own tokens. After the exchange, the
+        device has its own share of the heads for the tokens of all devices.
         """
         return tuple(axis for axis in sharding.token_axes() if axis not in self.projected)
 
@@ -42,21 +42,23 @@ class HeadsLayout(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The input z of a core, as read from the residual; a part that the core does not use is None.
+    """The input z of a core (an attention or feed-forward sublayer), read from the residual.
+
+    A part that the core does not use is None.
 
     Attributes:
       heads: vectors of head size, for example all queries, then all keys, then all values.
-      whole: the residual read without heads: [..., 1, D] from a vector store, [..., R, D_v] from a
-        matrix store.
+      residual: the vectors read without heads: [..., 1, D] from a vector store, or [..., R, D_v]
+        from a matrix store.
     """
 
     heads: Float[Array, "batch seq vectors head_dim"] | None = None
-    whole: Float[Array, "batch seq vectors size"] | None = None
+    residual: Float[Array, "batch seq vectors size"] | None = None
 
 
 def concatenate(x: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens width"]:
     """Concatenate a token's data vectors into one vector of `width = size * vectors` numbers."""
-    vectors, size = x.shape[-2:]  # not reshaped to -1, which cannot be inferred for an empty batch
+    vectors, size = x.shape[-2:]  # The size -1 cannot be inferred for an empty batch.
     return x.swapaxes(-1, -2).reshape(*x.shape[:-2], vectors * size)
 
 

@@ -18,7 +18,7 @@ def slice_at(stacks: Any, index: Index) -> Any:
 
 
 def update_at(stacks: Any, values: Any, index: Index) -> Any:
-    """Return the stacks with slice `index` replaced by a tree of values."""
+    """Return the stacks with slice `index` of each replaced by the value in a tree of values."""
 
     def update(stack, x):
         return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
@@ -39,9 +39,9 @@ def update_range(stack: Float[Array, "count *shape"], values: Array, start: Inde
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, scanned: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Run `jax.lax.scan`, but run a single step without a loop.
+    """Run `jax.lax.scan`; if there is only one step, run the step without a loop.
 
-    Without the loop, the step may change the shape of the carry.
+    A step without a loop may change the shape of the carry.
     """
     carry, scanned = vary_alike((carry, scanned))
     if len(jax.tree.leaves(scanned)[0]) > 1:
@@ -52,10 +52,10 @@ def scan(
 
 @jax.custom_jvp
 def isolate(x: Array) -> Array:
-    """Return x, and keep XLA from fusing the computation of x into the operations that use it.
+    """Return x, and keep XLA from fusing the computation of x into the operations that use x.
 
-    Under differentiation, x is returned without this restriction, because it is then used more than
-    once and XLA may prefer to recompute it for each use.
+    Under differentiation, x is returned without this restriction, because x is then used more than
+    once, and computing x again for each use may be faster.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -75,11 +75,12 @@ def empty_like(stacks: Any) -> Any:
 
 @jax.custom_vjp
 def slice_once(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
-    """Return the stack and its slice `index`, with a gradient that avoids a stack of zeros.
+    """Return the stack and its slice `index`, with a gradient that needs no stack of zeros.
 
-    After the call, use the returned stack, and do not read this slice from it again. The gradient
-    of the slice can then be written into its place in the gradient of the stack. JAX's own indexing
-    would instead create a stack of zeros per slice and add all of these stacks.
+    After the call, use the returned stack, and do not read the slice from the returned stack again.
+    The backward pass can then write the slice's gradient into the gradient of the stack. The
+    gradient of JAX's own indexing would instead create a stack of zeros per slice and add all of
+    these stacks.
     """
     return stack, jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
@@ -101,26 +102,26 @@ def write_unread(
     stack: Float[Array, "count *shape"],
     x: Float[Array, "*shape"],
     index: Index,
-    whole: Bool[Array, ""],
+    complete: Bool[Array, ""],
 ) -> Array:
-    """Return the stack with `x` written into slice `index`; the slice may still be incomplete.
+    """Return the stack with `x` written into slice `index`, which nothing has read so far.
 
-    `whole` says whether x is complete. Nothing has read the slice before, and nothing may read it
-    until `whole` is True. The gradient of x is the slice's gradient if `whole`, and 0 otherwise.
-    The gradient of the stack is passed on unchanged. JAX's own update would set the slice of that
-    gradient to zero, which copies the whole stack.
+    `complete` says whether x has its final value. Nothing may read the slice before a call with
+    `complete` True. The gradient of x is the slice's gradient if `complete`, and 0 otherwise. The
+    gradient of the stack is passed on unchanged. JAX's own update would set the slice of that
+    gradient to zero, which copies the entire stack.
     """
     return update_at(stack, x, index)
 
 
-def _write_unread_forward(stack, x, index, whole):
-    return write_unread(stack, x, index, whole), (index, whole)
+def _write_unread_forward(stack, x, index, complete):
+    return write_unread(stack, x, index, complete), (index, complete)
 
 
 def _write_unread_backward(saved, d_stack):
-    index, whole = saved
+    index, complete = saved
     d_slice = jax.lax.dynamic_index_in_dim(d_stack, index, keepdims=False)
-    return d_stack, jnp.where(whole, d_slice, 0), None, None
+    return d_stack, jnp.where(complete, d_slice, 0), None, None
 
 
 write_unread.defvjp(_write_unread_forward, _write_unread_backward)

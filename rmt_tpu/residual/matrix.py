@@ -66,7 +66,7 @@ class Site(nnx.Module):
         if not self.reads.residual:
             return Read(heads=vectors)
         if not heads:
-            return Read(whole=vectors)
+            return Read(residual=vectors)
         return Read(vectors[:, :, :heads], vectors[:, :, heads:])
 
     def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:

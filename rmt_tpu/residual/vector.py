@@ -223,13 +223,13 @@ class Store(nnx.Module):
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
         """Return the sublayer's input from x, which is already normed."""
-        whole = x[..., None, :] if site.reads.residual else None
+        residual = x[..., None, :] if site.reads.residual else None
         if site.read is None:
-            return Read(whole=whole)
+            return Read(residual=residual)
         with jax.named_scope("projection"):
             weights = (w for w in (site.read, site.read_fewer) if w is not None)
             groups = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in weights)
             read = jnp.concatenate([w for group in groups for w in group], axis=-1)
             x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
         head_dim = site.reads.head_dim
-        return Read(x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim), whole)
+        return Read(x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim), residual)

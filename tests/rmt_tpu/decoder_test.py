@@ -101,7 +101,7 @@ def test_scanned_equals_unrolled(store):
                 state, z = mixer.advance(store, state, y, site, 2 * index + k)
                 y = core(z, context, jnp.int32(2 * index + k))
         _, z = mixer.advance(store, state, y, decoder.final_site, 2 * config.num_layers)
-        return decoder.unembedding(z.whole)
+        return decoder.unembedding(z.residual)
 
     def with_gradients(logits):
         def objective(params):

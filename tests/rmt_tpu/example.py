@@ -44,13 +44,13 @@ class Average(Core):
         self.data_shape = config.data_shape
 
     def __call__(self, z: Read, context: Context, index: Index):
-        return self._mean(jnp.cumsum(z.whole, axis=1), context)
+        return self._mean(jnp.cumsum(z.residual, axis=1), context)
 
     def empty_cache(self, repeat, batch, capacity, dtype):
         return jnp.zeros((repeat, batch, *self.data_shape), dtype)
 
     def step(self, z: Read, context: Context, index: Index, cache, layer):
-        sums = cache[layer][:, None] + jnp.cumsum(z.whole, axis=1)
+        sums = cache[layer][:, None] + jnp.cumsum(z.residual, axis=1)
         last = sums[:, -1]
         if context.lengths is not None:
             last = sums[jnp.arange(len(sums)), context.lengths - 1]

@@ -55,7 +55,7 @@ class WeighedCore(Core):
         return self.with_aux(z, context, index)[0]
 
     def with_aux(self, z, context, index):
-        x = concatenate(z.whole)
+        x = concatenate(z.residual)
         s = jnp.dot(x, self.w[...])
         aux = {"loss": WEIGHT * jnp.sum(s**2)}
         if self.counts:

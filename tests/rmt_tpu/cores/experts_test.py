@@ -70,7 +70,7 @@ def tokens(seed=0):
 
 def run(graphdef, params, x):
     core = nnx.merge(graphdef, params)
-    return core.with_aux(Read(whole=x), causal(x.shape[1], None, None), 0)
+    return core.with_aux(Read(residual=x), causal(x.shape[1], None, None), 0)
 
 
 def loads(params, x, bias):

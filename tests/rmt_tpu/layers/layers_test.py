@@ -137,7 +137,7 @@ def test_gelu_exact_and_tanh():
     exact = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
     expected = exact @ np.asarray(layer.w_2[...])
     context = cores.causal(1, None, None)
-    given = {name: core(Read(whole=z[:, None]), context, 1) for name, core in layers.items()}
+    given = {name: core(Read(residual=z[:, None]), context, 1) for name, core in layers.items()}
     np.testing.assert_allclose(given["gelu_exact"][:, 0, 0], expected, rtol=1e-4, atol=1e-5)
     gap = np.abs(given["gelu_tanh"] - given["gelu_exact"]).max()
     assert 0 < gap < 1e-2
