@@ -1,6 +1,7 @@
-"""The layouts of the tables in docs/benchmarks: functions from recipes' JSON values to Markdown.
+"""The tables in docs/benchmarks, as functions from recipes' JSON values to Markdown.
 
-Each function takes the JSON values of one or more sources of `benchmark_tables`, by part.
+An argument holds the JSON values of one source of `benchmark_tables` (a recipe's command). It maps
+the name of each part of the source, such as a chip, to that part's report.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 Reports = Mapping[str, Any]
 
 _MODELS = ("least", "best guess", "most")
-# The parts of a train step: the name in the table, and the parts of a report that it adds up.
+# Maps each row of the table of a train step to the parts of a report that the row adds up.
 _PARTS = {
     "residual: stores, norms, reads": ("residual",),
     "projections: W_Q, W_K, W_V, W_O": ("projections",),
@@ -22,9 +23,9 @@ _PARTS = {
 
 
 def ops(*sources: Reports) -> str:
-    """Lay out the costs of calls of ops, from the reports of `recipes.kernel_report` by chip.
+    """Return a table of the costs of ops, from reports of `recipes.kernel_report` by chip.
 
-    A line has both passes of a case: "forward" and "training".
+    A row has the figures of a call in the forward pass and in training (both passes).
     """
     titles = ["op", "least MB", "kernel MB", "plain MB"]
     over = f"plain time over kernel's, {' / '.join(sources[0])}"
@@ -45,9 +46,10 @@ def ops(*sources: Reports) -> str:
 
 
 def steps(*sources: Reports) -> str:
-    """Lay out train steps of two models, from reports of `recipes.kernel_report --step`.
+    """Return a table of two models' train steps, from reports of `recipes.kernel_report --step`.
 
-    The parts are named `<preset>@<chip>`. Each source has another number of sequences.
+    The parts of a source are named `<preset>@<chip>`. The sources differ in the number of sequences
+    per step.
     """
     presets, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
     lines = [["tokens", f"million cycles, {' / '.join(presets)}", *chips]]
@@ -74,9 +76,9 @@ def steps(*sources: Reports) -> str:
 
 
 def step_parts(reports: Reports) -> str:
-    """Lay out the million cycles of each part of a train step, for two models.
+    """Return a table of the million cycles of each part of a train step, for two models.
 
-    The argument is as in `steps`.
+    The argument is a source like those of `steps`.
     """
     presets, chips = (_distinct(part.split("@")[i] for part in reports) for i in (0, 1))
     lines = [[f"part, {' / '.join(chips)}", *reversed(presets)]]
@@ -90,9 +92,9 @@ def step_parts(reports: Reports) -> str:
 
 
 def decode(*sources: Reports) -> str:
-    """Lay out estimated decode steps, from reports of `recipes.decode_report` by chip.
+    """Return a table of estimated decode steps, from reports of `recipes.decode_report` by chip.
 
-    The figures of a chip are "-" where a step does not fit.
+    Figures are "-" where a step does not fit in the memory of a chip.
     """
     lines = [["preset", "rows", "context", "least, ms", "step, ms", "share of bandwidth"]]
     lines[0].append("temporary, MB")
@@ -111,7 +113,7 @@ def decode(*sources: Reports) -> str:
 
 
 def decode_host(reports: Reports) -> str:
-    """Lay out decode steps timed on one machine, from a report of `recipes.decode_report`."""
+    """Return a table of decode steps timed on one machine, from `recipes.decode_report`."""
     (report,) = reports.values()
     rows = {(row["case"]["batch"], row["case"]["preset"]): row for row in report["rows"]}
     presets = _distinct(preset for _, preset in rows)
@@ -129,10 +131,10 @@ def decode_host(reports: Reports) -> str:
 
 
 def counts(reports: Reports) -> str:
-    """Lay out parameters and FLOPs of residuals of 1, 2, 4 and 8 times the least size.
+    """Return a table of parameters and FLOPs for residuals of 1, 2, 4 and 8 times the least size.
 
-    The argument is the report of `recipes.experiment rmt-counts`. A cell also has the growth over
-    the least size.
+    The argument is a report of `recipes.experiment rmt-counts`. A cell also has the growth over the
+    least size.
     """
     (report,) = reports.values()
     lines = [["numbers in a token's residual"]]
@@ -160,6 +162,6 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first line has the titles."""
+    """Return lines of cells as a Markdown table; the first line has the titles."""
     rows = [f"| {' | '.join(cells)} |\n" for cells in lines]
     return "".join([rows[0], f"|{'---|' * len(lines[0])}\n", *rows[1:]])

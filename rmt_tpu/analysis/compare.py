@@ -128,7 +128,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def notes(configs: dict[str, RunConfig]) -> str:
-    """Return a Markdown list of differences between the systems' configs, one line per kind."""
+    """Return a Markdown list of how the configs of systems differ; equal systems share a line."""
     systems: dict[str, list[str]] = {}
     for name, config in configs.items():
         systems.setdefault(_note(config.model), []).append(name)
@@ -192,7 +192,7 @@ def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
         )  # fmt: skip
     by_flops.barh(rows, [results[name][0].flops for name in names], 0.6, color="0.7")
     by_loss.set_yticks(rows, names)
-    by_loss.invert_yaxis()  # both panels share the y axis, so this inverts both
+    by_loss.invert_yaxis()  # inverts both panels, because they share the y axis
     by_loss.margins(x=0.12)
     seeds = "; dots: seeds, bar: their mean" if len(results[names[0]]) > 1 else ""
     by_loss.set(xlabel=f"held-out loss at the end (nats per token){seeds}")

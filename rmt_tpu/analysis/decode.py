@@ -317,7 +317,7 @@ def _times(case: DecodeCase, repeats: int) -> Iterator[float]:
     prompts = np.random.default_rng(0).integers(
         config.vocab_size, size=(case.batch, max(1, case.context - new))
     )
-    # One additional token is generated when the prompt is read.
+    # Reading the prompt generates a token too, so `max_tokens` is one more than the timed steps.
     requests = [Request(p, Sampling(max_tokens=new + 1, seed=n)) for n, p in enumerate(prompts)]
     for repeat in range(1 + repeats):
         ends = []

@@ -186,7 +186,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
 
     def inputs():
         arrays = _site_inputs(size, tokens, dtype)
-        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the op uses the second layer
+        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # index 1, which the op uses, is x
         return arrays | {k: of_layers(arrays[k]) for k in ("store_keys", "gain", "read_keys")}
 
     def function(implementation, **arrays):
@@ -240,7 +240,7 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 
 # Depth attention ------------------------------------------------------------------------------
 
-_READ = 12  # number of data vectors to read after a merge
+_READ = 12  # the number of vectors that a merge with a read retrieves
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:

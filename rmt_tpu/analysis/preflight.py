@@ -1,11 +1,11 @@
-"""A check of whether a train step fits in the memory of a topology's devices, and what it costs.
+"""A check of whether a train step fits in the memory of a topology's devices, and of its time.
 
-The exact step that `train` runs, or the program that an engine runs for a part of a prompt, is
-compiled for all devices of a topology, which need not be present. The contents of memory come from
-XLA's own buffer assignment, which exists even for a program that does not fit. The time is an
-estimate (see `step_cost`). The time of a collective is the number of bytes that a device sends
-divided by a bandwidth: the maker's figure for all of the device's links or, between slices, the
-device's share of the data center's network.
+The exact step that `train` runs is compiled for all devices of a topology, which need not be
+present. A program of the text generator (see `prompt`) can be compiled instead of the step. The
+contents of memory come from XLA's own buffer assignment, which exists even for a program that does
+not fit. The time is an estimate (see `step_cost`). The time of a collective is the number of bytes
+that a device sends divided by a bandwidth: the maker's figure for all of the device's links or,
+between slices, the device's share of the data center's network.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ _PLUMBING = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class PeakBuffer:
-    """A buffer that is in memory at the step's peak.
+    """A buffer that is in memory when the step needs the most memory.
 
     Attributes:
       kind: the kind of memory use, one of KINDS.
@@ -154,7 +154,7 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True)
 class Preflight:
-    """The result of compiling a train step, or a program of the engine, for a topology.
+    """The result of compiling a train step, or a program of the text generator, for a topology.
 
     Attributes:
       config: the run's config.

@@ -118,7 +118,7 @@ class StepCost:
       bandwidth: the chip's HBM bandwidth in bytes/s.
       tokens: the number of tokens per step.
       unknown_loops: the number of loops with an unknown trip count; each counts as one iteration.
-      unscheduled: the number of kernels without a schedule; only their bytes count.
+      unscheduled: the names of kernels without a schedule, for which only the bytes count.
       compile_seconds: the time that compilation took on this machine, in seconds.
     """
 

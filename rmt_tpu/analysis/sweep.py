@@ -1,4 +1,7 @@
-"""Hyperparameter searches: their points, the rungs of successive halving, and their results."""
+"""Hyperparameter searches: points to try, the rungs of successive halving, and results.
+
+A point is a choice of a value for each searched config path.
+"""
 
 import itertools
 import json
@@ -130,7 +133,7 @@ def grid(spaces: Sequence[Space]) -> list[Point]:
 
 
 def random_points(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
-    """Return `count` distinct random points.
+    """Return `count` distinct random points of the search space.
 
     Raises:
       UsageError: the spaces have fewer than `count` distinct points.
@@ -177,7 +180,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The result of training one point of a variant for a number of steps.
+    """The result of training a model variant with one point (values of config paths).
 
     Attributes:
       variant: the name of the variant, such as a preset.
@@ -265,7 +268,7 @@ def write_sweep(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Locat
 
 
 def table(rows: Sequence[SweepRow]) -> str:
-    """Return a Markdown table with one row per point."""
+    """Return a Markdown table of losses, with one row per point of the search."""
     paths = list(rows[0].point)
     head = ["variant", *paths, "steps", "held-out loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -324,8 +327,8 @@ def _draw(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Folder) -> 
 
     figure = Figure(figsize=(1.5 + 5 * len(spaces), 4.5), layout="constrained")
     panels = figure.subplots(1, len(spaces), squeeze=False, sharey=True)[0]
-    # A line joins the points only if a single path is swept and values between its points make
-    # sense. With several paths, neighbouring points also differ in other values.
+    # A line joins the points only if a single path is searched and its values are quantities. With
+    # several paths, neighboring points also differ in other values; seeds are not quantities.
     joined = len(spaces) == 1 and spaces[0].path != "train.seed"
     lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
     several = len({steps for _, steps in lines}) > 1

@@ -85,18 +85,18 @@ class Agreement:
 
 @functools.cache
 def rows() -> tuple[PublishedCall, ...]:
-    """Return all rows of calibration.json."""
+    """Return all calls with published times, from calibration.json."""
     return parse(json.loads(PATH.read_text(encoding="utf-8")))
 
 
 def parse(values: dict[str, Any]) -> tuple[PublishedCall, ...]:
-    """Parse the decoded JSON of calibration.json into rows."""
+    """Return the calls in the decoded JSON of calibration.json."""
     work = lambda listed: tuple((Work(*fields), times) for times, *fields in listed)
     return tuple(PublishedCall(**value | {"work": work(value["work"])}) for value in values["rows"])
 
 
 def text(values: dict[str, Any], rows: Iterable[PublishedCall]) -> str:
-    """Return the text of calibration.json with its rows replaced, one row per line."""
+    """Return the text of calibration.json with its calls replaced, one call per line."""
 
     def line(row: PublishedCall) -> str:
         fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
@@ -109,7 +109,7 @@ def text(values: dict[str, Any], rows: Iterable[PublishedCall]) -> str:
 
 
 def agreement(rows: Sequence[PublishedCall], model: str = BEST_GUESS) -> Agreement | None:
-    """Compare estimated with measured times of calls; return None if `rows` is empty."""
+    """Compare the estimated times of calls with the published ones; return None without calls."""
     if not rows:
         return None
     ratios = [row.ratio(model) for row in rows]

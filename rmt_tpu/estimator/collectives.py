@@ -57,7 +57,7 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      op_name: the op_name of the instruction.
+      op_name: the JAX operation that the instruction is from.
       axes: the mesh axes along which the collective runs; ("?",) if its groups match no axes.
       devices: the number of devices per group.
       calls: the number of times it runs in one run of the program.
@@ -89,7 +89,7 @@ def collectives(
     found = []
     full = mesh
     if ids is not None:
-        mesh = _axes_in_slice(mesh, ids)  # XLA compiles one program per slice of the mesh
+        mesh = _axes_in_slice(mesh, ids)  # each slice has a program of its own
     for ran in module.run():
         if ids is not None and _BETWEEN.search(ran.instruction.attributes):
             if ran.instruction.opcode == "send":
@@ -152,7 +152,8 @@ def _fused_collectives(
     for instruction in inside.values():
         kind = kind_of(instruction)
         if kind is not None:
-            # A collective that is split over several fusions occurs in each fusion; count it once.
+            # A collective that is split over several fusions occurs in all of them. It counts only
+            # in the fusion that starts it.
             chained = bool(_CHAIN.search(instruction.attributes))
             if starts or not chained:
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):

@@ -47,7 +47,7 @@ class Work:
 
 
 def _best_guess(work: Work) -> float:
-    """Return the longer of schedule and HBM time, with XLA's estimate if there is no schedule."""
+    """Return the longer of schedule and HBM time; without a schedule, XLA's own estimate."""
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
@@ -58,14 +58,14 @@ def _best_guess(work: Work) -> float:
 
 
 def _least(work: Work) -> float:
-    """Return the best guess, with XLA's own matrix products charged only their peak or HBM time."""
+    """Return the best guess, but for XLA's matrix products no more than the time at full speed."""
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
     return _best_guess(work)
 
 
 def _most(work: Work) -> float:
-    """Return 1.5 times the best guess for kernels, and at least XLA's estimate for its products."""
+    """Return the best guess, times 1.5 for kernels; for XLA's products, at least its estimate."""
     if work.kind == "kernel":
         return 1.5 * _best_guess(work)
     if work.kind == "matmul":
@@ -136,7 +136,7 @@ class ProgramCost:
 
 
 def work_of(program: Program, ran: Executed) -> Work:
-    """Return the work of one call of an executed instruction on the program's target."""
+    """Return the work of one call of an instruction, in cycles of the program's target device."""
     instruction, module, target = ran.instruction, program.module, program.target
     schedule, kernel = program.schedules.get(instruction.name), module.kernel(instruction)
     if schedule is not None and schedule.unknown_loops and kernel is None:

@@ -85,7 +85,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Bytes in all memories."""
+        """The bytes in HBM and VMEM together."""
         return self.hbm + self.vmem
 
 
@@ -114,7 +114,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Name of the JAX operation that the instruction is from, or an empty string."""
+        """The name of the JAX operation that the instruction is from, or an empty string."""
         return re.sub(r"\\(.)", r"\1", self._attribute(_OP_NAME) or "")
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """Names of the computations that a conditional chooses from."""
+        """The names of the computations from which a conditional instruction chooses."""
         return _NAME.findall(self._attribute(_BRANCHES) or "")
 
     @property
@@ -467,7 +467,7 @@ def _is_view(inside: Instruction) -> bool:
 
 
 def _is_free(instruction: Instruction) -> bool:
-    """Return whether an instruction only names memory or waits for an asynchronous operation."""
+    """Return whether an instruction moves no bytes: it only names memory, or waits for a copy."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return _FREE_CALLS.search(instruction.attributes) is not None

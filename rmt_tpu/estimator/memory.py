@@ -123,7 +123,8 @@ def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
     before = [is_backward for time, is_backward in work if time <= moment]
     in_backward = bool(before) and before[-1]
     backward = [time for time, is_backward in work if is_backward]
-    # A loop's result is one value inside the loop and another value after it, at the same address.
+    # The result of a loop is one value inside the loop and another after it, at the same address.
+    # Therefore the live ranges of values with the same address and name belong together.
     lives_of: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     for value in values:
         if value.name in ranges:

@@ -160,7 +160,7 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # the process has exited; the reason is read below
+        except BrokenPipeError:  # the process has exited, which the code below reports
             pass
         until = None if limit is None else time.monotonic() + limit
         # The process prints one line per job; other lines come from libraries and are ignored.
@@ -171,7 +171,7 @@ class Worker:
                 self.close()
                 return Failure(f"no result within {limit:g} s", "TimeLimit")
             if line is None:
-                self._lines.put(None)  # `close` waits for this None
+                self._lines.put(None)  # `close` reads lines until this None
                 code = self._process.wait()
                 words = _last_words(self._folder / "stderr.txt", code, self._target)
                 self.close()
@@ -333,7 +333,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 target.matrix,
                 longest_branch_only=any(name in instruction.name for name in MASKED_KERNELS),
             )
-        except ValueError:  # dumps of instructions other than kernels may have another form
+        except ValueError:  # only the dumps of kernels must be readable
             if module.kernel(instruction) is not None:
                 raise
     done = {keys[name]: schedule for name, schedule in parsed.items()}

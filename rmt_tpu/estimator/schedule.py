@@ -29,7 +29,7 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{")
 _REGION = re.compile(r"Start region (\d+)")
 _ANY_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel(?: \((!?%\w+)\))? target = \$region(\d+)")
-# Matches the start of an instruction; the optional group is its predicate.
+# Matches the predicate of an instruction, if it has one.
 _OPERAND = r"(?:\(!?%\w+\),? ?)?"
 _EXIT = re.compile(r"(%\w+) = scmp\.ge\S*\s+" + _OPERAND + r"(%\w+), (-?\d+)")
 _STEP = re.compile(r"(%\w+) = sadd\.s32 " + _OPERAND + r"(\d+), (%\w+)")
@@ -251,7 +251,7 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
     """
     branch, head = bundles[last].text, bundles[first].text
     predicate = next((p for p, _ in _BRANCH.findall(branch) if p.startswith("!")), None)
-    end = last + 1  # at least four bundles execute after the branch
+    end = last + 1  # the bundles after the branch that still belong to the loop
     while end < len(bundles) and bundles[end].depth >= bundles[last].depth > 0:
         end += 1
     text = _text(bundles[first:end])

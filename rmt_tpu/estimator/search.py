@@ -143,7 +143,7 @@ class SearchResult:
 
     @property
     def spread(self) -> float:
-        """The relative spread of the default's measured times; see the function `spread`."""
+        """The `spread` (relative interquartile range) of the default block sizes' times."""
         return spread(self.default.seconds)
 
 
@@ -173,8 +173,8 @@ def search(
     Args:
       candidates: the candidates, with the default block sizes first.
       compile: a function that compiles a candidate, and returns its rating or a refusal.
-      fields: a function that returns a candidate's fields by name.
-      grows: the names of the fields that increase the need for on-chip memory when they increase.
+      fields: a function that returns a candidate's block sizes by name.
+      grows: the names of the block sizes that increase the need for on-chip memory.
       clock: a function that returns the current time in seconds.
       until: the deadline on that clock; after it, no further candidate is started. The first
         candidate is always tried.
@@ -248,9 +248,9 @@ def trials_to_time(default: Trial, trials: Iterable[Trial], top: int) -> list[Tr
 
 
 def distance(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:
-    """Return how different two candidates are.
+    """Return how different the block sizes of two candidates are.
 
-    The result is the number of fields that differ, and the total of their differences in powers of
+    The result is the number of sizes that differ, and the total of their differences in powers of
     two.
     """
     pairs = [(int(best[name]), int(other[name])) for name in best]

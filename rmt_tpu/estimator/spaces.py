@@ -108,7 +108,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class TuningCall:
-    """A call of an op, which can be built from its kernels or from plain JAX.
+    """A call of an op with which its kernel is tuned, and the same call in plain JAX.
 
     Attributes:
       function: a function that takes one of the two modules and returns the function to call.
@@ -141,7 +141,7 @@ class Space:
       default: a function of `(key, tokens)` that returns the default rule's block sizes.
       values: a function of `(key, tokens, default)` that yields alternative values of the block
         fields.
-      grows: the fields that increase the need for on-chip memory when they increase.
+      grows: the names of the block sizes that increase the need for on-chip memory.
       call: a function of `(key, tokens)` that returns the call to compile.
     """
 
@@ -343,7 +343,7 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
         operands, cotangents = size._replace(S=2).merge_backward((tokens,))
-        row = _bytes(operands.current)  # `operands` has two sites, but only one is merged
+        row = _bytes(operands.current)  # the row of the site that is not merged
         if op == "merge":
             function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
             return TuningCall(function, *modules, tuple(operands), spared=row)

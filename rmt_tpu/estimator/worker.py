@@ -2,9 +2,9 @@
 
     python -m rmt_tpu.estimator.worker <folder with request.json>
 
-It reads one job per line from standard input. For each job, it writes result.json, hlo.txt and
-either the schedules of instructions or a GPU's PTX code to a folder, and prints a line when these
-files are complete.
+The program reads one job per line from standard input. For each job, it writes result.json, hlo.txt
+and either the schedules of instructions or a GPU's PTX code to a folder, and prints a line when
+these files are complete.
 """
 
 import importlib

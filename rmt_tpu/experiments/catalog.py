@@ -1,4 +1,4 @@
-"""The catalog of all experiments."""
+"""The catalog of all experiments, with the table or figure of a paper that each repeats."""
 
 from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown

@@ -50,7 +50,7 @@ class ArmOutcome:
     """The results of an arm (a model of an experiment), over the runs with all seeds.
 
     Attributes:
-      arm: the arm, with the learning rate that its runs used.
+      arm: the arm (model of an experiment), with the learning rate that its runs used.
       parameters, weights: the number of all parameters, and the number without those of the
         embedding and unembedding.
       flops, tokens: the training FLOPs and the training tokens per run.
@@ -79,7 +79,7 @@ class ArmOutcome:
 
 
 def arm_outcome(arm: Arm, records: Sequence[Record]) -> ArmOutcome:
-    """Return the outcome of an arm from the records of its runs, one per seed."""
+    """Return the outcome of an arm (a model) from the records of its runs, one per seed."""
     counted = cost.parameters(arm.config.model)
     total = sum(counted.values())
     per_step = arm.config.train.batch_size * arm.config.data.seq_len
@@ -135,7 +135,9 @@ def paired_test(found: Sequence[float]) -> PairedTest:
 
     def lacks(shift: float) -> float:
         """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
-        return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is negligible: below 1e-8
+        return (
+            stats.nct.sf(edge, freedom, shift) - 0.8
+        )  # without the other tail, which is below 1e-8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
     return PairedTest(of, s, p, float(detectable))
@@ -194,7 +196,7 @@ class Fit(NamedTuple):
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return, for each seed, the x at which the fit reaches that seed's loss in `losses`."""
+        """Return the x at which each seed's fit has the loss that `losses` gives for the seed."""
         return [
             math.exp((math.log(loss) - b) / a)
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)

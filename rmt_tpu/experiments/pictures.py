@@ -63,7 +63,7 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
 
 def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw each arm's loss, its difference from the arm it is compared with, and the paper's loss.
+    """Draw, for each arm (model), its loss, its difference from a base arm, and the paper's loss.
 
     The horizontal axis is the size that the plan varies, `Arm.x`.
     """

@@ -150,7 +150,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def geometric_mean(found: Sequence[Point]) -> Point:
-    """Return the geometric mean, path by path, of points that set the same config paths."""
+    """Return the geometric mean of each config path's values over points with the same paths."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]
@@ -188,7 +188,7 @@ def flops(config: RunConfig) -> float:
 
 
 def all_runs(plan: Plan) -> Iterator[RunConfig]:
-    """Yield the config of every run of a plan, including the runs of its searches."""
+    """Yield the config of every run of an experiment's plan, including its searches."""
     for search in plan.searches.values():
         yield from [search.config] * (len(search.points) * len(search.seeds))
     for arm in plan.arms:

@@ -24,7 +24,7 @@ from rmt_tpu.training.run import resolve_auto
 # Config paths that may change when a run is resumed, but that are part of the digest, because they
 # determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
-_WAITS = (0.3, 1.0, 3.0)  # seconds between attempts to write a file in a bucket
+_WAITS = (0.3, 1.0, 3.0)  # seconds to wait between attempts to append to a file on gs://
 
 
 class Record(NamedTuple):
@@ -47,7 +47,7 @@ def read_record(folder: Folder) -> Record:
 
 
 class Records:
-    """The records in a file, which can be looked up by run.
+    """The records of finished runs in a file, which are looked up by run config.
 
     Args:
       folder: the folder that contains the file.
@@ -87,7 +87,7 @@ class Records:
 
         Args:
           config: the config of the run.
-          grows_from: see `plan.Arm`.
+          grows_from: the size D_k of the residual at first, if it grows; see `plan.Arm`.
         """
         return self._found.get(self._digest(config, grows_from))
 

@@ -30,8 +30,8 @@ def page(
     Args:
       plan: the plan.
       seeds: the seeds of the arms' runs.
-      outcomes: the outcomes of the plan's arms; empty if the plan has only searches.
-      rows: the result rows of the plan's searches; `SweepRow.variant` is the name of the search.
+      outcomes: the results of the plan's arms (models); empty if the plan has only searches.
+      rows: the results of the plan's searches; `SweepRow.variant` is the name of the search.
     """
     parts = list(plan.notes)
     if outcomes:

@@ -114,11 +114,11 @@ def _data_error(message: str, source: str) -> str:
 
 
 class PlannedRuns:
-    """The runs of a plan, in a folder that all plans of the same scale share.
+    """The training runs of a plan, in a folder that all plans of the same scale share.
 
     Args:
       plan: the plan, with its arms and searches.
-      seeds: the seeds of the arms.
+      seeds: the seeds of the arms (models).
       configured: a function that applies the command's flags to a config of the plan.
       folder: the folder that contains the run folders.
       records: the records of runs that finished on any machine, or None if no records are kept.
@@ -164,7 +164,7 @@ class PlannedRuns:
     def arm_runs(
         self, rows: Mapping[str, Sequence[SweepRow]]
     ) -> list[tuple[Arm, list[PlannedRun]]]:
-        """Return the arms whose searches have finished, each with its runs.
+        """Return the arms (models) whose searches have finished, each with its runs.
 
         The arms' configs have the best values of the searches, whose results are `rows`.
         """

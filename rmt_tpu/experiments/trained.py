@@ -67,7 +67,7 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "train.log_every": 10,
     }
     if "none" in base.model.mixer.remats:
-        values["model.remat"] = "none"  # memory is not a constraint at this size
+        values["model.remat"] = "none"  # faster, and a tiny model needs little memory
     return overrides.apply(base, values | changes)
 
 
@@ -302,13 +302,13 @@ def attnres_block_size(scale: Scale) -> Plan:
 
 
 def _mixed(name: str, mixer: Mixer, system: str, plain: str, **options) -> Arm:
-    """Return an arm: a tiny Transformer with the given mixer and the learning rate of `system`."""
+    """Return an arm: a tiny Transformer with this mixer and the learning rate of `system`."""
     config = _with_mixer(tiny("attnres", HEADS), mixer)
     return Arm(f"{name}-{HEADS * HEAD_DIM}", config, system, plain, **options)
 
 
 def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
-    """Return the mixers of Table 4 by name, each with the loss that the paper reports.
+    """Return the mixers of the Attention Residuals paper's Table 4, each with the paper's loss.
 
     `size` is the block size S in the table's Block rows.
     """
@@ -400,19 +400,19 @@ def today(scale: Scale) -> Plan:
 
 
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """Return a ladder's plan reduced to the largest arm of each given system, with its search."""
+    """Return a plan over model sizes reduced to the largest model of each given system."""
     last = {arm.system: arm for arm in plan.arms}
     return _row(plan, [last[system] for system in systems])
 
 
 def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """Return a ladder's plan reduced to the smallest arm of each given system."""
+    """Return a plan over model sizes reduced to the smallest model of each given system."""
     first = {arm.system: arm for arm in reversed(plan.arms)}
     return _row(plan, [first[system] for system in systems])
 
 
 def _row(plan: Plan, arms: list[Arm]) -> Plan:
-    """Return a plan with only the given arms, all of one size, whose differences are tested."""
+    """Return a plan with only the given arms (models of one size), and test their differences."""
     systems = {arm.system for arm in arms}
     return replace(
         plan,
