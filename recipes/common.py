@@ -16,17 +16,18 @@ from rmt_tpu.errors import ArgumentError, UsageError, flag_errors, unknown
 
 # Each entry describes a flag: its name, the config path that it sets, its type and its help text.
 _RUN_FLAGS = [
-    ("data", "data.source", str, "text: stdlib, a token store of recipes.prepare_data, or "
-     "comma-separated .txt and .jsonl files and globs"),
-    ("tokenizer", "data.tokenizer", str, "byte, a folder with encoder.json and vocab.bpe, or a "
-      "tokenizer.json"),
+    ("data", "data.source", str, "text to train on: stdlib (the source of Python's standard "
+     "library), a token store of recipes.prepare_data, or comma-separated .txt and .jsonl files "
+     "and globs"),
+    ("tokenizer", "data.tokenizer", str, "tokenizer: byte, a folder with encoder.json and "
+     "vocab.bpe, or a tokenizer.json"),
      ("seq_len", "data.seq_len", int, "tokens per sequence"),
      ("steps", "train.steps", int, "number of optimizer steps"),
      ("learning_rate", "train.optimizer.learning_rate", float, "peak learning rate"),
      ("batch_size", "train.batch_size", int, "sequences per step, over all devices"),
      ("mesh", "train.mesh", str, "mesh axes, like data=2,fsdp=4; -1 means all remaining devices"),
-     ("init_from", "train.init_from", str, "run folder, or folder in Hugging Face format, with the "
-      "initial parameters"),
+     ("init_from", "train.init_from", str, "run folder, or folder in Hugging Face format, that "
+      "supplies the initial parameters of a new run"),
      ("with_optimizer", "train.with_optimizer", bool, "continue the run of --init_from in another "
       "folder, with its optimizer state, step number and position in the text"),
      ("seed", "train.seed", int, "seed of the parameters and the data order"),
@@ -38,11 +39,14 @@ _RUN_FLAGS = [
      ("eval_tasks", "train.eval_tasks", str, "tasks of recipes.evaluate to run during training"),
      ("eval_tasks_every", "train.eval_tasks_every", int, "steps between runs of the tasks; 0 means "
       "only at the end"),
-     ("eval_tasks_limit", "train.eval_tasks_limit", int, "documents per task, from the first"),
-     ("eval_data_dir", "train.eval_data_dir", str, "folder with <task>.jsonl files, or hub"),
+     ("eval_tasks_limit", "train.eval_tasks_limit", int, "maximum number of documents per task, "
+      "counted from the first"),
+     ("eval_data_dir", "train.eval_data_dir", str, "data of the tasks: a folder with <task>.jsonl "
+      "files, or hub"),
      ("sample_every", "train.sample_every", int, "steps between text samples; 0 means only at the "
       "end"),
-     ("tensorboard", "train.tensorboard", str, "auto (on if tensorboardX is installed), on or off"),
+     ("tensorboard", "train.tensorboard", str, "whether to write TensorBoard files: auto (if "
+      "tensorboardX is installed), on or off"),
 ]  # fmt: skip
 
 # The flags defined here count as flags of the recipe that calls these functions, so that its --help

@@ -30,8 +30,10 @@ _TARGET = flags.DEFINE_list(
     "list of v5e, v5p, v6e, tpu7x and host; default host on a machine with a GPU or a TPU, "
     "otherwise the first three",
 )
-_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "numbers of rows, like 1,32,256")
-_CONTEXT = flags.DEFINE_list("context", ["512"], "tokens per row, including the new token")
+_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "numbers of rows in a batch, like 1,32,256")
+_CONTEXT = flags.DEFINE_list(
+    "context", ["512"], "numbers of tokens per row, including the new token, like 512,2048"
+)
 _SET = flags.DEFINE_multi_string(
     "set", [], "path=value to set in the config, or rmt-305m:path=value for that preset only"
 )

@@ -22,8 +22,9 @@ def define_distributed_flags() -> None:
     flags.DEFINE_bool(
         "distributed",
         False,
-        "run as one of several processes; its number is detected on TPU slices and in SLURM, Open "
-        "MPI and Kubernetes jobs; elsewhere, set --coordinator, --num_processes and --process_id",
+        "train one run with several processes; the number of this process is detected on TPU "
+        "slices and in SLURM, Open MPI and Kubernetes jobs; elsewhere, set --coordinator, "
+        "--num_processes and --process_id",
     )
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same for all processes")
     flags.DEFINE_integer("num_processes", None, "number of processes, the same for all processes")

@@ -30,7 +30,9 @@ _PORT = flags.DEFINE_integer(
     "port", 8000, "port to serve at; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1
 )
 _SLOTS = flags.DEFINE_integer("slots", 8, "texts generated at the same time", lower_bound=1)
-_QUEUE = flags.DEFINE_integer("queue", 64, "texts that may wait for a slot", lower_bound=0)
+_QUEUE = flags.DEFINE_integer(
+    "queue", 64, "maximum number of texts that wait for a slot", lower_bound=0
+)
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
     2048,

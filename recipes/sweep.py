@@ -35,7 +35,9 @@ common.define_model_flags()
 _SWEEP = flags.DEFINE_multi_string(
     "sweep", [], "path=1e-3,1e-2 or path=log:1e-4..1e-1:7; see above"
 )
-_SEARCH = flags.DEFINE_enum("search", "grid", ["grid", "random", "halving"], "choice of points")
+_SEARCH = flags.DEFINE_enum(
+    "search", "grid", ["grid", "random", "halving"], "how the points of --sweep are chosen"
+)
 _TRIALS = flags.DEFINE_integer(
     "trials", None, "number of random points; with halving, they replace the grid", lower_bound=1
 )
@@ -43,13 +45,13 @@ _SEARCH_SEED = flags.DEFINE_integer(
     "search_seed", 0, "seed for drawing --trials points", lower_bound=0
 )
 _FACTOR = flags.DEFINE_integer(
-    "halving_factor", 3, "each rung of halving keeps one point in this many", lower_bound=2
+    "halving_factor", 3, "factor by which each rung of halving reduces the points", lower_bound=2
 )
 _VARIANT = flags.DEFINE_multi_string(
     "variant", [], "a name and config changes, like 'x2 model.num_layers=8'"
 )
 _COORDINATES = flags.DEFINE_integer(
-    "coordinates", 0, "steps of a coordinate check, which replaces the sweep", lower_bound=0
+    "coordinates", 0, "steps of a coordinate check instead of a sweep; 0 means none", lower_bound=0
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", "runs/sweep", "folder for the run folders, local or gs://"

@@ -37,7 +37,7 @@ _FROM_STEP = flags.DEFINE_integer(
     "resume from the checkpoint of this earlier step; later checkpoints are deleted",
 )
 _PROFILE_STEPS = flags.DEFINE_integer(
-    "profile_steps", 0, "number of steps to trace into profile/", lower_bound=0
+    "profile_steps", 0, "number of steps to trace; traces go to <workdir>/profile", lower_bound=0
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "print the model, its size and the amount of training, and exit"

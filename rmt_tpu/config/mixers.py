@@ -128,7 +128,7 @@ class _DepthAttention(_BankedSystem):
         if residual_size % self.num_heads:
             raise UsageError(
                 f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
-                f"residual's {residual_size} numbers"
+                f"residual's {residual_size} numbers; legal: a divisor of {residual_size}"
             )
 
     def parameters(self, model: Sizes) -> int:
@@ -522,7 +522,8 @@ class Hierarchical(System):
         """Raise UsageError if the model has fewer layers than one node combines."""
         if self.every > num_sublayers // 2:
             raise UsageError(
-                f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}"
+                f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}; "
+                f"legal: 1 to {num_sublayers // 2}"
             )
 
     def parameters(self, model: Sizes) -> int:

@@ -377,8 +377,8 @@ class ModelConfig(Checked):
                 port = next((port for port in ports if port.heads), None)
                 if port is None:
                     raise UsageError(
-                        "MatrixStore.vectors and MatrixStore.vector_dim are needed where no core "
-                        "has heads"
+                        f"MatrixStore.vectors={vectors} and MatrixStore.vector_dim={vector_dim} "
+                        "must be set, because no core of the model has heads; legal: numbers"
                     )
                 return vectors or port.heads[0], vector_dim or port.head_dim
 

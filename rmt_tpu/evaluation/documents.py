@@ -224,7 +224,7 @@ def ask(
         ]
         requests, owners = [w[0] for w in windows], [w[1] for w in windows]
         if not requests:
-            raise UsageError("--text has no tokens to score")
+            raise UsageError("--text has no tokens to score; legal: texts that are not empty")
         return SourceRequests(source, requests, np.array(owners))
     pairs = [
         _strip_context(context, continuation)

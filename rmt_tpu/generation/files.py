@@ -22,7 +22,7 @@ def read_prompts(location: str) -> list[str]:
     folder, name = _split(location)
     file = folder.read(name, limit=2**30)
     if file is None:
-        raise UsageError(f"{location} does not exist")
+        raise UsageError(f"{location} does not exist; legal: a file with prompts")
     try:
         lines = file.data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -36,7 +36,10 @@ def read_prompts(location: str) -> list[str]:
         except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
-            raise UsageError(f'{location}:{number} is not a JSON object with a text "prompt"')
+            raise UsageError(
+                f'{location}:{number} is not a JSON object with a text "prompt", like '
+                '{"prompt": "text"}'
+            )
         prompts.append(prompt)
     return prompts
 

@@ -332,7 +332,7 @@ def _include_usage(values: Mapping[str, Any], stream: bool) -> bool:
         words = '{"include_usage": true} or {"include_usage": false}'
         raise Refusal(f"stream_options={shown(options)} must be {words}", "stream_options")
     if options and not stream:
-        raise Refusal("stream_options needs stream=true", "stream_options")
+        raise Refusal(f"stream_options={shown(options)} needs stream=true", "stream_options")
     return options.get("include_usage", False)
 
 

@@ -260,7 +260,7 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GATED,)),), cfg.MatrixStore(6)),
-            "MatrixStore.vectors and MatrixStore.vector_dim are needed where no core has heads",
+            "MatrixStore.vectors=None and MatrixStore.vector_dim=None must be set, because no core",
         ),
     ],
 )

@@ -163,7 +163,7 @@ REFUSED = [
     (
         {"stream_options": {"include_usage": True}},
         "stream_options",
-        "stream_options needs stream=true",
+        "stream_options={'include_usage': True} needs stream=true",
     ),
     ({"stream": True, "stream_options": {"usage": 1}}, "stream_options", '{"include_usage": true}'),
     ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty=0.5 is not supported"),
