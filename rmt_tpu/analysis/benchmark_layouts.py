@@ -7,6 +7,9 @@ the name of each part of the source, such as a chip, to that part's report.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rmt_tpu.analysis import compare
+from rmt_tpu.estimator import calibration
+
 Reports = Mapping[str, Any]
 
 _MODELS = ("least", "best guess", "most")
@@ -151,6 +154,36 @@ def counts(reports: Reports) -> str:
                 cells.append(f"{row[key] / scale:{form}}" + (f" ({more:+.2%})" if more else ""))
         lines.append(cells)
     return _table(lines)
+
+
+def comparison(reports: Reports) -> str:
+    """Lay out the losses of trained models, from the JSON of `recipes.compare`."""
+    (rows,) = reports.values()
+    results: dict[str, list[compare.RunResult]] = {}
+    for row in rows:
+        results.setdefault(row["name"], []).append(compare.RunResult(**row))
+    return compare.markdown(results)
+
+
+def storage(reports: Reports) -> str:
+    """Lay out the seconds of saving and restoring, from the JSON of `recipes.storage_report`."""
+    (report,) = reports.values()
+    lines = [["", "save, s", "blocked, s", "of the save", "restore, s", "GB stored"]]
+    for row in report["rows"]:
+        share = f"{row['blocked'] / row['save']:.2%}"
+        cells = [f"{row['save']:.2f}", f"{row['blocked']:.4f}", share, f"{row['restore']:.2f}"]
+        lines.append([row["name"], *cells, f"{row['stored_bytes'] / 1e9:.3f}"])
+    return _table(lines)
+
+
+def calibration_calls() -> str:
+    """Return the table of all calls with published times."""
+    return calibration.table().split("\n\n")[0] + "\n"
+
+
+def calibration_agreement() -> str:
+    """Return the table of the agreement of estimates with published times, by chip and kind."""
+    return calibration.table().split("\n\n")[1]
 
 
 def _each(values: Sequence[float | None], scale: int | float, form: str) -> str:

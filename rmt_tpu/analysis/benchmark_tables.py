@@ -82,6 +82,12 @@ def _decode(targets: tuple[str, ...], flags: str) -> Source:
     return Source(shown, targets, f"{command}{{part}} {flags} --json", "")
 
 
+def _compare(flags: str) -> Source:
+    command = "python -m recipes.compare"
+    shown = f"{command} --workdir=runs/compare {flags}"
+    return Source(shown, ("cpu",), f"{command} --workdir={{folder}} {flags}", "comparison.json")
+
+
 SOURCES = {
     "key_vector": _ops("key_vector"),
     "attention": _ops("attention"),
@@ -101,6 +107,20 @@ SOURCES = {
     "decode_host": _decode(
         ("host",), "--presets=gpt2-tiny,rmt-tiny --batch=1,32,128 --context=128"
     ),
+    "compare": _compare("--presets=gpt2-tiny,rmt-tiny"),
+    "systems": _compare(
+        "--seeds=0,1,2 --steps=100 --batch_size=8 --seq_len=128 --eval_every=50 \\\n"
+        "  --set=train.optimizer.warmup_fraction=0.1 --presets=gpt2-tiny,highway-tiny,\\\n"
+        "depth-lstm-tiny,hierarchical-tiny,denseformer-tiny,hc-tiny,mhc-tiny,mhc-lite-tiny,\\\n"
+        "attnres-full-tiny,attnres-tiny,rmt-tiny,rmt-denseformer-tiny,rmt-attnres-tiny"
+    ),
+    "storage": Source(
+        "python -m recipes.storage_report --folder=/tmp/scratch --gigabytes=1 --rounds=5",
+        ("local",),
+        "python -m recipes.storage_report --folder={folder} --output={folder} --gigabytes=1 "
+        "--rounds=5",
+        "storage_report.json",
+    ),
     "counts": Source(
         "python -m recipes.experiment rmt-counts",
         ("paper",),
@@ -115,6 +135,11 @@ TABLES = {
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "counts": Table(("counts",), layouts.counts),
+    "compare": Table(("compare",), layouts.comparison),
+    "systems": Table(("systems",), layouts.comparison),
+    "storage": Table(("storage",), layouts.storage),
+    "calibration_agreement": Table((), layouts.calibration_agreement),
+    "calibration_calls": Table((), layouts.calibration_calls),
 }
 
 

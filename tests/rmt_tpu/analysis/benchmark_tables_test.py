@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.analysis import benchmark_tables
-from rmt_tpu.analysis.benchmark_layouts import decode, ops
+from rmt_tpu.analysis.benchmark_layouts import decode, ops, storage
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 
 # The source tree itself: under Bazel, this file is a link to there.
@@ -87,9 +87,8 @@ def test_what_was_transcribed_says_so():
     """A file that no recipe wrote names the page and the commit that its figures are from."""
     for file in (FOLDER / "data").iterdir():
         values = json.loads(file.read_text(encoding="utf-8"))
-        assert ("versions" in values["report"] or file.name.startswith("counts")) != (
-            "transcribed" in values
-        ), file.name
+        written = "versions" in values["report"] or file.name.startswith("counts")
+        assert written != ("transcribed" in values), file.name
     lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()
     assert any("transcribed from docs/benchmarks/train_step.md of 3feb6d0" in x for x in lines)
 
@@ -124,3 +123,8 @@ def test_dates_commits_and_versions_are_said_once():
     assert taken({"a": {"v5e": values, "v5p": values}, "b": {"v6e": other}}) == (
         "b v6e: 2026-11-27 (aaaaaaa), jax 3; all others: 2026-11-27 (aaaaaaa), jax 1."
     )
+
+
+def test_storage_has_the_share_of_a_save_that_blocks():
+    row = {"name": "Orbax", "save": 2.0, "blocked": 0.01, "restore": 1.5, "stored_bytes": 9.24e8}
+    assert "| Orbax | 2.00 | 0.0100 | 0.50% | 1.50 | 0.924 |" in storage({"local": {"rows": [row]}})
