@@ -123,7 +123,7 @@ def check_norm(norm: Any) -> None:
 
 
 def check_fraction_bits(value: Any) -> None:
-    """Raise ValueError unless an int16 residual's number of fraction bits is legal."""
+    """Raise ValueError unless a number of fraction bits of an int16 residual is from 0 to 20."""
     if not isinstance(value, int) or value not in FRACTION_BITS_RANGE:
         low, high = FRACTION_BITS_RANGE[0], FRACTION_BITS_RANGE[-1]
         raise ValueError(f"fraction_bits={value!r} must be an integer from {low} to {high}")

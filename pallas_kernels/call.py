@@ -122,8 +122,8 @@ def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
     """
 
     def narrow(*args: Any) -> Any:
-        # Batching traces the call again, possibly with `jax_enable_x64` on. Kernels count in 32
-        # bits, so it is turned off.
+        # Batching traces the call again, possibly with `jax_enable_x64` on. That option is turned
+        # off here, because kernels count in 32 bits.
         with jax.enable_x64(False):
             return run(*args)
 

@@ -1,4 +1,4 @@
-"""The default implementation of attention on NVIDIA GPUs, by head size: docs/gpu_attention.md."""
+"""Selection of attention's default implementation on NVIDIA GPUs: see docs/gpu_attention.md."""
 
 from typing import Literal, NamedTuple
 

@@ -527,7 +527,7 @@ def _spans(
 
 
 def _pairs(call: _BlocksCall) -> int:
-    """Return the number of pairs of a block of queries and a block of keys that it sees."""
+    """Return the number of pairs (block of queries, block of keys) in which a query sees a key."""
     return sum(_seen(call, i) for i in range(call.queries // call.blocks.queries))
 
 

@@ -25,7 +25,9 @@ VIEWED = 4
 
 
 class Layout(NamedTuple):
-    """The layout of a block of rows, and of its 32-bit words in scratch, in tiles of 128 tokens.
+    """The layout of a block of size-major rows, and of its 32-bit words in scratch.
+
+    The words are arranged in tiles of 128 tokens.
 
     An entry is one of the D components of a head's vectors.
     """
@@ -42,12 +44,12 @@ class Layout(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of words per entry, over all heads."""
+        """The number of 32-bit words per entry (a component of a vector), over all heads."""
         return self.rows // self.packed
 
     @property
     def stride(self) -> int:
-        """The number of words between successive entries of a head."""
+        """The number of words in scratch between successive entries of a head."""
         return self.words if self.words in (1, 2, 4) else round_up(self.words, 8)
 
     @property
@@ -61,13 +63,13 @@ class Layout(NamedTuple):
         return pltpu.VMEM((self.tokens // LANES, self.size * self.stride, LANES), dtype)
 
     def fetch(self, block: Any, words: Any) -> None:
-        """Copy a block's rows to words in scratch."""
+        """Copy the rows of a block to 32-bit words in scratch."""
         for lanes, at, i in self._places():
             rows = block[i, :, lanes]
             words[at] = pltpu.bitcast(rows, jnp.int32) if self.packed == 2 else rows
 
     def deliver(self, words: Any, block: Any) -> None:
-        """Copy words in scratch to a block's rows, the inverse of `fetch`."""
+        """Copy 32-bit words in scratch to the rows of a block, the inverse of `fetch`."""
         for lanes, at, i in self._places():
             rows = words[at]
             block[i, :, lanes] = pltpu.bitcast(rows, self.dtype) if self.packed == 2 else rows
@@ -87,13 +89,13 @@ class Layout(NamedTuple):
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
 
     def read_heads(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
-        """Return the heads that share words, given the index of their first word in an entry."""
+        """Return the heads (one or two) that share word number `row` of every entry."""
         return self.read_heads_of_tiles(
             [words.at[tile] for tile in range(self.tokens // LANES)], row
         )
 
     def read_heads_of_tiles(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
-        """Return the heads that share words, given the words of each tile of 128 tokens."""
+        """Return what `read_heads` returns, from a list with the words of each 128 tokens."""
         found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
             return [found]
@@ -101,7 +103,7 @@ class Layout(NamedTuple):
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
     def write_heads(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """Write the heads that share words, the inverse of `read_heads`.
+        """Write the heads that share word number `row` of every entry, the inverse of `read_heads`.
 
         The heads may have a wider dtype than the rows.
         """
@@ -131,7 +133,7 @@ def packed(dtype: jnp.dtype) -> int:
 
 
 def scratch(call: Any, **slots: int) -> dict[str, Any]:
-    """Return scratch memory for words and for extracted heads.
+    """Return the scratch shapes for 32-bit words and for extracted heads.
 
     Args:
       call: the static parameters.
@@ -214,7 +216,7 @@ def write_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
 
 
 def _write_heads(layout: Layout, ref, heads: Any, first: int, scale: Any = None) -> None:
-    """Write heads into words, starting at the row `first`."""
+    """Write heads to 32-bit words in scratch, starting at row `first` of the block."""
     packed = layout.packed
     for group in range(heads.shape[0] // packed):
         own = [heads[group * packed + n] for n in range(packed)]

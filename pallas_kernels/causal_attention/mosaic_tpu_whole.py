@@ -300,7 +300,7 @@ def _deliver(call: _WholeCall, ref, name: str, scratch: str, vectors: int):
 
 
 def _each_head(call: _WholeCall, groups, *arrays, ref) -> list[tuple]:
-    """Return each head's number and its [D, N] array from each of `arrays`, for all groups.
+    """Return the number and the [D, N] arrays of each head in `groups`, one array per `arrays`.
 
     An element of `arrays` is a pair (name of an array, part).
     """
@@ -313,7 +313,7 @@ def _each_head(call: _WholeCall, groups, *arrays, ref) -> list[tuple]:
 
 
 def _heads(call: _WholeCall, ref, name: str, part: int, group):
-    """Return the [D, N] arrays of a group's heads.
+    """Return the [D, N] arrays of a group of heads that share 32-bit words.
 
     `part` selects queries, keys or values: 0, 1 or 2.
     """

@@ -267,15 +267,15 @@ def _sibling(x, half):
 
 
 def _at(differing_bits, level):
-    """Return a mask of the token pairs that belong to a level; it broadcasts over heads."""
+    """Return a mask [1, C, C] of the token pairs that belong to a level, for all heads."""
     return ((differing_bits >= 1 << level) & (differing_bits < 2 << level))[None]
 
 
 def _level_rows(x, level):
-    """Return the rows that may belong to a level.
+    """Return the rows of x whose tokens may be the later token of a pair at `level`.
 
-    These are the second halves of the level's blocks if a half has whole tiles, and otherwise all
-    rows.
+    The rows are the second halves of the level's blocks if a half has whole tiles, and otherwise
+    all rows.
     """
     half, (heads, size, width) = 1 << level, x.shape
     if half < _TILE:

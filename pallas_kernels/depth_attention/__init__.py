@@ -112,7 +112,7 @@ def depth_attention(
 ) -> Float[Array, "*tokens D"]:
     """Compute the mix h of one site.
 
-    This is `depth_attention_partial` for one query; see there for the arguments.
+    The op is `depth_attention_partial` for a single query. The arguments are described there.
     """
     check_array("query", query, "D")
     if gain is not None:
@@ -379,7 +379,7 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
         entries = tuple(range(1 - operands.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
-    # `asarray`, because JAX may return a saved constant as a NumPy array.
+    # JAX may return the saved count as a NumPy array, which is converted to a JAX array.
     of_sources = operands._replace(count=jnp.asarray(operands.count), prior=None)
     cotangents = PartialCotangents(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, cotangents, **call.scores)

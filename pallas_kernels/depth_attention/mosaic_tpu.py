@@ -476,11 +476,13 @@ def _queries(call: VectorsCall, queries):
 
 
 def _right_rows(call: VectorsCall, queries):
-    """Return the operands that `partial_backward` multiplies by `left` (see `_weigh_backward`).
+    """Return the right operands of two matrix products in the kernel of `partial_backward`.
+
+    The left operand of both is `left`, which `_weigh_backward` computes.
 
     Returns:
-      The queries' pieces, which follow the rows of d_mixed in the right operand; and an operand of
-      ones and zeros whose product with `left` is `shrink`, the factor c of a source.
+      The queries' bfloat16 pieces, which the kernel appends to the rows of d_mixed; and an operand
+      of ones and zeros whose product with `left` is the factor c of `_weigh_backward`.
     """
     if call.narrow:
         q1, q2, _ = pieces(queries)

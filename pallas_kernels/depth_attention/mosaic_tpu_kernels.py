@@ -116,7 +116,7 @@ class VectorsCall:
 
     @property
     def narrow(self) -> bool:
-        """Whether the sources are bfloat16; then operands of products are split into pieces."""
+        """Whether the sources are bfloat16, so that matrix operands are split into pieces."""
         return self.dtype == "bfloat16"
 
     @property

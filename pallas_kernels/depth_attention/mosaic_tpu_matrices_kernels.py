@@ -51,7 +51,7 @@ class MatricesCall:
 
     @property
     def narrow(self) -> bool:
-        """Whether the sources are bfloat16; then operands of products are split into pieces."""
+        """Whether the sources are bfloat16, so that matrix operands are split into pieces."""
         return self.dtype == "bfloat16"
 
     @property
@@ -376,12 +376,12 @@ def _chunk_rows(call, chunk):
 
 
 def _each_chunk(call, body, carry=None):
-    """Run `body(chunk)`, or `carry = body(chunk, carry)` if there is a carry, for all chunks."""
+    """Run `body(chunk)`, or `carry = body(chunk, carry)`, for all chunks of rows of a source."""
     return _loop(call, call.chunks, UNROLL, body, carry)
 
 
 def each_step(call, body, carry=None):
-    """Run `body(rows)`, or `carry = body(rows, carry)`, for all steps of STEP rows."""
+    """Run `body(rows)`, or `carry = body(rows, carry)`, for every STEP rows of a source."""
     step = lambda i, *carry: body(_step_rows(i, STEP), *carry)
     return _loop(call, call.size // STEP, UNROLL, step, carry)
 

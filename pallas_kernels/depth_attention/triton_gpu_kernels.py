@@ -195,7 +195,7 @@ def _token_and_sites(call, blocks):
 
 
 def partial_kernel(call, blocks, ref):
-    """Compute `partial` of `interface` for one token and a group of sites."""
+    """Compute the mixes and log-sum-exps of one token for a group of sites."""
     t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     mixes = []
@@ -396,7 +396,7 @@ def _merged(call, ref, t, columns, query):
 
 
 def merge_kernel(call, blocks, ref):
-    """Compute `merge` of `interface` for a group of tokens."""
+    """Add the running sum to the mix of a site and normalise, for a group of tokens."""
     columns = Columns(0, blocks.columns, call.D)
     query, gain = _load(ref.query, (), columns), _load(ref.norm_gain, (), columns)
 
@@ -409,7 +409,7 @@ def merge_kernel(call, blocks, ref):
 
 
 def merge_backward_kernel(call, blocks, ref):
-    """Compute `merge_backward` of `interface` for a group of tokens.
+    """Compute the gradients of `merge_kernel` for a group of tokens.
 
     The gradients of the query and of the norm's gain are partial sums, one per program.
     """

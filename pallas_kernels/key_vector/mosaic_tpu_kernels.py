@@ -372,7 +372,7 @@ def _is_operand(call, ref):
 
 
 def _shifted(call, ref, v, shift):
-    """Return the rows at v, minus `shift` if `call.shifted`."""
+    """Return the rows of a residual at index v along V, minus `shift` if `call.shifted`."""
     x = _values(ref, v)
     return x - shift if call.shifted else x
 

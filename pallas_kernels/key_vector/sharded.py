@@ -128,8 +128,8 @@ def all_slices(
     if centred:
         each = slices[:, 2 * tokens :].reshape(-1, *total.shape[2:])
         sums = jnp.sum(each, axis=0)
-        # The terms are added one by one, because XLA fuses the additions. It would write the result
-        # of a matrix product over so few terms to memory.
+        # The terms are added one by one, because XLA fuses additions, whereas it would write the
+        # result of a matrix product over so few terms to memory.
         for above_d, sums_d in zip(own(above), each, strict=True):
             read = read + above_d * sums_d
     read = (own(rstd) * read).astype(retrieved.dtype)

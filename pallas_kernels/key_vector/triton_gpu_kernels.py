@@ -173,8 +173,8 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         """Store a chunk of a token's residual.
 
         Returns:
-          The stored values in float32, and the maximum magnitude of an int16 chunk before clipping
-          (otherwise 0).
+          The stored values in float32; and for an int16 residual, the maximum magnitude before
+          clipping (0 for other dtypes).
         """
         x = _load(ref.residual, (t,), rows(c), columns)
         if not site.R:

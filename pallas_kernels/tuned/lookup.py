@@ -211,7 +211,7 @@ def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
     """Return the implementation that a table lists as the fastest on the target device.
 
     The result is None if no table has such an entry. If the kernel supports the device, a message
-    that explains how to measure this is then logged, once per device kind.
+    then explains how to measure which implementation is faster. It is logged once per device kind.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -292,7 +292,7 @@ def user_table() -> Table:
 
 
 def clear_caches() -> None:
-    """Clear the caches of files, so that they are read again, and of warnings already given."""
+    """Clear the caches, so that files are read again and warnings may be emitted again."""
     _read_table.cache_clear()
     package_table.cache_clear()
     _warn.cache_clear()
@@ -300,7 +300,8 @@ def clear_caches() -> None:
 
 
 # Maps a URL scheme to the function that reads its files: it takes the URL and returns the content,
-# or None if there is no such file. If it raises an OSError or a ValueError, a warning is given.
+# or None if there is no such file. If the function raises an OSError or a ValueError, a warning is
+# emitted.
 READERS: dict[str, Callable[[str], bytes | None]] = {}
 
 
