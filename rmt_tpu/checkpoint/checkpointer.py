@@ -88,7 +88,9 @@ class Checkpointer:
         compression: str = "none",
         report: Callable[[str], None] = log_line,
     ):
-        """Create the checkpointer without accessing `root`; reading needs no write permission.
+        """Create the checkpointer without accessing `root`.
+
+        To restore, permission to read `root` is enough.
 
         Args:
           root: a local path or a `gs://bucket/path`. The first save creates it.
@@ -137,7 +139,7 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved:
-        """Save a step as `begin_save` does, and return once it is stored and committed."""
+        """Save a step as `begin_save` does, and return once the step is stored and committed."""
         self._begin(step, tree, meta, loss, before_commit, copy=False)
         return self.wait()
 

@@ -41,7 +41,7 @@ class Commit(NamedTuple):
     loss: float | None = None
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file as JSON; a loss that is not finite is left out."""
+        """Encode the COMMIT file as JSON, without a loss that is not finite."""
         finite = self.loss is not None and math.isfinite(self.loss)
         loss = {"loss": self.loss} if finite else {}
         return json.dumps({"attempt": self.attempt, **loss}).encode()

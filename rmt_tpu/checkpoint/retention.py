@@ -32,7 +32,7 @@ class Retention:
                 raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
 
     def retained_steps(self, losses: Mapping[int, float | None]) -> set[int]:
-        """Return the steps to keep.
+        """Return the committed steps that the rules keep.
 
         Args:
           losses: maps each committed step to its loss, or to None if it has none.

@@ -65,13 +65,13 @@ class Block(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that will be written."""
+        """Number of bytes of the piece, before compression."""
         if self.within is ...:
             return self.values.nbytes
         return math.prod(s.stop - s.start for s in self.within) * self.values.dtype.itemsize
 
     def cut(self) -> np.ndarray | np.generic | jax.Array:
-        """Return the values to write, as a view of host memory or as a copy on the device."""
+        """Return the values of the piece, as a view of host memory or as a copy on the device."""
         if self.within is ...:
             return self.values
         (device,) = self.values.devices()
@@ -121,7 +121,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
 
 
 def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
-    """Return the distinct pieces of a fully addressable array, with their indices."""
+    """Return the distinct shards of an array that only this process holds, with their indices."""
     if not isinstance(source, jax.Array):
         return [(..., source)]
     return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
@@ -207,7 +207,7 @@ class Attempt(NamedTuple):
     exchange: Callable[[str, str], list[str]]
 
     def run(self) -> None:
-        """Save the step.
+        """Save the step in the three phases that the module describes.
 
         Raises:
           RunError: the step is already committed, or something failed on any of the processes.
@@ -274,7 +274,7 @@ class Attempt(NamedTuple):
         deque(in_flight(jobs()), maxlen=0)  # run all jobs and keep no result
 
     def _abandon(self, attempt: str) -> None:
-        """Delete the attempt if no COMMIT names it, ignoring errors of the storage."""
+        """Delete an attempt's folder if no COMMIT names the attempt, ignoring storage errors."""
         with contextlib.suppress(Fault):
             found = self.folder.read(f"{self.step}/COMMIT", limit=COMMIT_LIMIT)
             if not found or attempt.encode() not in found.data:
@@ -301,7 +301,7 @@ def on_all_processes(
     *,
     faults: type[Exception] = Fault,
 ) -> Iterator[list[str]]:
-    """Run the body on every process, and wait for all. If one process fails, all raise its error.
+    """Run the `with` body on every process; if it fails on one process, all raise the error.
 
     Args:
       exchange: the method `exchange` of this thread's channel.
@@ -347,7 +347,7 @@ class Background(Generic[_T]):
         self._error: Exception | None = None
 
     def start(self, work: Callable[[], _T]) -> None:
-        """Start the work; no other work may be in progress.
+        """Run a function in the thread; no other function may be running.
 
         Args:
           work: the function to run. If it raises an error, `take` raises this error.
@@ -363,14 +363,15 @@ class Background(Generic[_T]):
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until no work is in progress."""
+        """Wait until the running function, if any, has returned."""
         if self._thread:
             self._thread.join()
 
     def take(self) -> _T | None:
-        """Return the result of completed work, or raise its error; None if nothing is new.
+        """Return the result of the function that has completed, or raise its error.
 
-        Each result or error is delivered only once.
+        Each result or error is delivered only once. The result is None if no function has completed
+        since the last call.
         """
         if self._thread is None or self._thread.is_alive():
             return None
@@ -382,6 +383,6 @@ class Background(Generic[_T]):
         return result
 
     def tell(self, report: Callable[[str], None]) -> None:
-        """Report the error of completed work if `take` has not raised it."""
+        """Report the error of the function that has completed, if `take` has not raised it."""
         if self._error:
             report(one_line(self._error))

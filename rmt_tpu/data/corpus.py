@@ -122,7 +122,7 @@ class _Line(NamedTuple):
 
 
 def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:
-    """Yield the lines in a span, without a byte order mark at the start of the file."""
+    """Yield the lines in a span; a byte order mark at the start of the file is left out."""
     packed = span.path.lower().endswith(COMPRESSED)
     with read_errors(span.path), open_unpacked(span, on_block) as file:
         offset = reported = span.start

@@ -46,7 +46,7 @@ class _NoFile(Problem):
 
 @contextlib.contextmanager
 def usage_errors(flag: str, source: str) -> Iterator[None]:
-    """Turn a Problem in the body into a UsageError that names the flag and its value."""
+    """Turn a Problem in the `with` body into a UsageError that names the flag and its value."""
     try:
         yield
     except Problem as problem:
@@ -114,7 +114,7 @@ def whole_span(path: str) -> Span:
 
 @contextlib.contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Turn errors in the body that occur while the file is read into a Problem."""
+    """Turn errors in the `with` body that occur while the file is read into a Problem."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -131,7 +131,7 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
       look: whether only a few bytes will be read, at various positions.
 
     Raises:
-      RunError: the version of the file at the end of the body is not that of the span.
+      RunError: the version of the file at the end of the `with` body is not that of the span.
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])

@@ -55,7 +55,7 @@ _REPORT_BYTES, _REPORT_SECONDS = 2**18, 0.5
 
 
 class StoreOptions(NamedTuple):
-    """Options that are the same for all parts.
+    """Options that are the same for all parts of a token store.
 
     Attributes:
       source: the text source, for error messages.
@@ -99,7 +99,7 @@ class PartJob(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of input bytes of the part, as stored."""
+        """Number of input bytes of the part, before decompression."""
         return sum(span.stop - span.start for span in self.spans)
 
 
@@ -138,7 +138,7 @@ class WrittenPart(NamedTuple):
 
 
 def read_part_manifest(folder: Folder, number: int) -> WrittenPart | None:
-    """Return what the manifest of a part says; None if the part has no manifest yet."""
+    """Return the part that a part's manifest describes; None if there is no manifest yet."""
     content = read_sealed(folder, f"{part_name(number)}/{MANIFEST}")
     return content and WrittenPart.from_json(content)
 
@@ -173,10 +173,10 @@ def check_inputs(
 
 
 class PartWriter:
-    """A worker that writes parts of a token store, one after the other."""
+    """A writer of parts of a token store, one part after the other."""
 
     def __init__(self, options: StoreOptions, tick: Callable[[int], None]):
-        """Create the worker.
+        """Create a writer of parts.
 
         Args:
           options: the options of all parts.
@@ -283,7 +283,7 @@ class PartWriter:
     def _divide(
         self, text: str, document_cut: DocumentCut | None, statistics: "_Statistics"
     ) -> list[tuple[str, str]]:
-        """Return pairs of a split's name and a text: one for the document, or two if it is cut."""
+        """Return a document as a pair (split, text), or as two pairs if the document is cut."""
         rank_of_text = rank(text, self._options.seed)
         is_below = int.from_bytes(rank_of_text) < self._below
         statistics.count(text, rank_of_text.hex(), is_below)
@@ -356,7 +356,7 @@ class _SplitWriter:
         self._crc32 = zlib.crc32(stored, self._crc32)
 
     def finish(self) -> SplitPart:
-        """Write the remaining data. A split without documents gets no arrays."""
+        """Write the buffered tokens and offsets; a split without documents gets no arrays."""
         if self._documents:
             self._offsets.append(np.array([self._tokens.size], np.int64))
             self._tokens.finish()

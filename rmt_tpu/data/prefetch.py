@@ -36,7 +36,7 @@ class Prefetcher(Generic[T]):
         depth: int = 3,
         threads: int = 2,
     ):
-        """Start reading.
+        """Start to read the first batches.
 
         Args:
           read: a function that returns the batch at a position; several threads call it

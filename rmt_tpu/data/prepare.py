@@ -72,12 +72,12 @@ class ProcessGroup(Protocol):
 
 
 class SingleProcess:
-    """A process group that consists of this process only."""
+    """A process group with a single process, this one."""
 
     number, count = 0, 1
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return `[value]`; see `ProcessGroup`."""
+        """Return a list with the `value` of this only process."""
         return [value]
 
 

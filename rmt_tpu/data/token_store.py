@@ -118,7 +118,7 @@ class TokenizerOfStore(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which tokens are stored."""
+        """The dtype of stored tokens: uint16, or uint32 for more than 65,536 tokens."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
@@ -190,7 +190,7 @@ class TokenStream:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
+        """Number of documents of the split, over all parts."""
         return int(self._documents[-1])
 
     def checksum(self) -> int:

@@ -55,7 +55,7 @@ def load_saved(folder: Location) -> Tokenizer:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn an Unusable error in the body into a UsageError whose message starts with `what`."""
+    """Turn an `Unusable` error in the `with` body into a UsageError about `what`."""
     try:
         yield
     except Unusable as error:

@@ -190,7 +190,7 @@ class _Slots:
         return np.broadcast_to(np.zeros((), leaf.dtype), self._merge_projection_axes(path, shape))
 
     def grow_leaf(self, path: Sequence[Any], x: Any) -> Any:
-        """Return an array of the old model as the new model has it, with its new slots."""
+        """Return the array of the new model that corresponds to an array of the old model."""
         if not _has_key_axis(path):
             return x
         axes, new = KEY_AXES[_name(path)]

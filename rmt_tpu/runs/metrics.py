@@ -60,7 +60,7 @@ class MetricsWriter:
             self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row; on a local disk it is in the file when this method returns."""
+        """Write one row of metrics; on a local disk the file has the row when this returns."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
         if self._board:
@@ -108,7 +108,7 @@ class _AppendedFile:
         return time.monotonic() < self._retry_at
 
     def append(self) -> None:
-        """Append the pending data to the file."""
+        """Append the pending rows to the file, or keep them if the file cannot be written."""
         with self._appending:
             with self._lock:
                 pending = list(self._pending)

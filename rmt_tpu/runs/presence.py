@@ -19,7 +19,7 @@ _STALE_SECONDS = 3 * _BEAT_SECONDS
 
 @contextlib.contextmanager
 def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | None]:
-    """Announce, during the body, that this process trains in a run folder.
+    """Announce, during the `with` body, that this process trains in a run folder.
 
     The file with the announcement is renewed every minute, and does not lock the folder. If another
     process on this host has announced itself and is alive, this function raises an error. If

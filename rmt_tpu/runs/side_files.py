@@ -68,7 +68,7 @@ class SideFiles:
                     self._folder.write(DIVERGED, f"{error}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row of metrics."""
+        """Write a row of metrics, by name, for a step."""
         if self._metrics:
             self._metrics.write(step, values)
 
@@ -78,7 +78,7 @@ class SideFiles:
             self._metrics.flush()
 
     def draw(self) -> None:
-        """Plot the loss up to now."""
+        """Plot the losses up to now, and print where the plot is."""
         if self._metrics:
             with self._harmless("the loss curve cannot be drawn"):
                 self._metrics.flush()
@@ -93,7 +93,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
-        """Profile the body and write the trace to `profile/` in the run folder.
+        """Profile the `with` body and write the trace to `profile/` in the run folder.
 
         The trace is first written to a local folder, because the profiler cannot write to a bucket.
         """
@@ -147,7 +147,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """Suppress any error in the body, and print one line that begins with `what` about it."""
+        """Suppress any error in the `with` body, and print one line about `what` failed."""
         try:
             yield
         except Exception as error:

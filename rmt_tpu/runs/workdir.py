@@ -316,7 +316,7 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     with argument_errors("workdir"):
         folder = open_folder(workdir)
     if not is_hub(folder.local_path):
-        read_config(workdir)  # raises an error if there is no run
+        read_config(workdir)  # raises an error if the folder has no run
         return open_checkpoints(folder).identity(step)
     if step is not None:
         raise _no_step(step, folder)
@@ -535,7 +535,7 @@ def check_workdir(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> None:
-    """Check what `open_workdir` and `step_to_go_back_to` check, without writing anything.
+    """Make the checks of `open_workdir` and `step_to_go_back_to` without writing any file.
 
     Raises:
       UsageError: one of their checks fails, or the folder does not exist and cannot be created in

@@ -145,7 +145,7 @@ class Folder(ABC):
         """Delete a file; given `generation`, only if the file still has that generation.
 
         Returns:
-          Whether the file does not exist any more.
+          Whether the file no longer exists.
         """
 
     @abstractmethod
@@ -174,7 +174,7 @@ def join(*names: str) -> str:
 
 @contextlib.contextmanager
 def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turn tensorstore's errors in the body, which are all ValueErrors, into one-line errors.
+    """Turn tensorstore's errors in the `with` body, all of them ValueErrors, into one-line errors.
 
     Args:
       where: text in front of each message.

@@ -51,7 +51,7 @@ class GcsFolder(Folder):
     """A folder that consists of all objects in a bucket whose names have a common prefix."""
 
     def __init__(self, bucket: str, prefix: str):
-        """Create the folder.
+        """Create a `Folder` for a prefix of names in a bucket; nothing is stored in the bucket.
 
         Args:
           bucket: the bucket's name.
@@ -188,7 +188,7 @@ class GcsFolder(Folder):
                     tail.delete(**_retry_options())
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
-        """Delete an object; return whether it does not exist any more."""
+        """Delete an object; return whether the object no longer exists."""
         with _one_line_errors(self._url_of(name)):
             try:
                 self._blob(name).delete(if_generation_match=generation, **_retry_options())
@@ -301,7 +301,7 @@ class ObjectReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position, in bytes, and return it; it is at least 0."""
+        """Set the position in the stream, in bytes, and return the new position, at least 0."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
@@ -432,7 +432,7 @@ def _with_deadline(seconds: float, function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _one_line_errors(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turn the client's errors in the body into one-line errors without credentials.
+    """Turn the client's errors in the `with` body into one-line errors without credentials.
 
     Args:
       what: the URL that is accessed, with which each message begins.

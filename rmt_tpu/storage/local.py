@@ -22,7 +22,7 @@ class LocalFolder(Folder):
     """
 
     def __init__(self, url: str):
-        """Create a folder for a local path.
+        """Create a `Folder` for a local path, without accessing the path.
 
         Raises:
           UsageError: Python and tensorstore would interpret the path differently.
@@ -74,7 +74,7 @@ class LocalFolder(Folder):
         return {"driver": "file", "path": os.path.join(self.local_path, "")}
 
     def context(self) -> ts.Context:
-        """Return a context without a cache."""
+        """Return a context in which tensorstore keeps no cache."""
         # Each chunk of an array is read only once, so a cache would waste memory.
         return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
@@ -119,7 +119,7 @@ class LocalFolder(Folder):
             return bytes(self._kv.read(name).result().value) == data
 
     def append(self, name: str, data: bytes) -> None:
-        """Append bytes to a file; if that fails, cut the file to its earlier size."""
+        """Append bytes to a file; if the append fails, cut the file to its earlier size."""
         path = self.local_path / join(name)
         with self._one_line_errors(name):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class LocalFolder(Folder):
                     raise
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
-        """Delete a file; return whether it does not exist any more."""
+        """Delete a file; return whether the file no longer exists."""
         with self._one_line_errors(name):
             # Return early, because tensorstore would create the folder of a file that is absent.
             if not os.path.lexists(self.local_path / join(name)):

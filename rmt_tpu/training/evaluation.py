@@ -24,7 +24,7 @@ from rmt_tpu.training.run import PreparedRun
 
 
 class HeldOut(NamedTuple):
-    """Means over held-out tokens.
+    """Means of losses and of the cores' scalars over tokens of held-out text.
 
     Attributes:
       loss: the mean loss per token in nats.

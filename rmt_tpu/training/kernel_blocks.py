@@ -58,7 +58,7 @@ class KernelBlocks:
 def pinned_block_sizes(
     folder: Folder, log: Callable[[str], None], *, restart: bool
 ) -> Iterator[KernelBlocks]:
-    """Make kernels in the body use the block sizes saved in the run folder, on all processes.
+    """Make kernels in the `with` body use the block sizes that the run folder has.
 
     Args:
       folder: the run folder.

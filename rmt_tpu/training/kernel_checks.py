@@ -49,7 +49,7 @@ def check_kernels(
     restart: bool,
     how: CheckMode = "auto",
 ) -> Iterator[Mapping[str, str]]:
-    """Check the run's kernels, and make operations that fail use plain JAX in the body.
+    """Check the run's kernels, and make operations that fail use plain JAX in the `with` body.
 
     Operations that an earlier start of the run listed in its folder keep using plain JAX, and
     operations that fail now are added to the list. A CPU has no kernels, so nothing is checked

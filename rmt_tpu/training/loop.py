@@ -31,7 +31,7 @@ class Int16Overflow(Exception):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a call of `Loop.run`.
+    """How far a training run came, and what ended it.
 
     Attributes:
       step: number of steps done.
@@ -61,7 +61,7 @@ class LoopInputs(NamedTuple):
 
 
 class Loop:
-    """The training loop, with the current state and the metrics of the step in progress."""
+    """The training loop, with the current train state and the metrics of the step in progress."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
 
 
 def describe(needs: MemoryLowerBound) -> str:
-    """Return a text that lists each lower bound with its unit."""
+    """Return a text with the memory for parameters, gradients, activations and a batch."""
     return (
         f"per device {memory.format_bytes(needs.state)} for parameters and optimizer, "
         f"{memory.format_bytes(needs.gradients)} for gradients, at least "

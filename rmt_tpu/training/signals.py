@@ -41,9 +41,10 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_after_step(log: Callable[[str], None]) -> Iterator[Stop]:
-    """Record the first signal in `STOPS` that arrives during the body; a second ends the process.
+    """Record the first signal in `STOPS` that arrives during the `with` body.
 
-    After the first signal, further signals that are only warnings are ignored.
+    A second signal ends the process. After the first signal, further signals that are only warnings
+    are ignored.
 
     Yields:
       The `Stop` in which the signal is recorded.
@@ -106,7 +107,7 @@ class ExitNotice:
 
 @contextlib.contextmanager
 def exit_on_signal(end: Callable[[str, int], None]) -> Iterator[ExitNotice]:
-    """End the process with a one-line message when a signal arrives in the body.
+    """End the process with a one-line message when a signal arrives in the `with` body.
 
     All signals except SIGINT act even while XLA compiles. Python would call a handler only after
     the compiler returns, which may take minutes. Instead a thread reads the pipe to which Python's

@@ -47,7 +47,7 @@ class TrainState(NamedTuple):
 def initial_state(
     params: Any, optimizer: optax.GradientTransformation, key: Key[Array, ""], copies: Copies
 ) -> TrainState:
-    """Return the state before the first step."""
+    """Return the training state before the first step, for the given parameters."""
     zero = jnp.int32(0)
     return TrainState(params, optimizer.init(params), key, zero, zero, zero, copies)
 

@@ -27,7 +27,7 @@ class Throughput:
             self._step_flops = cost.train_flops(forward, self._tokens)
 
     def restart(self) -> None:
-        """Restart the stopwatch, because the next step starts now."""
+        """Restart the stopwatch; call this when the next step starts."""
         self._began = time.monotonic()
 
     def step_ended(self) -> dict[str, float]:
