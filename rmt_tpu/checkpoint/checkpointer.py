@@ -61,7 +61,7 @@ _RETENTION = Retention()  # the default rules: keep the last three steps
 
 _channels = itertools.count()
 
-_SLOW_SECONDS = 60.0  # after this time a message says that the save is still in progress
+_SLOW_SECONDS = 60.0  # seconds after which a message says that a save is still in progress
 
 
 class Checkpointer:

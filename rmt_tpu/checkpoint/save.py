@@ -121,7 +121,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
 
 
 def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
-    """Return the distinct shards of an array that only this process holds, with their indices."""
+    """Return the distinct shards of an array that this process holds as a whole, with indices."""
     if not isinstance(source, jax.Array):
         return [(..., source)]
     return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]

@@ -249,7 +249,7 @@ def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
 
 
 def _matches(pattern: str, buckets: bool) -> list[Span]:
-    """Return the files that match a path or glob, sorted."""
+    """Return the files that match a path or glob, sorted by name."""
     if pattern.startswith(_BUCKETS):
         return _in_bucket(pattern, buckets)
     path = os.path.expanduser(pattern)

@@ -293,11 +293,11 @@ class ObjectReader(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True, because the stream can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return True, because the position in the stream can be set."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

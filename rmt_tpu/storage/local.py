@@ -129,7 +129,7 @@ class LocalFolder(Folder):
                     left = memoryview(data)
                     while left:
                         left = left[file.write(left) :]
-                except OSError:  # for example because the disk is full
+                except OSError:  # the write failed, for example because the disk is full
                     file.truncate(before)
                     raise
 
