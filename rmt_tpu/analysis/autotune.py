@@ -135,12 +135,12 @@ def check_table(out: str) -> None:
     """
     folder, name = open_parent(out)
     if not name:
-        raise UsageError(f"{out} does not name a file; legal: the path of a JSON file")
+        raise UsageError(f"--out={out} does not name a file; legal: the path of a JSON file")
     folder.check(write=True)
     try:
         table = kernel_tables.read(out)
     except RunError as error:
-        raise UsageError(f"{out} cannot be read: {error}") from None
+        raise UsageError(f"--out={out} cannot be read: {error}") from None
     if table.faults:
         raise UsageError(f"{table.faults[0]}; fix the file, or move it away")
 
@@ -212,7 +212,7 @@ class TrialLog:
             self._folder.delete(self.name)
 
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
-        """Return the logged trials of a problem with the current versions of kernel and compiler.
+        """Return the trials of a kernel that the log has for its current version and compiler.
 
         Times that were measured on a device are left out, because they are comparable only with
         other times of the same run.

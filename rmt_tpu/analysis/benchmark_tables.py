@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks, written from JSON files that recipes wrote.
+"""The program that writes the tables of docs/benchmarks from the JSON output of recipes.
 
     python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks
     python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks --take key_vector.v5e
@@ -26,12 +26,12 @@ from rmt_tpu.runs.environment import describe
 
 _REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VERSIONS = ("jax", "libtpu", "python")
-_TAKEN = "taken "  # prefix of the regions that say how a source's figures were taken
+_TAKEN = "taken "  # prefix of the names of regions that state when and with what figures were made
 _CHIPS = ("v5e", "v5p", "v6e")
 
 
 class Source(NamedTuple):
-    """A recipe's report, which is stored in one file per part.
+    """A recipe whose report supplies figures of tables, with one JSON file per part of the report.
 
     Attributes:
       command: the command that reports all parts, as pages show it.
@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a page.
+    """A table on a page of docs/benchmarks.
 
     Attributes:
       sources: the names of the sources that the table needs.

@@ -38,7 +38,7 @@ QUANTITIES = ("read", "written", "residual", "logits")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one model's activations, for each of QUANTITIES.
+    """Root mean squares of one model's activations and of their changes, for each of QUANTITIES.
 
     Each list has one value before the first step, and one value after each step.
 

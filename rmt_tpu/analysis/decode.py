@@ -247,7 +247,7 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     decoder = nnx.merge(graphdef, jax.tree.map(on_device, params))
-    # Kernels look up their block sizes by the device kind of the active mesh.
+    # Set the mesh, because kernels look up their block sizes by the device kind of the mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
         # Ignore this warning, because some kernels support only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
@@ -264,7 +264,8 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
         if not (starts or module.moves_only(instruction)):
             continue
         written = sum(array.bytes for array in instruction.arrays if array.space == 0)
-        # An in-place update moves only a part of the array, so its traffic limits the size.
+        # The result of an in-place update is a whole array, but only a part moves. The traffic
+        # counts that part twice, once read and once written.
         size = min(written, module.traffic(ran.computation, instruction).hbm // 2)
         if size >= least_bytes:
             calls, moved = calls + ran.times, moved + ran.times * size
@@ -359,7 +360,7 @@ def _cache(decoder: Decoder, batch: int, capacity: int) -> Cache:
 
 
 def _layer_bytes(cache: Cache) -> int:
-    """Return the bytes of one layer in the cache's largest array, for example of its keys."""
+    """Return the bytes that one layer has in the largest array of a cache, such as its keys."""
     return max(_bytes(leaf) // leaf.shape[0] for leaf in jax.tree.leaves(cache.cores))
 
 

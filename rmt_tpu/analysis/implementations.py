@@ -378,7 +378,7 @@ def write(page: Path) -> None:
     before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not end:
-        raise ValueError(f"{page} has no lines {_BEGIN!r} and {_END!r}")
+        raise ValueError(f"{page} lacks the comments {_BEGIN!r} and {_END!r} around its tables")
     page.write_text(f"{before}{_BEGIN}\n{tables()}\n{_END}{after}", encoding="utf-8")
 
 

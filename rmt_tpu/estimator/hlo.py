@@ -75,7 +75,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Bytes read and written, by the memory in which the arrays are stored."""
+    """The bytes that an instruction reads and writes, in HBM and in VMEM."""
 
     hbm: int = 0
     vmem: int = 0
@@ -191,7 +191,7 @@ class Module:
                 instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
                 current[instruction.name] = instruction
             elif instruction is not None and line.startswith(('"', "}, ")):
-                # The configuration of a kernel inside a fusion spans several lines.
+                # The configuration of a kernel inside a fusion continues on further lines.
                 attributes = instruction.attributes + line
                 instruction = dataclasses.replace(instruction, attributes=attributes)
                 current[instruction.name] = instruction
@@ -277,7 +277,7 @@ class Module:
         return instruction.opcode, instruction.arrays, instruction.cycles, read, parts
 
     def _parts(self, computation: str) -> Hashable:
-        """Return a key for the contents of a computation that does not depend on names."""
+        """Return a key for a computation that is equal if computations differ only in names."""
         scope = self.computations[computation]
         position = {name: i for i, name in enumerate(scope)}
         return tuple(

@@ -179,9 +179,10 @@ def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], 
 
 
 def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int, int]]]:
-    """Return the instructions with their times, and each value's first and last time of use.
+    """Parse XLA's `live-range.txt`, in which a time is a position in the order of execution.
 
-    A time is a position in the order of execution.
+    Returns:
+        The instructions with their times, and the first and last time of each value.
     """
     order, ranges = [], {}
     for line in text.splitlines():
@@ -285,7 +286,7 @@ class _Names:
         return _is_backward(self._where[name].op_name)
 
     def of(self, value: str) -> str:
-        """Return the op_name of the producer of a value.
+        """Return the op_name (JAX operation) of the instruction that produces a value.
 
         A value is written as `instruction`, or as `instruction{index}` for one result of a tuple.
         """
@@ -342,7 +343,7 @@ class _Names:
         return self._producer_name(start, index, seen)
 
     def _update(self, instruction: Instruction) -> Instruction | None:
-        """Return the producer of the slice that an instruction updates in an array, or None."""
+        """Return the producer of the values that an instruction writes into a slice, or None."""
         if instruction.opcode == "dynamic-update-slice":
             return self._where[instruction.operands[1]]
         if instruction.opcode != "fusion":

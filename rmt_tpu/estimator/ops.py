@@ -95,21 +95,21 @@ class OpCase:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An op, with its cases and, for each platform, the name of its kernel implementation."""
+    """An op, with its test calls and, for each platform, the name of its kernel implementation."""
 
     cases: Callable[[], list[OpCase]]
     kernels: dict[str, str]
 
 
 def cases(op: str) -> dict[str, OpCase]:
-    """Return the cases of an op, keyed by case name."""
+    """Return the test calls (cases) of an op, keyed by name."""
     return {case.name: case for case in OPS[op].cases()}
 
 
 def lower_case(
     device: jax.Device, op: str, case: str, direction: Direction, implementation: str | None
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) a case for a device that need not be present."""
+    """Lower (for compilation) a test call of an op for a device that need not be present."""
     function, arguments, donated = cases(op)[case].program(direction, implementation)
     return lower(function, arguments, device, donate=donated)
 
@@ -179,9 +179,9 @@ def _causal_attention(sizes: Heads) -> OpCase:
 def _depth() -> list[OpCase]:
     """Return the cases of depth attention.
 
-    In some cases, one site (a sublayer's input) attends to all blocks or sublayers at once. In the
-    others, this happens in the two phases of the Attention Residuals paper, including the sizes of
-    its Table 1.
+    In the first cases, one site (a sublayer's input) attends to all sources (block sums or
+    sublayers) at once. The others are the two phases of the Attention Residuals paper: attention of
+    several sites, and a merge with a newer source. They include the sizes of its Table 1.
     """
     partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
     merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]

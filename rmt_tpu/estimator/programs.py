@@ -259,7 +259,7 @@ def lower(
     anyhow = Format(Layout.AUTO, here)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(arguments))
     jitted = jax.jit(function, in_shardings=anyhow, out_shardings=anyhow, donate_argnums=donate)
-    # Kernels look up their block sizes by the device kind of the active mesh.
+    # Set the mesh, because kernels look up their block sizes by the device kind of the mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh):
         return jitted.lower(*shapes)
 

@@ -72,7 +72,7 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A candidate, with the outcome of trying it.
+    """A candidate (a choice of block sizes) with the outcome of compiling and timing it.
 
     Attributes:
       blocks: the candidate's block sizes.
@@ -258,7 +258,7 @@ def distance(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, fl
 
 
 def _fastest(default: Trial, trials: Iterable[Trial]) -> Trial:
-    """Return the trial with the lowest estimate, or the default if no trial has an estimate."""
+    """Return the trial with the lowest estimated time, or `default` if no trial has an estimate."""
     rated = [trial for trial in trials if trial.estimate is not None]
     return min(rated, key=lambda trial: trial.estimate, default=default)
 
@@ -286,7 +286,7 @@ def _contains(larger: Mapping[str, Any], smaller: Mapping[str, Any], grows: tupl
 
 
 def _accepted(default: Trial, trials: Iterable[Trial], threshold: float) -> Trial:
-    """Return the fastest trial if it is clearly faster than the default, else the default.
+    """Return the fastest trial if it is clearly faster than the default block sizes, or `default`.
 
     Among equally fast trials, the trial that needs the least on-chip memory is chosen.
     """

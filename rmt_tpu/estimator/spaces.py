@@ -319,7 +319,7 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
 
 
 def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    # A tile has at most all tokens, and an inner loop has at most one tile.
+    # A tile need not be larger than the number of tokens, nor an inner loop larger than a tile.
     most = -(-tokens // 16) * 16
     for size in (16, 32, 48, 64, 96, 128, 192, 256, 512):
         if size <= most:
@@ -349,7 +349,7 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
             return TuningCall(function, *modules, tuple(operands), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*operands, *cotangents)
-        # The gradient overwrites the incoming gradient of this site without reading it.
+        # A site's gradient replaces the incoming gradient of the same array, which is not read.
         function, spared = lambda m: functools.partial(back, m), 4 * row
         return TuningCall(function, *modules, arguments, (8, 9), spared=spared)
     operands, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}

@@ -45,7 +45,7 @@ def model_counts(config: ModelConfig) -> ModelCounts:
 
 
 def resource_scaling() -> dict[str, list[ModelCounts]]:
-    """Return the counts of models shaped like GPT-2 medium, for residuals of 1024 numbers or more.
+    """Return counts for Figure 1: models like GPT-2 medium, with residuals of 1024 numbers or more.
 
     There is one curve for vector residuals, and one for matrix residuals.
     """

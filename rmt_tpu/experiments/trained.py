@@ -380,7 +380,7 @@ def all_systems(scale: Scale) -> Plan:
 
 
 def today(scale: Scale) -> Plan:
-    """Return the plan of both papers' residuals with newer sublayers: Llama's and Kimi Linear's."""
+    """Return the plan of both papers' residuals with the sublayers of Llama and Kimi Linear."""
     size = {"tiny": ("tiny", "tiny", "tiny"), "paper": ("153m", "134m", "194m")}[scale]
     vector, matrix, kimi = size
     plain, first = f"llama-{vector}", "kimi-tiny" if scale == "tiny" else f"prenorm-kimi-{kimi}"

@@ -45,7 +45,7 @@ def test_a_kernel_that_is_the_default_on_no_platform_is_on_request():
 
 def test_a_page_without_markers_is_refused(tmp_path):
     (tmp_path / "page.md").write_text("# Page\n")
-    with pytest.raises(ValueError, match="has no lines"):
+    with pytest.raises(ValueError, match="lacks the comments"):
         implementations.write(tmp_path / "page.md")
 
 
