@@ -1,7 +1,7 @@
 """Implementation choices that depend on the chip and on array sizes, each with its reason.
 
-There is one function per choice. Models call these functions instead of naming a chip or a tile
-size themselves. `execution.plan` lists the choices made for a run's train step.
+There is one function per choice. Model code calls these functions and does not name a chip or a
+tile size itself. `execution.plan` lists the choices made for a run's train step.
 """
 
 from typing import Any, NamedTuple
@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 from pallas_kernels.call import LANES
 from pallas_kernels.target import Target
 
-# tpu7x is left out: on that chip XLA uses a different layout for a matrix product that is written
-# into a slot of a stack, and would copy the whole stack to that layout for each slot.
+# The TPUs on which a matrix product is written directly into a slice of a stack of outputs. tpu7x
+# is left out: on that chip XLA uses a different layout for such a product, and would copy the
+# entire stack to that layout for each slice.
 _WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
-# On this chip, a single XLA instruction for both products of a feed-forward layer is faster even
-# with many tokens (docs/benchmarks/train_step.md).
+# The TPUs on which a single XLA instruction for both products of a feed-forward layer is faster
+# than two instructions, even with many tokens (docs/benchmarks/train_step.md).
 _FUSED_PRODUCTS = ("tpu_v6_lite",)
 # The maximum share of VMEM that a residual may fill if XLA is to keep it in VMEM between kernels.
 _MAX_VMEM_SHARE = 0.5
-# On a GPU or a CPU, padding with zeros does not pay off if it adds more than this share of the
-# width.
+# The largest share of a vector's width that padding with zeros may add. More padding would cost
+# more time than it saves on a GPU or a CPU.
 _MAX_PADDING_SHARE = 1 / 8
 
 
@@ -27,7 +28,7 @@ class Choice(NamedTuple):
 
     Attributes:
       value: the choice.
-      reason: a clause that says why.
+      reason: a clause that says why, for the printed plan.
     """
 
     value: Any
@@ -35,7 +36,10 @@ class Choice(NamedTuple):
 
 
 def outputs_in_place(target: Target) -> Choice:
-    """Choose whether a core's last matrix product is written directly into a stack of outputs."""
+    """Choose whether a sublayer's last matrix product is written directly into a stack of outputs.
+
+    The stack holds the outputs of one sublayer in all repeats of the layers.
+    """
     if target.slug in _WRITES_IN_PLACE:
         return Choice(
             True, "XLA writes the products in the layout that the residual's kernels read"
@@ -64,8 +68,12 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """Choose whether the kernel that rebuilds a residual also reads it for the preceding sublayer.
 
     The choice concerns the backward pass of reversible layers. Reading in the same kernel saves a
-    pass over HBM. However, XLA can keep a small residual in VMEM, and it is more likely to do so if
-    a separate kernel reads the residual next.
+    pass over HBM. However, XLA can keep a small residual in VMEM, and is more likely to keep it
+    there if a separate kernel reads the residual next.
+
+    Args:
+      target: the device that the program is compiled for.
+      residual_bytes: the size of the residual on one device.
     """
     share = residual_bytes / target.chip.vmem
     vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
@@ -74,7 +82,7 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
 
 
 def few_tokens(tokens: int) -> bool:
-    """Return whether a sequence is short enough for the kernels that are written for decoding."""
+    """Return whether a sequence has so few tokens that the kernels for decoding support it."""
     return tokens < LANES
 
 
@@ -83,7 +91,8 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
 
     Args:
       size: D, the number of entries per vector before padding.
-      by_kernels: whether kernels read the bank through an RMS norm.
+      by_kernels: whether kernels apply an RMS norm to the vectors of the bank (the stack of vectors
+        that attention over depth reads).
     """
     missing = -size % LANES
     if not by_kernels:
@@ -96,7 +105,8 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
 def cache_width(size: int) -> int:
     """Return the padded width of a key or value cache with `size` numbers per token.
 
-    The width is rounded up to whole tiles, because a TPU would otherwise copy the cache to a new
-    layout for each product. A size of less than half a tile is returned unchanged.
+    The width is rounded up to a multiple of 128, the width of a TPU's tile, because a TPU would
+    otherwise copy the cache to a new layout for each product. A size below 64 is returned
+    unchanged.
     """
     return size + -size % LANES if size >= LANES // 2 else size

@@ -1,4 +1,4 @@
-"""The token embedding, which makes the first data vectors, and the unembedding to logits."""
+"""The embedding of tokens and positions, and the unembedding, which computes logits."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +11,10 @@ from rmt_tpu.layers.parameters import Seed, parameter
 
 
 class Embedding(nnx.Module):
-    """The embeddings `E[token]` and, if learned, `P[position]` (equations 5, 6, 18 and 19)."""
+    """The embeddings of tokens, `E[token]`, and of positions, `P[position]`, if these are learned.
+
+    See equations 5, 6, 18 and 19 of the RMT paper.
+    """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         self.vectors = config.data_shape[0]
@@ -34,10 +37,14 @@ class Embedding(nnx.Module):
     ) -> tuple[
         Float[Array, "batch seq vectors size"], Float[Array, "batch_or_1 seq vectors size"] | None
     ]:
-        """Return the data vectors of the tokens, and of the positions (None if not learned)."""
+        """Return the tokens' data vectors, and the positions' data vectors if these are learned.
+
+        Data vectors are the vectors that layers write to the residual. The second result is None
+        without learned positions.
+        """
         # Each device looks up its own columns of the table for the tokens of all devices along
-        # `fsdp`. The swap then gives each device whole rows for its own tokens. This moves less
-        # data than gathering the whole table.
+        # `fsdp`. The swap then gives each device complete rows for its own tokens. Less data moves
+        # between devices than if each device gathered the complete table.
         rows = self._look_up(self.tokens[...], sharding.gather(tokens, "fsdp", axis=0), dtype)
         tokens = separate(sharding.swap(rows, "fsdp", split=0, join=2), self.vectors)
         if self.positions is None:
@@ -63,17 +70,20 @@ class Embedding(nnx.Module):
 
 
 class Unembedding(nnx.Module):
-    """The unembedding `W_U z` over the concatenated data vectors (equations 11 and 26)."""
+    """The unembedding, which computes the logits `W_U z` from the concatenated data vectors z.
+
+    See equations 11 and 26 of the RMT paper.
+    """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
-        # In muP the initial standard deviation is the one for the base model's width, because the
-        # multiplier already divides the logits by the width ratio. If the standard deviation were
-        # divided as well, the learning rate would have to be divided too.
+        # In muP, the initial standard deviation follows from the base model's width, because the
+        # multiplier already divides the logits by the ratio of this model's width to that width. A
+        # smaller standard deviation would also need a smaller learning rate.
         base_width = config.width / config.width_ratio
-        # The kernel is stored as one 2-D matrix, because the compiler would transpose a kernel that
-        # has a separate axis for the vectors.
+        # The kernel is stored as one 2-D matrix, because XLA would transpose a kernel that has a
+        # separate axis for the data vectors.
         self.kernel = parameter(
             seed / "kernel",
             (config.width, config.vocab_size),

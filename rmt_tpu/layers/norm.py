@@ -16,13 +16,13 @@ def normalize(
     epsilon: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*tokens D"]:
-    """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`; "layernorm" first centres x.
+    """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`.
 
-    Statistics are computed in at least float32. For a layernorm of bfloat16 input, the mean and the
-    mean square come from a single pass over x. The variance is their difference
-    `mean(x^2) - mean(x)^2`, which can lose precision in float32. This is harmless: where the mean
-    is large enough for such a loss, bfloat16's 8 significant bits cannot represent a spread around
-    the mean anyway.
+    With "layernorm", the mean of x is first subtracted from x. Statistics are computed in at least
+    float32. For a layernorm of bfloat16 input, the mean and the mean square come from a single pass
+    over x, and the variance is `mean(x^2) - mean(x)^2`. In float32 this difference can lose
+    precision if the mean is far larger than the spread around the mean. The loss is harmless,
+    because 8 significant bits of bfloat16 cannot represent such a spread anyway.
     """
     narrow = x.dtype == jnp.bfloat16
     mean = functools.partial(jnp.mean, axis=-1, keepdims=True)

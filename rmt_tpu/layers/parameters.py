@@ -13,21 +13,22 @@ from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
 
-# Logical axes that index the separate matrices within one stacked parameter.
+# The logical axes of a stacked parameter that index its matrices. They are no axes of a matrix, so
+# they do not count as the fan-in.
 OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
 class Seed(NamedTuple):
-    """The random seed for one parameter, derived from the run's seed, a sublayer number and a name.
+    """The random seed of one parameter, derived from the run's seed, a sublayer number and a name.
 
     Two models with the same run seed therefore give the same initial value to weights that have the
     same name, sublayer number and shape, whatever else the models contain and however their layers
-    are stacked. A name is the attribute path to the parameter, starting from the model or, inside a
-    layer, from its sublayer: for example `seed / "core" / "w_1"`.
+    are stacked. A name is the path of attributes to the parameter. The path starts from the model
+    or, inside a layer, from the sublayer: for example `seed / "core" / "w_1"`.
 
     Attributes:
-      base: the JAX key made from the run's seed and from the sublayer numbers folded in so far.
-      name: the attribute path so far.
+      base: the JAX key made from the run's seed and from the sublayer numbers so far.
+      name: the path of attributes so far.
     """
 
     base: Key[Array, ""]
@@ -41,11 +42,11 @@ class Seed(NamedTuple):
         return self._replace(base=jax.random.fold_in(self.base, index))
 
     def key(self) -> Key[Array, ""]:
-        """Return the JAX key for drawing the initial value of the parameter with this name.
+        """Return the JAX key that draws the initial value of the parameter with this name.
 
-        Use it for one draw only.
+        Use the key for one draw only.
         """
-        # Python's built-in string hash would differ between processes.
+        # CRC-32 gives every process the same number. Python's own hash of a string would not.
         return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
 
 
@@ -64,15 +65,16 @@ def parameter(
     Args:
       seed: the seed, which includes the parameter's own name.
       shape: the parameter's shape, without the axis that `stack` adds.
-      std: the standard deviation; it may be traced, so that it can differ between stacked layers.
+      std: the standard deviation. It may be a traced value, which can differ between stacked
+        layers.
       role: the kind of parameter, from which the optimizer chooses weight decay and width-scaled
         learning rates.
       axes: the logical names of the axes, used by the sharding rules.
-      fan_in: the number of terms in each sum when the parameter is multiplied with a token's data;
-        the muP learning rate depends on it. None means the size of the first matrix axis for a
-        "hidden" weight, and 1 (no sum) for every other role.
-      exact: whether the parameter is used in float32. Other "hidden" weights are cast to the
-        compute dtype.
+      fan_in: the number of terms in each sum when the parameter is multiplied with a token's data.
+        The muP learning rate depends on this number. None means the size of the first matrix axis
+        for a "hidden" weight, and 1 (no sum) for every other role.
+      exact: whether the parameter is used in float32. "Hidden" weights that are not exact are cast
+        to the compute dtype.
     """
     if fan_in is None:
         of_matrix = (size for size, axis in zip(shape, axes, strict=True) if axis not in OF_MANY)
@@ -80,8 +82,8 @@ def parameter(
     if isinstance(std, float) and std == 0:
         value = jnp.zeros(shape, jnp.float32)
     else:
-        # Without the barrier, XLA would merge a constant std with the constants of the random draw,
-        # and the rounding would differ from the case where std is traced.
+        # Without the barrier, XLA would merge a constant std with the constants of the random draw.
+        # The result would then be rounded differently than with a traced std.
         normal = jax.random.normal(seed.key(), shape, jnp.float32)
         value = std * jax.lax.optimization_barrier(normal)
     return nnx.Param(value, role=role, axes=axes, fan_in=fan_in, exact=exact)
@@ -98,12 +100,13 @@ def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
 
 
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
-    """Return `count` key vectors r [count, D_k] for reading the residual, with D_k = `key_dim`.
+    """Return `count` key vectors r [count, D_k] for reading a matrix residual, D_k = `key_dim`.
 
     A read `z[p, v] = sum_k r[p, k] X[k, v]`, with X the normed residual, sums D_k numbers of order
     1, so z is of order 1 if the entries of r are of order `1 / sqrt(D_k)`. Adam's update of r[p, k]
-    has the sign of its gradient, which is itself a sum over X[k, v]. The D_k terms of the change in
-    z therefore have the same sign, and a learning rate changes z by about `rate * D_k`.
+    has the sign of the gradient of r[p, k], which is itself a sum over X[k, v]. The D_k terms of
+    the change in z therefore have the same sign, and one step with learning rate `rate` changes z
+    by about `rate * D_k`.
     """
     axes, std = ("head", "key"), scale * key_dim**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
@@ -112,11 +115,12 @@ def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array 
 def store_keys(
     seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
 ) -> nnx.Param:
-    """Return `count` (R) key vectors w [R, D_k] for writing to the residual, with D_k = `key_dim`.
+    """Return R = `count` key vectors w [R, D_k] for writing to a matrix residual, D_k = `key_dim`.
 
-    A write `X[k, v] += sum_r w[r, k] y[r, v]`, one outer product per data vector, sums R terms for
-    each entry of the residual X, however large D_k is. The write is of order 1 if the entries of w
-    are of order `1 / sqrt(R)`, and a learning rate changes the write by about `rate * R`.
+    A write `X[k, v] += sum_r w[r, k] y[r, v]` adds one outer product per data vector y[r] to the
+    residual X. Each entry of X gets a sum of R terms, however large D_k is. The write is of order 1
+    if the entries of w are of order `1 / sqrt(R)`, and one step with learning rate `rate` changes
+    the write by about `rate * R`.
     """
     axes, std = ("head", "key"), scale * count**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)
@@ -131,15 +135,14 @@ def stack(
 ) -> Module:
     """Return one module with the stacked parameters of `make(seed, i)` for i from 0 to `count - 1`.
 
-    The index i is traced, so layers may differ in values but not in shapes. Layers get different
-    random draws only if `make` uses `seed.numbered`. `axis` is the logical name of the new leading
-    axis.
+    The index i is traced, so the modules may differ in values but not in shapes. Their random draws
+    differ only if `make` uses `seed.numbered`. `axis` is the logical name of the new leading axis.
     """
 
     def made(base: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(make(seed._replace(base=base), index))
 
-    # Without jit, parameters would be drawn one by one, with a separate compilation for each shape.
+    # Without jit, JAX would compile a separate program for the draw of each shape.
     draw = jax.jit(jax.vmap(made, in_axes=(None, 0)))
     stacked = nnx.merge(*draw(seed.base, jnp.arange(count)))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):

@@ -10,9 +10,10 @@ def convolve(
     before: Float[Array, "batch taps_less_1 *channels"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq *channels"]:
-    """Compute `sum_j weights[taps - 1 - j] x[t - j]` at each token t, within the segment of t.
+    """Compute `sum_j weights[taps - 1 - j] x[t - j]` at each token t, with j from 0 to `taps - 1`.
 
-    The result has the dtype of x.
+    Tokens of other segments (documents) than that of t count as zero. The result has the dtype of
+    x.
 
     Args:
       x: the input values per token.
@@ -41,9 +42,10 @@ def tail(
     before: Float[Array, "batch count *channels"],
     lengths: Int[Array, " batch"] | None,
 ) -> Float[Array, "batch count *channels"]:
-    """Return the last tokens of `before` followed by x, for use as `before` in the next call.
+    """Return the values to pass as `before` when the next tokens are convolved.
 
-    `lengths` is the number of valid tokens in each row of x; None means that all tokens are valid.
+    These are the last values of `before` followed by x, as many as `before` has tokens. `lengths`
+    is the number of valid tokens in each row of x; None means that all tokens are valid.
     """
     count = before.shape[1]
     all_x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
