@@ -1,7 +1,7 @@
 """Meshes of devices, and the sharding of arrays over them.
 
-The package depends only on jax, and imports jax only when devices are used. The names that configs
-and their errors need are available at once; other modules are loaded on first use.
+The package depends only on jax, and imports jax only when devices are used. Names that configs and
+their errors need are imported with the package. All other names are loaded on first use.
 """
 
 import importlib
@@ -52,8 +52,8 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _NAMES:
         raise AttributeError(f"module 'sharding' has no attribute {name!r}")
-    # All names are set together, because setting the function `per_device` replaces the submodule
-    # with the same name.
+    # All names are set together, because the function `per_device` takes the place of the submodule
+    # with the same name, which a later import through the package would not find.
     found = {m: importlib.import_module(f"sharding.{m}") for m in _ON_DEVICES}
     globals().update({n: getattr(found[m], n) for m, names in _ON_DEVICES.items() for n in names})
     return globals()[name]

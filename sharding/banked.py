@@ -30,10 +30,11 @@ ChunkBackward = Callable[[Any, Any, Int[Array, ""], Bank, Any, Bank, Any], tuple
 
 
 class BankPipeline(Pipeline):
-    """A pipeline whose C chunks together complete a bank of `1 + C * chunk_rows` rows.
+    """A pipeline whose C chunks of layers together complete a bank of `1 + C * chunk_rows` rows.
 
-    A message between stages has one slot per chunk: slot 0 holds the rows of the chunk that was
-    just completed, slot 1 the rows of the chunk before it, and so on.
+    A row is an array that later chunks read, such as a sum of sublayers' outputs. A message between
+    stages has one slot per chunk: slot 0 holds the rows of the chunk that was just completed,
+    slot 1 the rows of the chunk before that chunk, and so on.
 
     Args:
       first: a function `first(params, context)` that returns row 0 of a microbatch's bank.
@@ -80,7 +81,10 @@ class BankPipeline(Pipeline):
         return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
 
     def _empty(self, start: Shape, *, back: bool) -> Banks:
-        """Return empty banks for all microbatches in progress on this stage."""
+        """Return banks of zeros for all microbatches in progress on this stage.
+
+        If `back`, these include microbatches in their backward pass.
+        """
         count = self.schedule.max_in_flight() if back else self.schedule.max_in_flight_one_way
         return self._banks(start, count)
 
@@ -94,9 +98,11 @@ class BankPipeline(Pipeline):
     def _compute(
         self, parameters: Parameters, context: Any, banks: Banks, sums: Any, tick: Tick
     ) -> tuple[Banks, Callable[[], Bank], Any]:
-        """Compute the tick's chunk; return the banks, the current bank, and the sums.
+        """Run this stage's forward work of a tick, if there is any: one chunk of one microbatch.
 
-        The sums include the chunk's terms. An idle stage skips the computation.
+        Returns:
+          All banks, with the chunk's rows written; a function that returns the microbatch's bank;
+          and the sums of terms, with the chunk's terms added.
         """
         here = self.schedule.forward(tick, self._stage())
         chunk_params, microbatch = current_inputs(parameters, context, here)
@@ -127,10 +133,11 @@ class BankPipeline(Pipeline):
         gradients: Parameters,
         tick: Tick,
     ) -> tuple[tuple[BackBanks, Bank], Parameters]:
-        """Compute the backward pass of the tick's chunk; return updated gradients.
+        """Run this stage's backward work of a tick, if there is any: one chunk of one microbatch.
 
-        The result has the gradients of the banks and of the current bank, and the gradients of the
-        parameters with the chunk's gradients added.
+        Returns:
+          The gradients of all banks and of the microbatch's bank; and the gradients of the
+          parameters, with the chunk's gradients added.
         """
         here = self.schedule.backward(tick, self._stage())
         chunk_params, microbatch = current_inputs(parameters, context, here)
@@ -178,7 +185,7 @@ class BankPipeline(Pipeline):
         return d_chunk, d_shared, d_bank + d_earlier
 
     def _send_forward(self, banks: Banks, tick: Tick) -> Banks:
-        """Send the rows that the next stages lack; called after the tick's computation."""
+        """Send each next stage the rows that it lacks, after the computations of a tick."""
         if not self.slots:
             return banks
         forward, stage = self.schedule.forward, self._stage()
@@ -203,14 +210,14 @@ class BankPipeline(Pipeline):
             came = here.active & (here.chunk > 0) & (j < jnp.asarray(self.spans)[here.chunk - 1])
             rows = jnp.where(came, jnp.zeros_like(rows), rows)
             d_current = self._with_rows(d_current, here, rows, before=j + 1)
-        # The next microbatch in this place starts with a gradient of zeros.
+        # The next microbatch that uses the same bank starts with a gradient of zeros.
         done = here.active & (here.virtual == 0)
         d_bank = jnp.where(done, jnp.zeros_like(d_bank), d_current[0])
         d_banks = d_banks.at[here.microbatch % len(d_banks)].set(d_bank)
         if not self.slots:
             return d_banks
         moved = self._transfer(jnp.stack(moved), tick, back=True)
-        for j in range(self.slots):  # adds zeros if this stage had sent no rows
+        for j in range(self.slots):  # adds zeros if this stage has sent no rows
             rows = self._rows(d_banks, after, before=j) + moved[j]
             d_banks = self._with_rows(d_banks, after, rows, before=j)
         return d_banks
@@ -222,9 +229,9 @@ class BankPipeline(Pipeline):
         return (*place, *(0,) * (banks.ndim - 2))
 
     def _rows(self, banks: Banks, place: StageWork, *, before: int = 0) -> Rows:
-        """Return a microbatch's rows from an earlier chunk.
+        """Return the rows that the chunk `before` chunks before the one in `place` completed.
 
-        The chunk is the one `before` places before the chunk at `place`.
+        The rows belong to the microbatch in `place`.
         """
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]

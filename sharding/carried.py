@@ -24,17 +24,17 @@ from sharding.pipeline import (
 )
 from sharding.schedule import Schedule, StageWork
 
-# A state is a tree of arrays. Kept states are a tree of the same structure, whose arrays have a
-# leading axis over states.
+# A state is a tree of arrays, such as the residual and the output that is written to it next. Saved
+# states are a tree with the same structure, whose arrays have a leading axis over states.
 State = Any
 SavedStates = Any
 
 
 class StatePipeline(Pipeline):
-    """A pipeline whose chunks map a state, which is a tree of arrays, to a new state.
+    """A pipeline whose chunks of layers map a state, which is a tree of arrays, to a new state.
 
-    A message between stages has one slot, for the state. The state before each chunk is kept until
-    the backward pass of the chunk is done.
+    A message between stages holds one state. A stage keeps the state before each of its chunks
+    until the backward pass of the chunk is done.
 
     Args:
       first: a function `first(params, context)` that returns the state before the first chunk.
@@ -71,9 +71,9 @@ class StatePipeline(Pipeline):
         return start, start
 
     def _empty(self, start: State, *, back: bool) -> tuple[State, SavedStates]:
-        """Return zeros for the received state and, if `back`, for the states before chunks.
+        """Return zeros for the received state, and for the saved states if `back`.
 
-        The states before chunks are needed for the backward pass only.
+        Saved states are the states before chunks, which only a backward pass needs.
         """
         count = self.max_saved.sum() if back else 0
         saved = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
@@ -90,9 +90,11 @@ class StatePipeline(Pipeline):
         sums: Any,
         tick: Tick,
     ) -> tuple[tuple[State, SavedStates], Callable[[], State], Any]:
-        """Compute the tick's chunk; return the memory, the new state, and the sums.
+        """Run this stage's forward work of a tick, if there is any: one chunk of one microbatch.
 
-        The sums include the chunk's terms. An idle stage skips the computation.
+        Returns:
+          The memory with the new state; a function that returns the new state; and the sums of
+          terms, with the chunk's terms added.
         """
         (arrived, saved), here = memory, self.schedule.forward(tick, self._stage())
 
@@ -122,10 +124,11 @@ class StatePipeline(Pipeline):
         gradients: Parameters,
         tick: Tick,
     ) -> tuple[State, Parameters]:
-        """Compute the backward pass of the tick's chunk.
+        """Run this stage's backward work of a tick, if there is any: one chunk of one microbatch.
 
-        The result has the gradient of the state before the chunk, and the gradients of the
-        parameters with the chunk's gradients added.
+        Returns:
+          The gradient of the state before the chunk; and the gradients of the parameters, with the
+          chunk's gradients added.
         """
         here = self.schedule.backward(tick, self._stage())
         d_after = choose(here.chunk == self.schedule.chunks - 1, d_result, d_memory)
@@ -164,6 +167,6 @@ class StatePipeline(Pipeline):
         return slice_at(self._transfer(slots, tick, back=back), 0)
 
     def _index(self, here: StageWork) -> Int[Array, ""]:
-        """Return the index at which the state before a chunk is kept."""
+        """Return the index, among the saved states, of the state before the chunk in `here`."""
         before = jnp.asarray(np.cumsum(self.max_saved) - self.max_saved)[here.virtual]
         return before + here.microbatch % jnp.asarray(self.max_saved)[here.virtual]

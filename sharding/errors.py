@@ -1,4 +1,7 @@
-"""Errors that users see as a single line, and helpers for such lines; standard library only."""
+"""Errors that users see as a single line, and helpers that write legal values into such lines.
+
+The module imports the standard library only.
+"""
 
 import math
 
@@ -14,7 +17,7 @@ class RmtError(Exception):
 
 
 class MeshError(RmtError):
-    """An impossible mesh, or a size that does not fit a mesh.
+    """An error about a mesh that is impossible, or about a size that does not fit a mesh.
 
     The message names the flag and the legal values.
     """

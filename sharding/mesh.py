@@ -1,4 +1,7 @@
-"""Construction of meshes from text such as "data=2,fsdp=4", matched to the machine's network."""
+"""Construction of device meshes from text such as "data=2,fsdp=4".
+
+On TPUs, the arrangement of devices follows the network between them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +14,8 @@ from jax.sharding import AxisType, Mesh
 from sharding.errors import MeshError, divisors
 from sharding.spec import AXES, parse_mesh
 
-# The axes that may span several slices of a TPU pod, in order of preference. The network between
-# slices is slow.
+# The mesh axes that may span several slices of a TPU pod, in order of preference. Other axes stay
+# within a slice, because the network between slices is slow.
 _BETWEEN_SLICES = ("data", "stage", "fsdp")
 
 
@@ -20,7 +23,8 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh with all axes of `AXES`; axes that are not in `spec` have size 1.
 
     TPU devices are arranged by their physical coordinates. With several slices, the axis `data`
-    runs between slices, followed by `stage` and `fsdp` if its size is not enough.
+    spans slices. If its size is less than the number of slices, `stage` and then `fsdp` span slices
+    too.
 
     Args:
       spec: comma-separated `axis=size` items; one size may be -1, which means all remaining
@@ -44,7 +48,7 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
             "devices that are left"
         )
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    # With Auto axes, the compiler may partition the code outside of per-device functions (see
+    # With Auto axes, the compiler partitions code that is outside of per-device functions (see
     # `per_device`).
     return Mesh(_grid(spec, shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

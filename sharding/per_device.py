@@ -4,12 +4,13 @@ The loss and gradients of a train step are one function that every device runs o
 (`jax.shard_map`). Kernels can therefore be used unchanged, and all communication is explicit in the
 code.
 
-No two devices use a whole copy of an array in the same way: each device has its own tokens, its own
-slice of a sum, or its own columns of a matrix. JAX's transposes of collectives are then correct
-(the transpose of a gather is a reduce-scatter, and vice versa). The gradient of a parameter is the
-sum of the devices' gradients over the mesh axes that do not shard the parameter.
+No two devices repeat the same computation: each device has its own tokens, its own slice of a sum,
+or its own columns of a matrix. JAX's transposes of collectives are therefore correct (the transpose
+of a gather is a reduce-scatter, and vice versa). The gradient of a parameter is the sum of the
+devices' gradients over the mesh axes that do not shard the parameter.
 
-Outside of `per_device`, and over axes of size 1, the functions of this module do nothing.
+Outside of `per_device`, and over axes of size 1, the functions for communication return their
+argument unchanged.
 """
 
 import contextvars
@@ -37,10 +38,10 @@ def per_device(
     *,
     tokens: tuple[str, ...] = RULES["tokens"],
 ) -> Callable:
-    """Return `function` as a function of global arrays, which each device runs on its shards.
+    """Return a function of global arrays that runs `function` on each device's shards.
 
-    `tokens` names the mesh axes over which the function shards tokens; `token_axes` returns these
-    axes inside the function.
+    `tokens` names the mesh axes over which tokens are sharded. `token_axes` returns these axes
+    inside the function.
     """
 
     @functools.wraps(function)
@@ -61,19 +62,22 @@ def token_axes() -> tuple[str, ...]:
 
 
 def axis_size(names: Names) -> int:
-    """Return the number of devices along these mesh axes together."""
+    """Return the product of the sizes of these mesh axes."""
     sizes = _sizes()
     return math.prod(sizes.get(name, 1) for name in _tuple(names))
 
 
 def axis_index(names: Names) -> Int[Array, ""] | int:
-    """Return this device's index along these mesh axes; the first axis is the outermost."""
+    """Return this device's index along these mesh axes, of which the first is the outermost."""
     used = _used(names)
     return jax.lax.axis_index(used) if used else 0
 
 
 def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's slice along `axis` of an array that all devices along `names` hold."""
+    """Return this device's slice, along array axis `axis`, of an array that devices hold in full.
+
+    `names` are the mesh axes whose devices divide the array.
+    """
     size = x.shape[axis] // axis_size(names)
     if size == x.shape[axis]:
         return x
@@ -95,8 +99,8 @@ def scatter_sum(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[A
 def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
     """Return the sum over all devices along `names`, on each of these devices.
 
-    Each device must use the sum only to compute its own share of a total over devices, because the
-    cotangents of the sum are added over the devices.
+    Each device must use the result only for its own share of the objective, because the backward
+    pass adds the devices' cotangents of the result.
     """
     used = _used(names)
     return jax.lax.psum(x, used) if used else x

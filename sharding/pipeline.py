@@ -1,24 +1,26 @@
-"""Pipeline parallelism: each mesh stage has a part of the layers, and microbatches pass through.
+"""Pipeline parallelism: each stage has a part of the layers, and microbatches pass through stages.
 
 The code runs per device (in a `jax.shard_map` with the stage axis manual and `check_vma=False`).
-`sharding.schedule` defines the schedule, in units of ticks. The code loops over the ticks, so the
-body of the loop is compiled only once. There are two kinds of pipeline:
+`sharding.schedule` says which work a stage does in each unit of time, a *tick*. The code loops over
+the ticks, so the body of the loop is compiled only once. There are two kinds of pipeline:
 
 - `sharding.carried`: a chunk of layers maps a state to a state of the same shapes, which is sent to
   the next stage.
-- `sharding.banked`: a chunk completes some rows of a bank, given the rows before them. Each row is
-  written only once. Every stage caches the rows that it has, and receives only rows that it lacks
-  ("cross-stage caching", Kimi Team 2026, section 4.1). Every stage computes row 0 itself.
+- `sharding.banked`: a chunk reads the rows of earlier chunks from a *bank*, a stack of rows, and
+  completes rows of its own. Each row is written only once. Every stage caches the rows that it has,
+  and receives only rows that it lacks ("cross-stage caching", Kimi Team 2026, section 4.1). Every
+  stage computes row 0 itself.
 
-After the last chunk, a microbatch is turned into terms, scalars that are summed over microbatches.
-Chunks may return terms too, and each stage sums its own terms. The objective is a weighted sum of
-the terms with known weights. The gradient of a microbatch is therefore known when it has left the
-last chunk, and its backward pass starts immediately, so a stage's memory does not grow with the
-number of microbatches. The backward pass of a chunk recomputes the chunk.
+After the last chunk, a function computes *terms* from a microbatch's result: scalars that are
+summed over microbatches. Chunks may return terms too, and each stage sums the terms of its own
+chunks. The objective is a weighted sum of the terms with known weights. The gradient of a
+microbatch's result is therefore known when the microbatch has left the last chunk, and the backward
+pass of the microbatch starts immediately. A stage's memory thus does not grow with the number of
+microbatches. The backward pass of a chunk recomputes the chunk.
 
 A stage that has sent a row to another stage receives the gradient that the other stage computed for
-the row. The parameters that every stage has are `first`, `shared` and `last`. For these parameters,
-a stage returns only its own part of a gradient that must be summed over the stages.
+the row. Every stage has the parameters `first`, `shared` and `last`. For these parameters, a stage
+returns only its own part of the gradient, and the caller must sum the parts over the stages.
 """
 
 from collections.abc import Callable
@@ -61,10 +63,10 @@ def is_last(axis: str = "stage") -> Array:
 
 
 def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage") -> Any:
-    """Return `function(operands)` on the last stage, which has the results, and zeros elsewhere.
+    """Return `function(operands)` on the last stage, and zeros on the others.
 
-    The other stages skip the computation. The forward pass keeps only the operands for the backward
-    pass.
+    The last stage has the results of the pipeline. The other stages skip the computation. The
+    backward pass computes `function` again from the operands, which are all that is kept.
     """
 
     @jax.custom_vjp
@@ -85,13 +87,13 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
 
 
 class Pipeline:
-    """The base of both kinds of pipeline: the loops over ticks, and the order of work in a tick.
+    """The base class of pipelines: the loops over ticks, and the order of work in a tick.
 
     A subclass defines what a stage keeps between ticks: `memory` for microbatches in their forward
     pass, and `d_memory` for microbatches in their backward pass. `_empty` and `_empty_back` create
-    these before the first tick, from the shapes that `_shapes` returns. `_compute` does a stage's
-    forward work in a tick, and `_undo` its backward work. At the end of a tick, `_send_forward` and
-    `_send_back` communicate.
+    `memory` and `d_memory` before the first tick, from the shapes that `_shapes` returns.
+    `_compute` does a stage's forward work in a tick, and `_undo` the stage's backward work. At the
+    end of a tick, `_send_forward` and `_send_back` communicate.
     """
 
     def __init__(
@@ -110,9 +112,9 @@ class Pipeline:
         self.messages = {back: schedule.messages(spans, back=back) for back in (False, True)}
 
     def results(self, parameters: Parameters, context: Any) -> tuple[Any, Any]:
-        """Return the results of `last` per microbatch, [M, ...], and the sums of chunks' terms.
+        """Return the results of `last` per microbatch, [M, ...], and the sums of the chunks' terms.
 
-        The sums are over this stage's own chunks.
+        The sums are over all microbatches and this stage's own chunks.
 
         Args:
           parameters: the parameters of the functions.
@@ -218,9 +220,9 @@ class Pipeline:
         return jax.lax.axis_index(self.axis)
 
     def _leaving(self, tick: Tick) -> StageWork:
-        """Return the place on the last stage, active if a microbatch leaves it in this tick.
+        """Return the forward work of the last stage in a tick, active if it runs the last chunk.
 
-        The result is the same on all stages.
+        A microbatch leaves the pipeline after the last chunk. The result is the same on all stages.
         """
         place = self.schedule.forward(tick, self.schedule.stages - 1)
         return place._replace(active=place.active & (place.chunk == self.schedule.chunks - 1))
@@ -233,7 +235,10 @@ class Pipeline:
         d_start: Any,
         d_first: Any,
     ) -> Any:
-        """Return `d_first` with the gradient of the function before the first chunk added."""
+        """Return `d_first` with the gradient of the function `first` added if `begins` is true.
+
+        `begins` says whether the stage runs the backward pass of a microbatch's first chunk.
+        """
 
         def run():
             pullback = jax.vjp(lambda first: self.first(first, microbatch), parameters)[1]
@@ -242,11 +247,11 @@ class Pipeline:
         return jax.lax.cond(begins, run, lambda: d_first)
 
     def _transfer(self, slots: Any, tick: Tick, *, back: bool = False) -> Any:
-        """Send each stage's slots to the next stage, or with `back` to the previous one.
+        """Send each stage's slots to the next stage, or with `back` to the previous stage.
 
-        Zeros arrive where nothing is sent. Only the pairs of stages and the slots that the schedule
-        lists for this tick communicate. The tick is the same on all devices, so all devices take
-        the same branch.
+        A slot is one part of a message. Only the slots and the pairs of stages that the schedule
+        lists for this tick communicate; all other slots arrive as zeros. The tick is the same on
+        all devices, so all devices take the same branch.
         """
 
         def permute(messages, x):
@@ -264,7 +269,7 @@ class Pipeline:
 
 
 def current_inputs(parameters: Parameters, context: Any, here: StageWork) -> tuple[Any, Any]:
-    """Return the current chunk's parameters and the current microbatch's context."""
+    """Return the parameters of the chunk in `here`, and the context of its microbatch."""
     return slice_at(parameters.chunks, here.virtual), slice_at(context, here.microbatch)
 
 
@@ -277,7 +282,7 @@ def slice_at(stacks: Any, index: Int[Array, ""] | int) -> Any:
 def update_at(
     stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
 ) -> Any:
-    """Return the stacks with slice `index` replaced, or unchanged if `where` is False."""
+    """Return the stacks with slice `index` of each replaced, or unchanged if `where` is False."""
     values = values if where is True else choose(where, values, slice_at(stacks, index))
     update = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
     return jax.tree.map(update, stacks, values)

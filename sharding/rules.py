@@ -1,4 +1,4 @@
-"""The table that maps logical axes of arrays to mesh axes, and the specs that follow from it."""
+"""The table that maps logical axes of arrays to mesh axes, and the resulting shardings."""
 
 import math
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import MeshError, divisors, nearest_multiples
 
-# Maps each logical axis to the mesh axes that shard it. Axes that are not in this table are not
-# sharded. `batch`, `tokens` and `key` are also axes of activations: a device's residual has the
-# device's slice of D_k, for the batch of all devices along `key`.
+# Maps each logical axis to the mesh axes that shard the logical axis. Logical axes that are not in
+# this table are not sharded. `batch`, `tokens` and `key` are also axes of activations: a matrix
+# residual on a device has the device's slice of D_k, for the batch of all devices along `key`.
 RULES = {
     "batch": ("data", "fsdp", "expert", "key"),
     "tokens": ("sequence", "tensor"),
@@ -22,8 +22,8 @@ RULES = {
     "ff": ("tensor",),
     "expert": ("expert",),
 }
-# The rules while tokens are read into caches. There may be few rows, or only one, so the devices
-# along `expert` and `key` shard the tokens instead of the rows.
+# The rules while prompts are read into decoding caches. A batch may then have only one row, so the
+# devices along `expert` and `key` shard the tokens instead of the rows.
 CACHE_RULES = RULES | {
     "batch": ("data", "fsdp"),
     "tokens": ("expert", "key", "sequence", "tensor"),
@@ -90,7 +90,7 @@ def check_experts(mesh: Mesh, has_experts: bool) -> None:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that every device holds whole."""
+    """Return the sharding of an array of which every device holds a complete copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -127,9 +127,8 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
     """Return a PartitionSpec with only the mesh axes that have more than one device.
 
-    This makes specs unique: a program's results then have the same spec as an argument with the
-    same placement. If specs differed in axes without effect, programs would be compiled more than
-    once.
+    Two specs with the same effect then are equal. Otherwise a program's results and its arguments
+    could differ in axes of size 1, and JAX would compile the program once for each spec.
     """
     tuples = ((names,) if isinstance(names, str) else names or () for names in spec)
     used = [tuple(name for name in names if mesh.shape[name] > 1) for names in tuples]

@@ -31,7 +31,7 @@ Caching = Literal["none", "received", "all"]
 
 
 class StageWork(NamedTuple):
-    """The work of a stage in a tick; for an idle stage, all fields but `active` are arbitrary.
+    """The work of a stage in a tick. If `active` is False, the other fields have no meaning.
 
     Attributes:
       active: whether the stage has work in this tick.
@@ -47,7 +47,13 @@ class StageWork(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message for some pairs of stages: slots `first` to `last`, where `last` is excluded."""
+    """A message that some pairs of stages exchange after a tick.
+
+    Attributes:
+      first: the first slot that the message contains.
+      last: one more than the last slot that the message contains.
+      pairs: the sending and the receiving stage of each pair.
+    """
 
     first: int
     last: int
@@ -58,7 +64,7 @@ class Message(NamedTuple):
 class Schedule:
     """A schedule for P `stages` with V = `virtual` chunks each, and M `microbatches`.
 
-    Its methods take ticks and stages as integer arrays, of NumPy or JAX.
+    The methods accept ticks and stages as integer arrays of NumPy or JAX.
 
     Raises:
       MeshError: the number of microbatches is not a multiple of the number of stages.
@@ -103,25 +109,25 @@ class Schedule:
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
     def _place(self, number: Any, stage: Any, order: Any) -> StageWork:
-        """Return the place of a stage's work item `number`.
+        """Return the stage's piece of work with this number, in the order of the stage's work.
 
-        `order` maps the n-th chunk in the stage's order of work to the chunk's index on the stage.
+        `order` maps n to the index, on the stage, of the n-th chunk that a microbatch runs there.
         """
         work = self.microbatches * self.virtual
         active = (number >= 0) & (number < work)
         number = number.clip(0, work - 1)
-        # A round has P microbatches: the first one returns to stage 0 just after the last one has
-        # left it.
+        # Microbatches run in rounds of P. The first microbatch of a round returns to stage 0 just
+        # after the last microbatch of the round has left stage 0.
         rounds, within = number // self.chunks, number % self.chunks
         virtual = order(within // self.stages)
         microbatch = rounds * self.stages + within % self.stages
         return StageWork(active, virtual, microbatch, virtual * self.stages + stage)
 
     def max_in_flight(self, first: int = 0) -> int:
-        """Return the maximum number of microbatches that a stage must keep at the same time.
+        """Return the maximum number of microbatches whose data a stage must keep at the same time.
 
-        The data of microbatch m is stored at index `m % room`, whose earlier content is then no
-        longer needed.
+        With n the result, the data of microbatch m replaces the data of microbatch m - n, which is
+        no longer needed.
 
         Args:
           first: the index (from 0 to V - 1) of one of the stage's chunks. The stage keeps data of a
@@ -135,7 +141,8 @@ class Schedule:
     def max_in_flight_one_way(self) -> int:
         """The maximum number of microbatches between a stage's first and last chunks.
 
-        It applies to one direction, forward or backward.
+        The number is the same for the forward and for the backward direction, and counts the
+        microbatches of one direction.
         """
         return self._in((self.virtual - 1) * self.stages + 1)
 
@@ -145,7 +152,7 @@ class Schedule:
         return min(rounds * self.stages + min(ticks, self.stages), self.microbatches)
 
     def spans(self, caching: Caching) -> np.ndarray:
-        """Return, for each chunk, how many of the newest chunks' rows are sent on after it.
+        """Return, for each chunk, the number of newest chunks whose rows are sent after the chunk.
 
         Args:
           caching: the rows that stages keep: "none", so that all rows are sent after each chunk;

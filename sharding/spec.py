@@ -1,16 +1,19 @@
-"""Parsing of meshes such as "data=2,fsdp=4"; it needs no jax, so errors are reported at once."""
+"""Parsing of meshes such as "data=2,fsdp=4".
+
+The module does not import jax, so that a program can report a wrong mesh before it loads jax.
+"""
 
 from sharding.errors import MeshError
 
-# The mesh axes, from the outermost, whose devices communicate least, to the innermost, whose
-# devices are neighbours in the network.
+# The mesh axes from the outermost to the innermost. Devices along the outermost axis communicate
+# least. Devices along the innermost axis are neighbours in the network.
 AXES = ("stage", "data", "fsdp", "expert", "key", "sequence", "tensor")
 
 
 def parse_mesh(spec: str) -> dict[str, int]:
     """Return the axis sizes given in a text such as "data=2,fsdp=4", in the order of the text.
 
-    At most one axis may have size -1, which means all remaining devices.
+    At most one axis may have size -1, which stands for all devices that the other axes leave.
 
     Raises:
       MeshError: the text does not describe a mesh.
