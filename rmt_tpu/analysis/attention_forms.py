@@ -1,4 +1,4 @@
-"""The attention implementation that a model uses on a device, and why it is not a kernel."""
+"""Which implementation of attention a model uses on a device, and why, if it is not a kernel."""
 
 import dataclasses
 from types import ModuleType

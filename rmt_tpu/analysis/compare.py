@@ -85,7 +85,9 @@ def write_comparison(
     text = markdown(results) + "\n" + notes({n: read_config(w[0]) for n, w in runs.items()})
     folder = open_folder(folder)
     folder.write("comparison.md", text.encode())
-    rows = json.dumps([asdict(r) for of_name in results.values() for r in of_name], indent=2)
+    rows = json.dumps(
+        [asdict(r) for runs_of_system in results.values() for r in runs_of_system], indent=2
+    )
     folder.write("comparison.json", (rows + "\n").encode())
     _draw(runs, results, folder)
     return text
@@ -176,7 +178,7 @@ def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    mean = {name: _mean([r.held_out_loss for r in of]) for name, of in results.items()}
+    mean = {name: _mean([r.held_out_loss for r in runs]) for name, runs in results.items()}
     names = sorted(results, key=mean.__getitem__)
     rows = range(len(names))
     figure = Figure(figsize=(10, 1.4 + 0.32 * len(names)), layout="constrained")
@@ -222,8 +224,8 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
         per_step = config.train.batch_size * config.data.seq_len
         curves[name] = [step * per_step for step in steps], mean, least, most
     for axes, (name, (tokens, mean, least, most)) in zip(panels.flat, curves.items(), strict=False):
-        for other, of_other, *_ in curves.values():
-            axes.plot(other, of_other, color="0.85", linewidth=0.8, zorder=1)
+        for other_tokens, other_losses, *_ in curves.values():
+            axes.plot(other_tokens, other_losses, color="0.85", linewidth=0.8, zorder=1)
         axes.fill_between(tokens, least, most, color="C0", alpha=0.2, linewidth=0)
         axes.plot(tokens, mean, "C0o-", markersize=3, linewidth=1.5)
         axes.set_title(name, fontsize=9)
@@ -253,15 +255,15 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
         )
         steps, mean, least, most = over_seeds(workdirs, "eval/loss")
         first_held_out.append(mean[0])
-        for axes, of_step in ((by_tokens, per_step), (by_flops, per_step * flops)):
-            scaled = [step * of_step for step in steps]
+        for axes, scale in ((by_tokens, per_step), (by_flops, per_step * flops)):
+            scaled = [step * scale for step in steps]
             axes.plot(scaled, mean, label=name, linewidth=1.3, markersize=4, **style)
             if len(workdirs) > 1:
                 axes.fill_between(
                     scaled, least, most, color=style["color"], alpha=0.15, linewidth=0
                 )
             steps_taken, losses, *_ = over_seeds(workdirs, "train/loss")
-            scaled = [step * of_step for step in steps_taken]
+            scaled = [step * scale for step in steps_taken]
             axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding lookups)")

@@ -142,10 +142,10 @@ def _over(row: DecodeRow, rows: Iterable[DecodeRow]) -> float | None:
     rows = list(rows)
     same = lambda other: (other.device, other.case.batch, other.case.context)
     first = rows[0].case.preset
-    of_first = [o for o in rows if o.case.preset == first and same(o) == same(row)]
-    if row.seconds is None or not of_first or of_first[0].seconds is None:
+    first_rows = [o for o in rows if o.case.preset == first and same(o) == same(row)]
+    if row.seconds is None or not first_rows or first_rows[0].seconds is None:
         return None
-    return row.seconds / of_first[0].seconds
+    return row.seconds / first_rows[0].seconds
 
 
 def _by_device(rows: Sequence[DecodeRow]) -> list[tuple[str, list[DecodeRow]]]:

@@ -209,8 +209,8 @@ def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
     ]
     for row in rows:
         worst = row.worst
-        of = ("", "") if worst is None else (row.differences[worst], row.bounds[worst])
-        numbers = "|".join(f" {x:.2g} " if x != "" else " " for x in of)
+        worst_values = ("", "") if worst is None else (row.differences[worst], row.bounds[worst])
+        numbers = "|".join(f" {x:.2g} " if x != "" else " " for x in worst_values)
         numbers = numbers.replace("|", f"({worst}) |" if worst else "|", 1)
         time = "" if row.seconds is None else f"{1e3 * row.seconds:.3g}"
         lines.append(
@@ -237,7 +237,7 @@ def record(rows: Sequence[CheckRow], rates: Rates | None, device: jax.Device) ->
     """Return the results of all checks on a device as JSON values; NaN and infinity become null."""
     number = lambda x: x if x is None or math.isfinite(x) else None
     names = lambda values: {name: number(x) for name, x in values.items()}
-    of_row = lambda row: (
+    row_values = lambda row: (
         dataclasses.asdict(row)
         | {
             "differences": names(row.differences),
@@ -252,7 +252,7 @@ def record(rows: Sequence[CheckRow], rates: Rates | None, device: jax.Device) ->
         "compiler": device.client.platform_version,
         "jax": jax.__version__,
         "rates": None if rates is None else dataclasses.asdict(rates),
-        "rows": [of_row(row) for row in rows],
+        "rows": [row_values(row) for row in rows],
     }
 
 

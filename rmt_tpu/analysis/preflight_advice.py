@@ -207,7 +207,7 @@ def _more_chips(report: Preflight) -> list[Advice]:
     mesh = report.mesh | {"fsdp": report.mesh["fsdp"] * times}
     rows = train.batch_size % (_batch_shards(mesh) * train.accumulate) == 0
     width = report.config.model.width % mesh["fsdp"] == 0
-    if math.prod(sides) > target.most or not (rows and width):
+    if math.prod(sides) > target.max_chips or not (rows and width):
         return []
     flags = f"--topology={name}:{'x'.join(map(str, sides))} {_mesh_flag(mesh)}"
     return [Advice(flags, f"uses {times} times as many chips", report.used // times)]

@@ -118,8 +118,8 @@ def _lowered_steps(
     model: programs.ModelSpec, params: nnx.State, mesh: Mesh, rows: int, capacity: int
 ) -> jax.stages.Lowered:
     """Lower (for compilation) a dispatch that generates STEPS tokens per row."""
-    of_device = rows // model.devices("batch")
-    make = lambda params: programs.empty_rows(model, params, of_device, capacity)
+    rows_per_device = rows // model.devices("batch")
+    make = lambda params: programs.empty_rows(model, params, rows_per_device, capacity)
     on_mesh = lambda x, spec=None: _at(x, mesh, spec or _REPLICATED)
     row_state = jax.eval_shape(make, params)
     row_state = jax.tree.map(on_mesh, row_state, *(() if model.rows is None else (model.rows,)))

@@ -82,11 +82,11 @@ class OpCase:
         def training(*args):
             args, cotangents = args[: len(arguments)], args[len(arguments) :]
 
-            def of_floats(*floats):
+            def forward_of_floats(*floats):
                 operands = dict(zip(floating, floats, strict=True))
                 return forward(*(operands.get(i, arg) for i, arg in enumerate(args)))
 
-            results, pullback = jax.vjp(of_floats, *(args[i] for i in floating))
+            results, pullback = jax.vjp(forward_of_floats, *(args[i] for i in floating))
             return results, pullback(jax.tree.unflatten(structure, cotangents))
 
         donated = (0, len(arguments)) if self.carried else ()
@@ -197,7 +197,7 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> OpCase:
         )
 
     row, sums = _TOKENS * D * _ITEM, 4 * S * _TOKENS
-    of_prior = S * row + sums if prior else 0
+    prior_bytes = S * row + sums if prior else 0
     parameters = 4 * S * D
     flops = 4 * S * N * _TOKENS * D
     operands = size.partial(TOKENS, prior=prior)
@@ -205,11 +205,11 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> OpCase:
         f"S={S} N={N} D={D}{' prior' if prior else ''}",
         function,
         (operands.queries, operands.sources, *(operands.prior or ())),
-        MinimumWork((N + S) * row + sums + parameters + of_prior, flops),
+        MinimumWork((N + S) * row + sums + parameters + prior_bytes, flops),
         # The backward pass reads the sources and the cotangent of the result, and writes the
         # cotangent of the sources. If a prior result was merged, it also reads the prior and the
         # forward result.
-        MinimumWork((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
+        MinimumWork((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * prior_bytes, 2 * flops),
     )
 
 

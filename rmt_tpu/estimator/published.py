@@ -43,13 +43,13 @@ def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.st
         y = (x.astype(_FLOAT32) - mean) * inverse
         gradient = gradient.astype(_FLOAT32)
         scaled = gradient * jnp.expand_dims(scale, others)
-        of_mean, of_square = (jnp.mean(a, axis, keepdims=True) for a in (scaled, scaled * y))
-        of_x = inverse * (scaled - of_mean - y * of_square)
-        return of_x.astype(x.dtype), jnp.sum(gradient * y, others), jnp.sum(gradient, others)
+        d_mean, d_square = (jnp.mean(a, axis, keepdims=True) for a in (scaled, scaled * y))
+        d_x = inverse * (scaled - d_mean - y * d_square)
+        return d_x.astype(x.dtype), jnp.sum(gradient * y, others), jnp.sum(gradient, others)
 
-    of_rows = list(shape)
-    of_rows[axis] = 1
-    rows = (of_rows, _FLOAT32)
+    row_shape = list(shape)
+    row_shape[axis] = 1
+    rows = (row_shape, _FLOAT32)
     return _lower(call, device, shape, ([shape[axis]], _FLOAT32), rows, rows, shape)
 
 
@@ -78,10 +78,10 @@ def cross_entropy_gradient(
 
     def call(x, labels, w, log_sums, gradient):
         one_hot = jax.nn.one_hot(labels, vocab, dtype=x.dtype)
-        of_logits = -one_hot + jnp.exp(x @ w - log_sums[:, None])
+        d_logits = -one_hot + jnp.exp(x @ w - log_sums[:, None])
         scale = gradient / x.shape[0]
-        of_x, of_w = (of_logits @ w.T) * scale, (x.T @ of_logits) * scale
-        return of_x.astype(x.dtype), of_w.astype(w.dtype)
+        d_x, d_w = (d_logits @ w.T) * scale, (x.T @ d_logits) * scale
+        return d_x.astype(x.dtype), d_w.astype(w.dtype)
 
     log_sums, scalar = (shape[:1], _FLOAT32), ([], _FLOAT32)
     return _lower(call, device, shape, (shape[:1], _INT32), [shape[1], vocab], log_sums, scalar)

@@ -56,7 +56,7 @@ class Target:
       hbm: the bytes of HBM available to a program, according to libtpu's out-of-memory error; for a
         GPU, the capacity that the maker states.
       interconnect: the maker's figure for the total bandwidth of a chip's links, in one direction.
-      most: the number of devices (for a GPU) or chips in the largest topology.
+      max_chips: the number of chips (for a GPU: devices) in the largest topology.
       kind: the device kind, as jax gives it.
       platform: "tpu" or "cuda".
       assumed: the names of the figures that are assumptions, because no source states them.
@@ -78,7 +78,7 @@ class Target:
     matrix: MatrixUnit | None
     hbm: int
     interconnect: float
-    most: int
+    max_chips: int
     kind: str
     platform: str = "tpu"
     assumed: str = ""
@@ -141,7 +141,7 @@ def _gpu(name: str, kind: str, hbm: int) -> Target:
     """Return the target for a GPU of the Hopper generation."""
     return Target(
         name, f"{name}:1", "9.0", 132, 1.755e9, chip_of(kind).bandwidth, 0, None,
-        hbm=hbm, interconnect=450e9, most=8, platform="cuda", kind=kind,
+        hbm=hbm, interconnect=450e9, max_chips=8, platform="cuda", kind=kind,
     )  # fmt: skip
 
 
@@ -150,17 +150,17 @@ TARGETS = {
     for t in (
         _tpu(
             "v5e", "v5e:2x2", "v5litepod-4", "TPU v5 lite",
-            hbm=16128 * _MIB, interconnect=200e9, most=256, dcn=25e9 / 8,
+            hbm=16128 * _MIB, interconnect=200e9, max_chips=256, dcn=25e9 / 8,
             grouped=0.72,
         ),
         _tpu(
             "v5p", "v5p:2x2x1", "v5p-8", "TPU v5",
-            hbm=int(95.74 * _GIB), interconnect=600e9, most=6144, dcn=50e9 / 8,
+            hbm=int(95.74 * _GIB), interconnect=600e9, max_chips=6144, dcn=50e9 / 8,
             grouped=0.38,
         ),
         _tpu(
             "v6e", "v6e:2x2", "v6e-4", "TPU v6 lite",
-            hbm=32000 * _MIB, interconnect=400e9, most=256, dcn=100e9 / 8,
+            hbm=32000 * _MIB, interconnect=400e9, max_chips=256, dcn=100e9 / 8,
             grouped=0.45,
         ),
     )
@@ -174,7 +174,7 @@ DEVICES = TARGETS | {
     for t in (
         _tpu(
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", "TPU7x",
-            hbm=97024 * _MIB, interconnect=300e9, most=9216, dcn=50e9 / 8, grouped=0.43,
+            hbm=97024 * _MIB, interconnect=300e9, max_chips=9216, dcn=50e9 / 8, grouped=0.43,
             assumed="the matrix units of v6e, at the clock that gives the maker's peak",
         ),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 80 * 10**9),
@@ -208,7 +208,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
     sizes = [int(n) for n in shape.split("x")] if re.fullmatch(form, shape) else [0]
     # A host in a slice has 2x2 chips; only the smallest topologies have hosts of one or two chips.
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
-    if min(sizes) < 1 or not hosts or math.prod(sizes) > device.most:
+    if min(sizes) < 1 or not hosts or math.prod(sizes) > device.max_chips:
         raise ValueError(f"{text!r} is not a topology of {name}; legal: {_LEGAL}")
     return dataclasses.replace(device, topology=text, slices=slices)
 

@@ -44,12 +44,12 @@ _DEPTHS = {
 }
 
 
-def _of_depth(scale: Scale) -> Plan:
+def _depth_plan(scale: Scale) -> Plan:
     return trained.largest_of(trained.attnres_scaling(scale), _DEPTHS[scale])
 
 
 def _depth(scale: Scale, run_of) -> list[list[str]]:
-    folders = [run_of(arm.name) for arm in _of_depth(scale).arms]
+    folders = [run_of(arm.name) for arm in _depth_plan(scale).arms]
     return [["depth_report", f"--workdir={','.join(folders)}"]]
 
 
@@ -165,7 +165,7 @@ EXPERIMENTS = {
             "attnres-dynamics",
             "weights on earlier layers; outputs and gradients by depth",
             f"{_ATTNRES}, Figures 5 and 8",
-            plan=_of_depth,
+            plan=_depth_plan,
             reports=_depth,
         ),
         Experiment(

@@ -78,9 +78,9 @@ def _curves_table(curves: dict[str, list[ModelCounts]]) -> str:
     lines = ["| model | residual | parameters | GFLOPs per token | if doubled: parameters, FLOPs |"]
     lines.append("|---|---|---|---|---|")
     for name, points in curves.items():
-        of_size = {p.residual_size: p for p in points}
+        by_size = {p.residual_size: p for p in points}
         for p in points:
-            twice = of_size.get(2 * p.residual_size)
+            twice = by_size.get(2 * p.residual_size)
             growth = twice and (
                 f"{twice.parameters / p.parameters - 1:+.2%}, {twice.flops / p.flops - 1:+.2%}"
             )

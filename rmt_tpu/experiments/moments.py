@@ -79,12 +79,12 @@ def simulate(operation: LayerOperation, *, draws: int = _DRAWS, seed: int = 0) -
     apply, shape = _apply_and_shape(operation)
 
     def once(key):
-        of_weight, of_input, of_gradient = jax.random.split(key, 3)
+        weight_key, input_key, gradient_key = jax.random.split(key, 3)
         deviation = math.sqrt(2 / (operation.out_of + operation.into))
-        weight = deviation * jax.random.normal(of_weight, (operation.into, operation.out_of))
-        x = 0.5 + math.sqrt(0.75) * jax.random.normal(of_input, (_TOKENS, *shape))
+        weight = deviation * jax.random.normal(weight_key, (operation.into, operation.out_of))
+        x = 0.5 + math.sqrt(0.75) * jax.random.normal(input_key, (_TOKENS, *shape))
         y, back = jax.vjp(lambda x: apply(weight, x), x)
-        (dx,) = back(jax.random.normal(of_gradient, y.shape))
+        (dx,) = back(jax.random.normal(gradient_key, y.shape))
         return y.mean(), y.var(), dx.mean(), dx.var()
 
     keys = jax.random.split(jax.random.key(seed), draws)

@@ -126,12 +126,12 @@ def paired_test(found: Sequence[float]) -> PairedTest:
     """Test whether the mean of two or more paired differences is 0."""
     from scipy import optimize, stats
 
-    count, of = len(found), estimate(found)
+    count, mean = len(found), estimate(found)
     s = float(np.std(found, ddof=1))
     freedom, edge = count - 1, stats.t.ppf(0.975, count - 1)
     # The maximum avoids a division by 0 if all differences are equal.
-    t = abs(of.mean) / max(s / math.sqrt(count), 1e-300)
-    p = float(2 * stats.t.sf(t, freedom)) if of.mean else 1.0
+    t = abs(mean.mean) / max(s / math.sqrt(count), 1e-300)
+    p = float(2 * stats.t.sf(t, freedom)) if mean.mean else 1.0
 
     def lacks(shift: float) -> float:
         """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
@@ -140,7 +140,7 @@ def paired_test(found: Sequence[float]) -> PairedTest:
         )  # without the other tail, which is below 1e-8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
-    return PairedTest(of, s, p, float(detectable))
+    return PairedTest(mean, s, p, float(detectable))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -215,8 +215,8 @@ def fit(outcomes: Sequence[ArmOutcome], x: str) -> Fit | None:
     outcomes = [o for o in outcomes if o.complete]
     if len(outcomes) < 3:
         return None
-    at, each = np.log([getattr(o, x) for o in outcomes]), [o.losses for o in outcomes]
-    lines = [np.polyfit(at, np.log(losses), 1) for losses in zip(*each, strict=False)]
+    at, losses_of_arms = np.log([getattr(o, x) for o in outcomes]), [o.losses for o in outcomes]
+    lines = [np.polyfit(at, np.log(losses), 1) for losses in zip(*losses_of_arms, strict=False)]
     return Fit([float(a) for a, _ in lines], [float(b) for _, b in lines])
 
 

@@ -154,7 +154,7 @@ def geometric_mean(found: Sequence[Point]) -> Point:
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]
-    return {path: float(f"{mean([of[path] for of in found]):.4g}") for path in found[0]}
+    return {path: float(f"{mean([point[path] for point in found]):.4g}") for path in found[0]}
 
 
 def before_growth(config: RunConfig, key_dim: int) -> RunConfig:

@@ -86,12 +86,12 @@ def growth(scale: Scale) -> Plan:
         config = lambda k: overrides.apply(run("rmt-134m"), {"model.store.key_dim": k})
         searches, search_names = {}, {}
     base, constant = name(small), f"{name(small)}-held"
-    of = lambda k: {"searches": (name(k),)} if searches else {}
+    searches_for = lambda k: {"searches": (name(k),)} if searches else {}
     arms = (
-        Arm(base, config(small), "rmt", **of(small)),
+        Arm(base, config(small), "rmt", **searches_for(small)),
         Arm(constant, config(small), "rmt", base, grows_from=small, **search_names),
         Arm(f"{base}-to-{large}", config(large), "rmt", constant, grows_from=small, **search_names),
-        Arm(name(large), config(large), "rmt", base, **of(large)),
+        Arm(name(large), config(large), "rmt", base, **searches_for(large)),
     )
     note = (
         "The second and third arms keep the peak learning rate for a quarter of the steps, and "

@@ -328,7 +328,7 @@ def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
     }
 
 
-_EACH = (
+_ABLATION_NOTE = (
     "Each ablation has its own search, at its own width; the paper's ablations use the learning "
     "rate of the plain model."
 )
@@ -344,9 +344,9 @@ def attnres_ablations(scale: Scale) -> Plan:
             _mixed(f"ablation-{name}", mixer, f"ablation-{name}", plain, paper=loss)
             for name, (mixer, loss) in _ablations(2, 2).items()
         ]
-        of = _tiny_plan(arms, ("transformer",), notes=(TINY_NOTE, _EACH, *notes))
-        each = {arm.system: searched_for(arm.config, RATES[1:4]) for arm in arms[1:]}
-        return replace(of, searches=of.searches | each)
+        shared = _tiny_plan(arms, ("transformer",), notes=(TINY_NOTE, _ABLATION_NOTE, *notes))
+        own_searches = {arm.system: searched_for(arm.config, RATES[1:4]) for arm in arms[1:]}
+        return replace(shared, searches=shared.searches | own_searches)
     plain = "prenorm-436m"
     arms = [_preset(plain, "prenorm", paper=1.766)]
     for name, (mixer, loss) in _ablations(4, 8).items():
