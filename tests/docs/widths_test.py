@@ -41,7 +41,7 @@ def test_widths_are_those_of_lines_and_words():
     assert least_columns("| a | b c |\n|---|---|\n| [abc](x.md) `de` | long |\n") == 3 + 3 + 4 + 3
 
 
-@pytest.mark.parametrize("page, most", [("train_step", 150), ("decoding", 120), ("systems", 190)])
+@pytest.mark.parametrize("page, most", [("train_step", 150), ("decoding", 120), ("systems", 195)])
 def test_pages_of_figures_stay_short(page, most):
     lines = (ROOT / f"docs/benchmarks/{page}.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= most
