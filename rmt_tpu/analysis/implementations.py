@@ -62,7 +62,7 @@ class ImplementationRow(NamedTuple):
       ops: the names of the public ops.
       group: the name of the ops' `Implementations`.
       calls: the usual calls, which occur in bfloat16 training and decoding, and then unusual calls.
-      operand_kind: the kind of operands, if another row has the same ops; otherwise "".
+      operand_kind: "vectors" or "matrices" if another row has the same ops; otherwise "".
     """
 
     ops: tuple[str, ...]

@@ -65,7 +65,7 @@ class PeakBuffer:
 
     Attributes:
       kind: the kind of memory use, one of KINDS.
-      name: what the buffer holds, in terms of the model.
+      name: the parameter or the scopes of the model that the buffer belongs to.
       shape: the dtype and per-device shape, as text.
       bytes: the size in bytes, including padding.
     """
@@ -390,7 +390,7 @@ def _argument(path: str) -> str:
 def readable(op_name: str) -> str:
     """Return an op_name or argument path in readable form, without the wrappers of JAX and XLA."""
     if _is_path(op_name):
-        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # a key of a dict may itself be a path
+        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # a dict key, which may be a path
         path = re.sub(r"\['([^']*)'\]", r".\1", path)
         return re.sub(r"^(args\[\d\]|state|batch)\.|\.value$", "", path)
     scopes = []

@@ -209,7 +209,7 @@ class TrainStep:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def config(self) -> RunConfig:
-        """Return the run's config as it is resolved for a single accelerator device.
+        """Return the run's config, with "auto" values resolved for one accelerator device.
 
         Raises:
           UsageError: the preset or a change is not legal.

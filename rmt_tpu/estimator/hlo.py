@@ -60,7 +60,7 @@ class Array:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """The size of the array in memory in bytes, including the padding of its tiles."""
+        """The bytes that the array occupies in memory, including the padding of its tiles."""
         sizes = [self.shape[i] for i in self.order]
         for i, rows in enumerate(reversed(self.tile)):
             if i < len(sizes):

@@ -249,7 +249,10 @@ def _is_backward(op_name: str) -> bool:
 
 
 class _Names:
-    """The names that a compiled module's arrays have in the JAX program it was compiled from."""
+    """The names of a compiled module's arrays in terms of the JAX program.
+
+    They are op_names, which are JAX's paths of scopes, and paths of the program's arguments.
+    """
 
     def __init__(self, module: Module):
         self._module = module

@@ -23,7 +23,7 @@ class Search:
     """A hyperparameter search for a system; the point with the lowest mean loss over seeds wins.
 
     Attributes:
-      config: the run config; values at the paths that the points set do not matter.
+      config: the run config, in which each point replaces some values.
       points: the points to try, which all set the same paths.
       seeds: the seeds with which each point is trained.
     """
@@ -39,8 +39,7 @@ class Arm:
 
     Attributes:
       name: the arm's name, used for its table row and its folder.
-      config: the run config; its seed does not matter. Its learning rate is used if there is no
-        search.
+      config: the run config. Its seed is replaced, and its learning rate too if there is a search.
       system: the name of the system (kind of residual). Arms of one system are fitted together, and
         use the search with the system's name.
       against: the name of the arm that its loss is compared with, seed by seed, or None.

@@ -95,7 +95,7 @@ class ExperimentText:
             )
 
     def mark(self, runs: Folder) -> None:
-        """Write the text's checksum into a folder, before the first run there starts."""
+        """Write the checksum of the training text into a folder, before its first run starts."""
         runs.write(_TEXT, json.dumps(self.checksum()).encode())
 
 

@@ -17,7 +17,7 @@ def cases_of(calls, platform):
     return {{"key_vector": [next(device_cases.OPS["key_vector"]("small"))]}}
 def check(case, implementation, timed):
     given = {{"d_gain": {off}}}, {{"d_gain": 0.1}}
-    return device_check.Row(case.op, case.size, "mosaic_tpu", *given)
+    return device_check.CheckRow(case.op, case.size, "mosaic_tpu", *given)
 device_calls.cases_of, device_check.check = cases_of, check
 usual = kernel_checks.taking_plain
 def taking_plain(ops):
