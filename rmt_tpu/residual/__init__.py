@@ -6,10 +6,10 @@
 
 A *site* lies before each sublayer and before the unembedding, so a model with L layers has `2L + 1`
 sites. A site holds the parameters for writing the previous output, for the norm, for the next
-sublayer's read and, in `site.mix`, for the mixer. Its shapes follow from the ports (the declared
-inputs and outputs) of the cores before and after it. The embedding is the first output to be
-written. A sublayer computes `y = core(z)`, where z holds the data vectors that its site has read. A
-core does not depend on the kind of residual.
+sublayer's read and, in `site.mix`, for the mixer. The shapes of these parameters follow from the
+ports (the declared inputs and outputs) of the cores before and after the site. The embedding is the
+first output that is written. A sublayer computes `y = core(z)`, where z holds the data vectors that
+the site before the sublayer has read. A core does not depend on the kind of residual.
 
 Two choices can be combined freely:
 - the *store* defines the residual of one token: `vector` (Transformer) or `matrix` (RMT);
@@ -69,7 +69,10 @@ def store_module(store: cfg.Store) -> ModuleType:
 
 
 def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
-    """Return the configured mixer, including the parameters that do not belong to a site."""
+    """Return the configured mixer, which forms a sublayer's input from earlier outputs.
+
+    The mixer has only those parameters that do not belong to a site (the place before a sublayer).
+    """
     match config.mixer:
         case cfg.Sum():
             return Sum()
@@ -90,7 +93,10 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
 
 
 def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
-    """Return a site for the configured store, with the configured mixer's parameters."""
+    """Return the parameters of one site, at which the residual is written and read.
+
+    They are those of the configured store and, in `site.mix`, those of the configured mixer.
+    """
     site = store_module(config.store).Site(config, seed, place)
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():

@@ -48,8 +48,8 @@ class Dense(nnx.Module):
         period, dilation = config.mixer.period, config.mixer.dilation
         i, j = np.indices((self.num_rows, self.num_rows))
         learned = (i > 0) & (i % period == 0) & (j <= i) & ((i - j) % dilation == 0)
-        # Static: the positions of the learned entries in the matrix, which also give their order in
-        # `weights`.
+        # `learned` marks the learned entries of the matrix, as a tuple, which JAX treats as a
+        # constant. The order of the marked entries is their order in `weights`.
         self.learned = tuple(map(tuple, learned.tolist()))
         self.weights = nnx.Param(
             jnp.asarray((i == j)[learned], jnp.float32), role="gain", axes=("source",)
@@ -65,7 +65,10 @@ class Dense(nnx.Module):
         return sublayer // 2 + 1
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
-        """Return one row of the matrix a per sublayer; the first site of layer i + 1 uses row i."""
+        """Return one row of the matrix a_ij per sublayer.
+
+        Both sublayers of layer i + 1 get row i, and the first one uses it.
+        """
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
@@ -107,11 +110,15 @@ class Dense(nnx.Module):
         current: Row,
         at: DepthIndex,
     ) -> tuple[Array, Bank | None, Row, Read]:
-        """Mix the input of a layer at the layer's first site, then read as in the plain model."""
+        """Read the residual at one site, as in the plain model.
+
+        The first site of a layer first computes the layer's input, the weighted sum of earlier
+        outputs.
+        """
         if site.begins_layer:
             offset = (at.sublayer - at.group) // 2
-            # The score is padded with zeros, because JAX shifts a dynamic slice that would extend
-            # past the end.
+            # The weights in `score` are padded with zeros, because JAX shifts a dynamic slice that
+            # would extend past the end.
             padded = jnp.pad(score, (0, len(rows)))
             weights = jax.lax.dynamic_slice_in_dim(padded, self.first_row(at.group), len(rows), 0)
             own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
@@ -158,7 +165,7 @@ class Dense(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return a_ij itself.
+        """Return the weights a_ij, which are the same for all tokens.
 
         Layer i + 1 reads with row i, and the unembedding reads with the last row.
         """
@@ -184,8 +191,8 @@ def _mix(
     """
     dtype = jnp.result_type(rows, jnp.float32)
     weights = jnp.expand_dims(weights.astype(dtype), range(2, 1 + rows.ndim))
-    # Terms are added one by one, because on a CPU this is ten times as fast as a reduction over a
-    # stack.
+    # The terms are added one by one, which on a CPU is ten times as fast as a sum over a stacked
+    # array of terms.
     terms = (
         weights[:, j] * jnp.where(active[j], rows[j], 0).astype(dtype) for j in range(len(rows))
     )

@@ -57,7 +57,7 @@ class DepthAblation(depth_attention.DepthAttention):
         how = {"std": 0.0, "role": "gain", "axes": ("source",)}
         self.logits = parameter(seed / "logits", shape, **how) if scalars else None
 
-    # A stack of layers forms a single group, whose rows are the whole bank.
+    # All layers of a stack form one group, and every site of the group reads the entire bank.
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return one group with all layers, because each site reads all earlier rows by itself.
@@ -77,14 +77,14 @@ class DepthAblation(depth_attention.DepthAttention):
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Return an empty tuple, because each site reads the bank without a merging step."""
+        """Return an empty tuple: the ablations have no special path for decode steps."""
         return ()
 
     def _table(self) -> Float[Array, "sites sources"]:
         """Return the learned logits as a table of sites by sources.
 
-        The entry of a source that a site does not see is a placeholder, the logit of the site's
-        last source; such sources get weight 0.
+        For a source that a site cannot read, the entry repeats the logit of the site's last source.
+        The entry has no effect, because such a source gets weight 0.
         """
         places, start = [], 0
         for k in range(self.num_sublayers + 1):
@@ -127,7 +127,10 @@ class DepthAblation(depth_attention.DepthAttention):
         current: Row,
         at: DepthIndex,
     ) -> tuple[None, Bank | None, Row, Read]:
-        """Mix all sources of a site in one step, and read the mix: see `protocols.BankMixer`."""
+        """Mix all rows of the bank, and the running sum, for one site, and read the mix.
+
+        See `protocols.BankMixer`.
+        """
         running = jnp.asarray(at.sublayer % self.block > 0)
         h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
         return prior, rows, current, store.read(h, site, store.compute_dtype)
@@ -167,7 +170,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
 
     def _query(self, at, query, rows, count, current, running):
-        """Return the site's `gain * query`; an "input" query differs per token."""
+        """Return the site's `gain * query`. An "input" query is different for each token."""
         if self.mixer.query != "input":
             return query
         newest = jax.lax.dynamic_index_in_dim(rows, count - 1, keepdims=False)
@@ -193,7 +196,7 @@ class DepthAblation(depth_attention.DepthAttention):
     # For analysis --------------------------------------------------------------------------------
 
     def seen(self, site: int) -> list[int]:
-        """Return the indices of the sources that a site sees, oldest first.
+        """Return the indices of the sources that a site attends to, oldest first.
 
         With a window, these are the embedding and the newest other sources.
         """
@@ -203,7 +206,7 @@ class DepthAblation(depth_attention.DepthAttention):
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the weights that the site before sublayer `index` gives to the sources it sees."""
+        """Return the attention weights over `values` of the site before sublayer `index`."""
         flat = values.reshape(*values.shape[:3], -1)
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
         normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
@@ -224,5 +227,5 @@ class DepthAblation(depth_attention.DepthAttention):
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
-    """Flatten each token's row to one axis, in at least float32."""
+    """Return the rows with each token's numbers in one axis, in at least float32."""
     return rows.reshape(*rows.shape[:3], -1).astype(jnp.result_type(rows, jnp.float32))

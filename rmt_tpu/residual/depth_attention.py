@@ -11,9 +11,9 @@ Every site has a gain and a query. Queries are initialised to zero, which gives 
 AttnRes is the case S = 1. With a matrix store, the sources v and the queries are matrices
 `D_k x D_v`.
 
-The sources are kept as rows of a bank; a row is *sealed* when its block is complete. Phase one
-computes the partial softmax over the rows that exist before a group of layers, for all sites of the
-group in one pass. Phase two adds the group's own rows at each site.
+The sources are kept in a *bank*, a stack of rows. A row is *sealed* when its block is complete.
+Layers run in groups. Phase one computes the partial softmax over the rows that are sealed before a
+group, for all sites of the group in one pass. Phase two adds the group's own rows at each site.
 """
 
 from collections.abc import Sequence
@@ -47,11 +47,11 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Prior(NamedTuple):
-    """The partial softmax of each site in a group, over the bank rows completed before the group.
+    """The result of phase one: a softmax, for each site of a group, over the rows before the group.
 
     Attributes:
-      mixed: the softmax-weighted means of these rows.
-      log_sums: the log-sum-exp of the logits.
+      mixed: the softmax-weighted means of these rows, one per site of the group.
+      log_sums: the log-sum-exp of each site's logits.
     """
 
     mixed: Float[Array, "*sites_batch_seq_shape"]
@@ -59,11 +59,11 @@ class Prior(NamedTuple):
 
 
 class DepthAttentionMix(nnx.Module):
-    """The parameters of one site: a query and a key gain, both shaped like a source.
+    """The parameters of attention over depth at one site, both shaped like a source.
 
     Attributes:
       query: the query, initialised to zero.
-      key_gain: the gain of the keys' norm; None if the norm has no gain or there is no norm.
+      key_gain: the gain of the norm that turns sources into keys; None without a gain or norm.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -78,13 +78,16 @@ class DepthAttentionMix(nnx.Module):
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
-        """Return `gain * query`, so that the gain need not be applied to every key."""
+        """Return `gain * query`. Keys then need no gain, because logits are products of both."""
         query = self.query[...]
         return query if self.key_gain is None else query * self.key_gain[...]
 
 
 class DepthAttention(nnx.Module):
-    """The mixer for `FullAttention` and `BlockAttention`, run by `execution.banked`."""
+    """The mixer for `FullAttention` and `BlockAttention`, run by `execution.banked`.
+
+    A mixer forms a sublayer's input from earlier outputs.
+    """
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
@@ -94,7 +97,7 @@ class DepthAttention(nnx.Module):
 
     @property
     def epsilon(self) -> float:
-        """The epsilon of the keys' norm, adjusted for the padded width of a source."""
+        """The epsilon of the norm that turns sources into keys, adjusted for padded sources."""
         return self.tiles.epsilon(self.mixer.epsilon)
 
     # The schedule -------------------------------------------------------------------------------
@@ -110,7 +113,7 @@ class DepthAttention(nnx.Module):
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
-        # The maximum offset, over all groups, of a group's start within a block.
+        # Of all groups, take the one that starts furthest into a block.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
@@ -124,15 +127,17 @@ class DepthAttention(nnx.Module):
     def _phase_layers(self, period: int, repeat: int) -> int:
         """Return the number of layers per group.
 
-        The sites of a group share one pass over the rows before the group.
+        A larger group makes fewer passes over the rows before groups, but its sites read more rows
+        of their own group.
         """
         if self.block > 1:
             return min(-(-2 * self.block // period), repeat)
         layers = getattr(self.mixer, "phase_layers", None)
         if layers is not None:
             return min(max(1, round(2 * layers / period)), repeat)
-        # With K sublayers in groups of M, a site reads on average about K / 2M earlier sources (its
-        # share of the group's one pass) and M / 2 sources from its own group.
+        # With K sublayers in groups of M, a site reads on average about K / 2M earlier sources (the
+        # site's share of the group's one pass) and M / 2 sources from its own group. The sum is
+        # least for M = sqrt(K).
         best = self.num_sublayers**0.5 / period
         divisors = [g for g in range(1, repeat + 1) if repeat % g == 0]
         nearest = min(divisors, key=lambda g: max(g / best, best / g))
@@ -152,10 +157,10 @@ class DepthAttention(nnx.Module):
         """Whether a running sum is passed between layers; False if every output has its own row."""
         return self.block > 1
 
-    # What a group's sites have in common --------------------------------------------------------
+    # Phase one ----------------------------------------------------------------------------------
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """Return every site's query, already multiplied by the key gain."""
+        """Return every site's query, multiplied by the site's key gain and flattened."""
         in_order = []
         for of_stack in sites:
             folded = [self.tiles.scale_and_pad(site.mix.folded()) for site in of_stack]
@@ -166,7 +171,7 @@ class DepthAttention(nnx.Module):
     def decode_params(
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return each site's stacked parameters for all repeats: see `protocols.StackedScores`."""
+        """Return each site's parameters for decode steps: see `protocols.StackedScores`."""
         if not isinstance(store, VectorStore):
             return ()
         return tuple(
@@ -191,7 +196,7 @@ class DepthAttention(nnx.Module):
         d_prior: Prior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return the cotangent of `scores`, and `d_bank` with the cotangent of the bank added."""
+        """Run phase one backwards: see `protocols.BankMixer`."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
                 _shaped(scores, bank),
@@ -218,10 +223,11 @@ class DepthAttention(nnx.Module):
 
     @jax.named_scope("residual")
     def _of_rows(self, queries, rows, count, prior):
-        """Return the rows and the result of `_partial` on them, if later sites read the rows too.
+        """Return the rows, and the result of `_partial` on the rows.
 
-        Callers must use the returned rows from then on. The kernel of the backward pass can then
-        add this site's share of the rows' gradient to the later sites' shares in the same pass.
+        Later sites read the returned rows and not the argument. The backward pass of this site then
+        receives the gradient of the rows from later sites, and its kernel adds this site's share in
+        the same pass.
         """
         options = {"epsilon": self.epsilon, **self._divided()}
 
@@ -252,10 +258,10 @@ class DepthAttention(nnx.Module):
         return partial(_shaped(queries, rows), rows, jnp.asarray(count), prior)
 
     def _divided(self):
-        """Return the keyword argument for the mesh axis that shards a source; {} if none does."""
+        """Return kernels' keyword argument for the mesh axis that shards a source, or {}."""
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
-    # A site --------------------------------------------------------------------------------------
+    # Phase two ----------------------------------------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding: the final site's read of its mix of all rows."""
@@ -337,7 +343,7 @@ class DepthAttention(nnx.Module):
         sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,
     ) -> tuple[Read, list[Array]]:
-        """Compute equations 2 to 6 directly: see `protocols.BankMixer`."""
+        """Run all layers one by one, as in equations 2 to 6: see `protocols.BankMixer`."""
         complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
         running, recorded = jnp.zeros_like(complete[0]), []
 
@@ -359,9 +365,9 @@ class DepthAttention(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights over depth.
+        """Return the weights over depth: see `protocols.BankMixer`.
 
-        The weight of an incomplete block is in the column of the block that it becomes.
+        The weight of an incomplete block counts as the weight of the complete block.
         """
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]
@@ -372,16 +378,16 @@ class DepthAttention(nnx.Module):
         return DepthWeights(sites, ["E", *(blocks if self.block > 1 else names)], mean, False)
 
     def seen(self, site: int) -> list[int]:
-        """Return the sources that a site sees, oldest first: 0 is the embedding, n is block n.
+        """Return the sources that a site attends to, oldest first.
 
-        The last of these blocks may be incomplete.
+        Source 0 is the embedding, and source n is block n. The last block may be incomplete.
         """
         return list(range(1 - (-site // self.block)))
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the weights that the site before sublayer `index` gives to the sources it sees."""
+        """Return the attention weights over `values` of the site before sublayer `index`."""
         query = site.mix.folded().reshape(-1)
         flat = values.reshape(*values.shape[:3], -1)[..., : query.size]
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
@@ -393,5 +399,5 @@ class DepthAttention(nnx.Module):
 def _shaped(
     queries: Float[Array, "sites D"], rows: Float[Array, "rows batch seq *shape"]
 ) -> Float[Array, "sites *shape"]:
-    """Return the queries reshaped like a source, which is a matrix if the store holds matrices."""
+    """Return the queries in the shape of a source, which is a matrix if the residual is one."""
     return queries.reshape(-1, *rows.shape[3:])

@@ -57,7 +57,7 @@ class LstmCell(NamedTuple):
 
 
 class LstmGates(nnx.Module):
-    """The gate parameters in a layer's second site, which precedes the feed-forward layer.
+    """The gates' parameters, which belong to the site before a layer's feed-forward sublayer.
 
     Attributes:
       gates: W_i, W_f and W_o side by side, [2 D, 3 D], so that one matrix product computes all
@@ -99,7 +99,11 @@ class DepthLstm(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[LstmState | LstmCell, Read]:
-        """Complete the current cell and read its output, or compute the gates of the next cell."""
+        """Write the output y, and read the input of the next sublayer.
+
+        The site before a feed-forward sublayer computes the gates of the next cell. Every other
+        site completes the current cell from the feed-forward output y.
+        """
         written = store.write_term(y, site.write)
         if site.mix is None:
             cell = state.old_cell + state.input_gate * written.astype(state.old_cell.dtype)

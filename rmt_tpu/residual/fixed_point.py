@@ -1,9 +1,9 @@
-"""The range and the step size of an int16 residual.
+"""The range and the step size of a residual that is stored as int16 fixed-point numbers.
 
-The step is constant during training, so that a write can be undone exactly. It is derived from the
-config alone: from the expected size of the residual at initialisation, with room to grow. Sizes are
-root mean squares over the residual's entries. They follow from how parameters are initialised
-(`layers.parameters`, `residual.matrix`):
+The step size is constant during training, so that a write can be undone exactly. The step size
+follows from the config alone: from the expected size of the residual at initialisation, with room
+to grow. Sizes are root mean squares over the residual's entries. They follow from how parameters
+are initialised (`layers.parameters`, `residual.matrix`):
 
 - first read: the embedding, which is written with keys that preserve its size, and learned
   positions of the same size;
@@ -23,11 +23,12 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
 
 _MAX_INT16 = 2**15 - 1
-# Minimum ratio of the range to the residual's size at the last read. It is about twice what
-# rmt-tiny needed.
+# The minimum ratio of the largest number to the residual's expected size at the last read. The
+# preset rmt-tiny needed about half of this ratio.
 _MIN_HEADROOM = 112
-# Minimum size of the residual at the first read, in steps. Rounding errors are then half a percent
-# of that size, about as large as the errors of a model that uses bfloat16 everywhere.
+# The minimum expected size of the residual at the first read, in steps. At this size, rounding
+# errors are half a percent of the residual, about as large as in a model that uses bfloat16
+# everywhere.
 _MIN_STEPS = 64
 
 
@@ -49,7 +50,7 @@ def with_float_residual(model: cfg.ModelConfig) -> cfg.ModelConfig:
 
 
 def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
-    """Return the expected sizes of a new model's residual at its first and last reads.
+    """Return the expected sizes of a new model's residual at the first and at the last read.
 
     A size is the root mean square over the residual's entries.
     """
@@ -63,10 +64,10 @@ def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
 
 
 def fraction_bits(config: cfg.ModelConfig) -> int:
-    """Return the number of fraction bits of a matrix store's fixed-point numbers.
+    """Return the number of fraction bits of the residual's fixed-point numbers.
 
-    If the config does not set it, this is the largest number that leaves room for the residual to
-    grow.
+    If the config does not set this number, the result is the largest number that leaves room for
+    the residual to grow.
     """
     if config.store.fraction_bits is not None:
         return config.store.fraction_bits
@@ -77,9 +78,9 @@ def fraction_bits(config: cfg.ModelConfig) -> int:
 
 
 def fits_int16(config: cfg.ModelConfig) -> bool:
-    """Return whether int16 is precise enough for a new model.
+    """Return whether an int16 residual is precise enough for a new model of this config.
 
-    A config that sets the fraction bits itself is always accepted.
+    The result is True for a config that sets the number of fraction bits itself.
     """
     if config.store.fraction_bits is not None:
         return True
@@ -89,6 +90,6 @@ def fits_int16(config: cfg.ModelConfig) -> bool:
 
 
 def describe(config: cfg.ModelConfig) -> str:
-    """Return a text that describes the range and the step size."""
+    """Return a text with the range and the step size of the int16 residual."""
     bits = fraction_bits(config)
     return f"steps of 2^-{bits}, up to +-{2.0 ** (15 - bits):g}"

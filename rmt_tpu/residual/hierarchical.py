@@ -27,7 +27,7 @@ from rmt_tpu.residual.protocols import Index, Store
 
 
 class HierarchicalState(NamedTuple):
-    """The residual, and the other inputs of the next node.
+    """The state that the mixer passes from site to site.
 
     Attributes:
       residual: the residual, which is the newest input of the next node.
@@ -85,8 +85,8 @@ class Hierarchical(nnx.Module):
 
     Attributes:
       first: the first node, which has no preceding node as an input.
-      others: the stacked later nodes, or one node that is used for all of them; None if there is
-        only one node.
+      others: the later nodes, stacked; a single node if all later nodes share their parameters;
+        None if there is no later node.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -101,7 +101,7 @@ class Hierarchical(nnx.Module):
     def start(
         self, store: Store, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[HierarchicalState, Array]:
-        """Return the state before the first write, and the embedding y, which is written first."""
+        """Return the mixer's state before the first write, and the embedding y, written first."""
         residual = store.hold(state)
         inputs = jnp.zeros((self.every, *residual.shape), residual.dtype)
         return HierarchicalState(residual, inputs), y
@@ -124,7 +124,7 @@ class Hierarchical(nnx.Module):
         return HierarchicalState(h, inputs), store.read(h, site, y.dtype)
 
     def _aggregate(self, h, inputs, done, dtype):
-        """Return the output of the node after `done` layers, or h if there is no node there."""
+        """Return the output of the node after `done` layers; return h if no node follows them."""
 
         def gathered():
             return [x.astype(dtype) for x in (*inputs[1:], h)]

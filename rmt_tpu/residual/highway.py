@@ -26,7 +26,12 @@ from rmt_tpu.residual.protocols import Index, VectorStore
 
 
 class HighwayState(NamedTuple):
-    """The residual, and the factor that scales the next write (None means 1)."""
+    """The state that the mixer passes from site to site.
+
+    Attributes:
+      residual: the residual h.
+      write_scale: the factor that multiplies the next sublayer's output; None means 1.
+    """
 
     residual: Float[Array, "batch seq D"]
     write_scale: Float[Array, "batch seq D"] | None
@@ -54,7 +59,7 @@ class Highway(nnx.Module):
     def start(
         self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[HighwayState, Array]:
-        """Return the state before the first write, and the embedding y, which is written first."""
+        """Return the mixer's state before the first write, and the embedding y, written first."""
         residual = store.hold(state)
         scale = jnp.ones_like(residual) if self.mixer.form == "gated" else None
         return HighwayState(residual, scale), y
@@ -70,8 +75,8 @@ class Highway(nnx.Module):
     ) -> tuple[HighwayState, Read]:
         """Write y to the residual and read z for the next sublayer.
 
-        The returned state already includes those terms of the next update of h that do not depend
-        on the next sublayer's output.
+        The returned state already includes the terms of the next update of the residual h that do
+        not depend on the next sublayer's output.
         """
         h, write_scale = state
         written = store.write_term(y, site.write).astype(h.dtype)

@@ -44,8 +44,8 @@ from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import Index, VectorStore
 
-# The streams are a tuple of arrays, because with a single array a TPU would copy all of it to join
-# and to split the streams.
+# The streams are a tuple of arrays. With a single array, a TPU would copy all streams whenever they
+# are joined or split.
 Streams = tuple[Float[Array, "batch seq D"], ...]
 
 
@@ -96,7 +96,10 @@ class HyperConnections(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[StreamsState, Read]:
-        """Write y while mixing the streams, then read with coefficients of the new streams."""
+        """Mix the streams and write y to them, then read the new streams.
+
+        The coefficients of the read, and of the next write, are computed from the new streams.
+        """
         streams = _write(state, store.write_term(y, site.write))
         if site.mix is None:
             total = sum(x.astype(state.write.dtype) for x in streams)
@@ -140,12 +143,12 @@ def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> n
 
 
 def _learned(value: Float[Array, "..."], *axes: str) -> nnx.Param:
-    """Return a bias or scale parameter that is initialised to `value` and has no weight decay."""
+    """Return a bias or scale parameter without weight decay, initialised to `value`."""
     return nnx.Param(value.astype(jnp.float32), role="gain", axes=axes)
 
 
 class StaticMix(nnx.Module):
-    """The coefficients of static hyper-connections, which are parameters.
+    """The coefficients of static hyper-connections. They are parameters, the same for every token.
 
     Attributes:
       read, write: alpha0 and beta0, [m]; alpha0 is initialised to the home stream's unit vector.
@@ -218,7 +221,7 @@ class DynamicMix(nnx.Module):
 
 
 class _ProjectedMix(nnx.Module):
-    """The shared base of mHC and mHC-lite: one projection of all streams gives all coefficients.
+    """The base class of the coefficients of mHC and mHC-lite, from one projection of all streams.
 
     Attributes:
       gain: the gain of the RMS norm over all m D numbers of a token, [m, D].

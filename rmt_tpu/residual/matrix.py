@@ -1,8 +1,8 @@
 """The matrix store: a token's residual is a matrix `D_k x D_v`, as in the RMT.
 
 Every sublayer writes R data vectors to the matrix as outer products with R storage keys, and reads
-data vectors with retrieval keys (Mak and Flanigan 2025, equations 12 to 27). These key vectors
-replace the weights W_Q, W_K, W_V and W_O.
+data vectors with retrieval keys (Mak and Flanigan 2025, equations 12 to 27). These learned key
+vectors replace the weight matrices W_Q, W_K, W_V and W_O of a Transformer.
 """
 
 import jax
@@ -23,14 +23,14 @@ from rmt_tpu.residual.place import Place
 
 
 class Site(nnx.Module):
-    """The parameters with which the matrix is written by one sublayer and read by the next.
+    """The parameters with which one sublayer's output is written and the next one's input read.
 
     Attributes:
-      store_keys: [R, D_k]: w_O after a core with heads, w_FF after a feed-forward layer, or w_E in
-        the first site, which writes the embedding.
+      store_keys: the storage keys, [R, D_k]: w_O after a core with heads, w_FF after a feed-forward
+        layer, or w_E in the first site, which writes the embedding.
       gain: the gain of the norm, [D_k, D_v].
-      read_keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF or r_U, [R, D_k], if
-        the next core reads the whole residual.
+      read_keys: the retrieval keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF
+        or r_U, [R, D_k], if the next core reads the residual without heads.
       size_major: two flags: whether the data written, and the data read, have no heads. Such data
         are ordered by entry first, as by `data_vectors.concatenate`.
     """
@@ -39,8 +39,8 @@ class Site(nnx.Module):
         rank, size = config.data_shape
         key_dim = config.store.key_dim
         count = lambda port: sum(port.heads) + port.residual * rank
-        # The first site writes the embedding. That is a single write in addition to the 2L writes
-        # of the sublayers, so it is not scaled down.
+        # The first site writes the embedding, in a single write in addition to the 2L writes of the
+        # sublayers. Only the writes of the sublayers are scaled down.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
         scale *= key_init_scale(config, writes, writes=True)
@@ -49,7 +49,6 @@ class Site(nnx.Module):
         scale = key_init_scale(config, reads, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
-        # Data that has no heads is ordered as by `data_vectors.concatenate`.
         self.size_major = not sum(place.writes.heads), not sum(place.reads.heads)
 
     @property
@@ -58,9 +57,9 @@ class Site(nnx.Module):
         return self.store_keys
 
     def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:
-        """Split the vectors read with the site's keys into the parts that the next core uses.
+        """Split the vectors read with the site's keys into the parts of the next core's input.
 
-        The parts are the vectors of heads and the vectors of the whole residual.
+        The parts are the vectors of heads and the vectors without heads.
         """
         heads = sum(self.reads.heads)
         if not self.reads.residual:
@@ -70,7 +69,7 @@ class Site(nnx.Module):
         return Read(vectors[:, :, :heads], vectors[:, :, heads:])
 
     def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:
-        """Join the parts into one array of vectors; the inverse of `split`."""
+        """Join the parts of a core's input into one array of vectors; the inverse of `split`."""
         return jnp.concatenate([part for part in read if part is not None], axis=2)
 
 
@@ -81,9 +80,9 @@ def key_init_scale(config: cfg.ModelConfig, count: int, *, writes: bool) -> floa
     whose entries have standard deviation s is `s (sqrt(m) + sqrt(n))`. The layers before a matrix
     learn along its largest singular vectors. For the output to change as much as the input does,
     the largest singular value must be `sqrt(out / in)` (Yang, Simon and Bernstein 2023), so s must
-    be `1 / sqrt(in) / (1 + sqrt(in / out))`. The last factor stays constant if all sizes grow
-    together. However, R or D_k may grow alone, and the keys then behave increasingly like an
-    unembedding.
+    be `1 / sqrt(in) / (1 + sqrt(in / out))`. The factor `1 / (1 + sqrt(in / out))`, which this
+    function returns relative to the base model, stays constant if all sizes grow together. If only
+    R or only D_k grows, the keys behave increasingly like an unembedding.
     """
     base = config.base_model
 
@@ -136,8 +135,7 @@ class Store(nnx.Module):
         The residual is `X = w_PE^T P` (equation 19), with P the positions' data vectors, or zeros
         without learned positions. The tokens are written by the first site (equation 18).
         """
-        # Each device holds its slice of D_k for the batch of all devices that hold the other
-        # slices.
+        # Each device holds its slice of D_k, for the batch of all devices along the `key` axis.
         devices = sharding.axis_size("key")
         batch, seq, _, size = tokens.shape
         shape = (devices * batch, seq, self.key_dim // devices, size)
@@ -146,12 +144,12 @@ class Store(nnx.Module):
         if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # This write runs once per step and for one row only, so a kernel would not pay off.
+        # This write runs once per step and for one row only, so a kernel would save no time.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
-        # Tokens are the last axis here, which is the layout of the residual on TPUs, so that the
-        # residual's gradient is summed before it is transposed.
+        # Broadcasting happens with tokens as the last axis, which is the layout of the residual on
+        # TPUs. The backward pass then sums the residual's gradient before it transposes the sum.
         rows, *own = shape
         last = jnp.broadcast_to(jnp.moveaxis(written, 1, -1), (rows, *own[1:], seq))
         return jnp.moveaxis(last, -1, 1), tokens
@@ -173,8 +171,8 @@ class Store(nnx.Module):
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
         """Write y with the site's storage keys, norm, and read with the retrieval keys.
 
-        If `site` is a slice of a stack of sites, the kernel for a few tokens is used: see
-        `reads_stacks`.
+        If `site` is a slice of a stack of sites, a kernel for decode steps reads the keys directly
+        from the stack: see `reads_stacks`.
         """
         if isinstance(site, StackSlice):
             stacked, layer = site
@@ -346,7 +344,7 @@ class Store(nnx.Module):
         return g.rebuilt, g.residual, g.data, d_site, z_before
 
     def reads_stacks(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
-        """Return whether the kernel for a few tokens, which reads stacks, supports the residual."""
+        """Return whether the kernel for decode steps, which reads stacks, supports the residual."""
         return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):
@@ -364,7 +362,7 @@ def _key_axis() -> str | None:
 
 
 def _module(site: Site | StackSlice) -> Site:
-    """Return the site, or the stack of sites of which `site` is a slice."""
+    """Return the site; if `site` is a slice of a stack of sites, return the stack."""
     return site.stack if isinstance(site, StackSlice) else site
 
 

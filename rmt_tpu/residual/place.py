@@ -1,4 +1,4 @@
-"""The place of a site in a model, with the ports (inputs and outputs) of the adjacent cores."""
+"""The place of a site in a model, with the inputs and outputs of the sublayers on its two sides."""
 
 from typing import NamedTuple
 

@@ -1,9 +1,11 @@
-"""The protocols of stores and mixers, which schedules and mixers rely on.
+"""The protocols of stores and mixers: the methods that schedules call.
 
-A *store* defines a token's residual, and how outputs are written to it and inputs read from it. A
-`ReversibleStore` can also undo a write. A `VectorStore` also offers the steps of a write and of a
-read. A *mixer* is either `StateMixer`, if it passes a
-state from site to site, or `BankMixer`, if its sites read the rows of a bank.
+A *store* defines the format of a token's residual, and how the residual is written and read. A
+`ReversibleStore` can also undo a write. A `VectorStore` also offers the single steps of a write and
+of a read. A *mixer* forms a sublayer's input from earlier outputs. A `StateMixer` passes a state
+from site to site, where a *site* is the place before a sublayer or before the unembedding at which
+the residual is written and read. With a `BankMixer`, sites read the rows of a *bank*, a stack of
+earlier residuals.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +20,20 @@ from pallas_kernels import StackSlice, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
-# A row is a residual of every token, such as the sum of the outputs of a few sublayers. A bank is a
-# stack of rows.
+# A row of a bank holds one residual per token, such as the sum of the outputs of a few sublayers. A
+# bank is a stack of rows.
 Row = Float[Array, "batch seq *shape"]
 Bank = Float[Array, "_ batch seq *shape"]
-# The output of a core or of the embedding. If it has heads, it may cover other tokens than the
-# residual on this device.
+# The output of a core (an attention or feed-forward sublayer) or of the embedding. An output with
+# heads may cover other tokens than the residual on the same device.
 Written = Float[Array, "_ y_seq vectors size"]
-# The parameters of the site after a core, with which the core's output is written.
+# The parameters with which the output of a core is written. They belong to the site after the core.
 Writer = Float[Array, "..."] | nnx.Param | None
 
 
 @runtime_checkable
 class Store(Protocol):
-    """A kind of residual, and how it is written and read.
+    """A kind of residual, with the methods that write and read it.
 
     Attributes:
       dtype: the dtype in which the residual is stored.
@@ -49,22 +51,28 @@ class Store(Protocol):
         """Return the residual before the first write, and the data vectors to write first."""
 
     def hold(self, residual: Float[Array, "group seq *shape"]) -> Shaped[Array, "group seq *shape"]:
-        """Return the residual in the dtype in which layers pass it on."""
+        """Return the residual in the dtype (and padded width) in which layers pass it on."""
 
     def write(
         self, residual: Float[Array, "group seq *shape"], y: Written, writer: Writer
     ) -> Float[Array, "group seq *shape"]:
-        """Return the residual with y added to it."""
+        """Return the residual with the output y added to it.
+
+        `writer` has the parameters of the write.
+        """
 
     def read(
         self, residual: Float[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
     ) -> Read:
-        """Apply the site's norm to the residual, and return what the site reads."""
+        """Apply the site's norm to the residual, and return the input of the site's sublayer."""
 
     def add_and_read(
         self, residual: Shaped[Array, "group seq *shape"], y: Written, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read]:
-        """Write y and then read at one site; the residual is in the store's dtype."""
+        """Write the output y at one site, and then read the new residual there.
+
+        Both residuals are in the dtype that `hold` returns.
+        """
 
     def merge_and_read(
         self,
@@ -85,16 +93,16 @@ class Store(Protocol):
 
         Args:
           sealed: the softmax-weighted means of the sealed rows for all sites, this site's
-            log-sum-exp over these rows, and this site's index.
+            log-sum-exp over the sealed rows, and this site's index among the sites.
           current: the running sum.
           query: the site's query, shaped like a row.
-          site: the site.
-          active: whether the running sum is a source.
-          epsilon: the epsilon of the keys' norm.
+          site: the site with the parameters of the norm and of the read.
+          active: whether the site attends to the running sum.
+          epsilon: the epsilon of the norm that is applied to the keys of attention over depth.
 
         Returns:
-          The means and the running sum for later use, as `pallas_kernels.depth_attention_merge`
-          returns them, and the input of the next core.
+          The means and the running sum, which later sites use in place of the arguments (see
+          `pallas_kernels.depth_attention_merge`), and the input of the next core.
         """
 
 
@@ -102,15 +110,15 @@ class Store(Protocol):
 class ReversibleStore(Store, Protocol):
     """A store that can rebuild the residual before a write from the residual after it.
 
-    A residual is larger than a sublayer's output, so schedules keep the outputs instead.
-
-    Its methods, and `add_and_read`, also accept a slice of a stack of sites in place of a site.
+    The residual is larger than a sublayer's output, so schedules keep the outputs and rebuild the
+    residuals. The methods here, and `add_and_read`, also accept a slice of a stack of sites in
+    place of a site. Kernels then read the site's parameters directly from the stack.
     """
 
     def reads_stacks(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
         """Return whether `add_and_read` should receive a `StackSlice` as its site while decoding.
 
-        Its kernel for a few tokens then reads the site's parameters directly from the stacks.
+        A kernel for few tokens then reads the site's parameters directly from the stacks.
         """
 
     def add_and_read_with_statistics(
@@ -156,10 +164,10 @@ class ReversibleStore(Store, Protocol):
           y: the output that `add_and_read` wrote.
           site: the site of the write and the read.
           z: the result of the read.
-          statistics: the norm's statistics.
+          statistics: the statistics of the norm in the read.
           cotangents: the cotangents of the results of `add_and_read`: of the residual and of z.
-          before: the preceding site and its norm's statistics, if the rebuilt residual should also
-            be read for that site.
+          before: the preceding site, and the statistics of the norm in its read. If given, the
+            rebuilt residual is also read for the preceding site.
 
         Returns:
           The rebuilt residual; the cotangents of the rebuilt residual, of y and of the site's
@@ -175,16 +183,20 @@ class ReversibleStore(Store, Protocol):
         empty: Array | bool,
         in_place: bool = True,
     ) -> Float[Array, "group seq *shape"]:
-        """Return the residual with a kept output y written to it, as `write` does.
+        """Return the residual with a saved output y written to it.
 
-        If `empty` is true, the residual is taken as zeros. With `in_place`, the result may
-        overwrite the residual. This method is not differentiable; see `write_saved_backward`.
+        The result is the same as that of `write`. If `empty` is true, the residual counts as zeros,
+        whatever its entries. With `in_place`, the result may overwrite the residual in memory. JAX
+        cannot differentiate this method; see `write_saved_backward`.
         """
 
     def write_saved_backward(
         self, y: StackSlice, writer: Array, d_residual: Float[Array, "group seq *shape"]
     ) -> tuple[Written, Array]:
-        """Return the cotangents of y and of the writer, given the cotangent of the residual."""
+        """Return the cotangents of y and of the writer.
+
+        `d_residual` is the cotangent of the result of `write_saved`.
+        """
 
 
 @runtime_checkable
@@ -195,19 +207,22 @@ class VectorStore(Store, Protocol):
     """
 
     def write_term(self, y: Written, writer: Writer) -> Row:
-        """Return the term that writing y adds to the residual."""
+        """Return the term that a write of the output y adds to the residual."""
 
     def apply_norm(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
-        """Return the normed residual, which is the first step of a read."""
+        """Return the residual after the site's norm, the first step of a read."""
 
     def project(self, x: Row, site: nnx.Module) -> Read:
-        """Return the site's read of an already normed residual, the second step of a read."""
+        """Return the input of the site's sublayer, the last step of a read.
+
+        x is the result of `apply_norm`.
+        """
 
     def decode_params(self, queries: Float[Array, "repeat scored"], site: nnx.Module) -> Array:
-        """Return a site's parameters for all repeats of its stack, for `decode_merge_and_read`.
+        """Return the parameters that a site needs in `decode_merge_and_read`, for all layers.
 
-        `site` is stacked over the repeats. `queries` are already multiplied by the gain of the
-        keys' norm.
+        `site` is stacked over the layers. `queries` has the site's query in each layer, already
+        multiplied by the gain of the norm that is applied to keys.
         """
 
     def decode_merge_and_read(
@@ -224,19 +239,19 @@ class VectorStore(Store, Protocol):
     ) -> Read:
         """Mix and read as `merge_and_read` does, for the few tokens of a decode step.
 
-        `parameters` is the site's slice of the result of `decode_params`. The kernel reads the
-        slice directly from the stack. `sealed` holds the log-sum-exp of all sites.
+        `parameters` is the site's slice of the result of `decode_params`, which the kernel reads
+        directly from the stack. `sealed` has the log-sum-exp of every site, not only of this one.
         """
 
 
 @runtime_checkable
 class StateMixer(Protocol):
-    """A mixer that passes a state from site to site."""
+    """A mixer that passes a state, such as the residual, from site to site."""
 
     def start(
         self, store: Store, state: Float[Array, "group seq *shape"], y: Written
     ) -> tuple[Any, Written]:
-        """Return the state before the first write, and the output to write first.
+        """Return the mixer's state before the first write, and the output that is written first.
 
         `state` and `y` are the results of `Store.start`.
         """
@@ -252,15 +267,15 @@ class StateMixer(Protocol):
 
 
 class Grouping(NamedTuple):
-    """The division of a stack's layers into groups, which a banked schedule processes one by one.
+    """The division of a stack's layers into groups, which the schedule for banks runs one by one.
 
     Attributes:
-      layers: the number of layers per group; the last group may have fewer.
-      closed: whether each group is exactly one block, from an empty running sum to a complete row.
+      layers: the number of layers per group; the last group may have fewer layers.
+      closed: whether each group is exactly one block of sublayers, so that a running sum of outputs
+        starts empty and ends as a complete row.
       open: whether a group may start or end with a running sum that is not empty.
-      rows: a function from a group's number of sublayers to the number of rows that the group takes
-        from the bank, starting at `first_row`: the rows that it completes, or 1 if the group is
-        closed.
+      rows: a function from a group's number of sublayers to the number of the bank's rows that the
+        group writes, which start at `first_row`. A closed group writes 1 row.
     """
 
     layers: int
@@ -270,7 +285,7 @@ class Grouping(NamedTuple):
 
 
 class DepthIndex(NamedTuple):
-    """The place in depth of a read or a write.
+    """The position in depth of a read or a write of the residual.
 
     Attributes:
       sublayer: the number of sublayers before the read or write.
@@ -282,7 +297,13 @@ class DepthIndex(NamedTuple):
 
 
 class SingleSublayer(NamedTuple):
-    """One sublayer: its core, the site before it, and the writer for its output."""
+    """One sublayer of a model whose layers are not stacked.
+
+    Attributes:
+      site: the parameters with which the sublayer's input is read.
+      core: the function that the sublayer computes.
+      writer: the parameters with which the sublayer's output is written.
+    """
 
     site: nnx.Module
     core: Callable[[Read], Written]
@@ -291,14 +312,14 @@ class SingleSublayer(NamedTuple):
 
 @dataclass(frozen=True)
 class DepthWeights:
-    """The weights that sites give to earlier outputs, averaged over tokens.
+    """The weights with which each sublayer's input sums earlier outputs, averaged over tokens.
 
     Attributes:
       sites: the names of the readers: sublayers ("A1", "F1", "A2", ...) or layers, and the
         unembedding ("U").
       sources: the names of the outputs that are read: the embedding ("E"), and sublayers, blocks or
         layers.
-      mean: the mean weight per site and source; None if the site does not see the source.
+      mean: the mean weight per reader and output; None if the reader cannot read the output.
       signed: whether weights may be negative.
     """
 
@@ -312,13 +333,14 @@ class DepthWeights:
 class BankMixer(Protocol):
     """A mixer whose sites read the rows of a bank.
 
-    A row holds the embedding or the output of one or more sublayers, and it is *sealed* when it is
-    complete. Sites are processed in groups of layers. Phase one computes what the rows before a
-    group contribute to all sites of the group. Phase two adds the group's own rows at each site.
+    A bank is a stack of rows. A row holds the embedding or the output of one or more sublayers, and
+    is *sealed* when it is complete. Layers run in groups. Phase one computes what the rows before a
+    group contribute to the inputs of all the group's sites. Phase two adds, at each site, what the
+    group's own rows contribute.
 
     Attributes:
       num_rows: the number of rows in a bank, including the embedding's row.
-      keeps_sum: whether a running sum is passed between layers.
+      keeps_sum: whether layers pass on a running sum of outputs, which is not a row yet.
     """
 
     num_rows: int
@@ -334,19 +356,23 @@ class BankMixer(Protocol):
         """
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the first row that belongs to a group: the row in progress when the group starts.
+        """Return the index of a group's first row: the row to which its first output is added.
 
         `sublayer` is the number of sublayers before the group.
         """
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers *scored"]:
-        """Return each sublayer's parameters for scoring rows (such as its query), ordered by depth.
+        """Return each site's parameters for scoring rows, such as its query, ordered by depth.
 
-        `sites` holds, for each stack, the sites of its period, stacked over repeats.
+        `sites` holds, for each stack of layers, the sites of the stack's period (its repeated
+        pattern of sublayers), stacked over repeats.
         """
 
     def prior(self, scores: Float[Array, "sites *scored"], bank: Bank, count: Index) -> Any:
-        """Run phase one: compute what the first `count` rows contribute to each site of a group."""
+        """Run phase one: compute what the first `count` rows contribute to each site of a group.
+
+        `scores` are the scoring parameters of the group's sites.
+        """
 
     def prior_backward(
         self,
@@ -357,7 +383,12 @@ class BankMixer(Protocol):
         d_prior: Any,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites *scored"], Bank]:
-        """Return the cotangent of `scores`, and `d_bank` with the cotangent of the bank added."""
+        """Run phase one backwards, from the cotangent `d_prior` of its result.
+
+        Returns:
+          The cotangent of `scores`; and `d_bank`, an earlier cotangent of the bank, with the
+          cotangent from phase one added.
+        """
 
     def read(
         self,
@@ -369,7 +400,7 @@ class BankMixer(Protocol):
         current: Row,
         at: DepthIndex,
     ) -> tuple[Any, Bank | None, Row, Read]:
-        """Run phase two at one site: complete the mix with the group's own rows, and read it.
+        """Run phase two at one site: mix in the group's own rows, and read the mix.
 
         Args:
           store: the residual's store.
@@ -377,10 +408,9 @@ class BankMixer(Protocol):
           score: the site's entry of `scores`, or the site's slice of the result of
             `StackedScores.decode_params`.
           prior: the result of phase one for the group.
-          rows: the group's own rows (None for a closed group); rows that are not sealed yet are
-            ignored.
-          current: the running sum.
-          at: the place of the read in depth.
+          rows: the group's own rows (None for a closed group), of which only sealed rows count.
+          current: the running sum of outputs that is not a row yet.
+          at: the position of the read in depth.
 
         Returns:
           The prior, the rows and the running sum to pass on, and the core's input.
@@ -389,9 +419,16 @@ class BankMixer(Protocol):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
     ) -> tuple[Bank | None, Row]:
-        """Return the rows and the running sum after a sublayer's write, sealing a complete row.
+        """Store the running sum as a row if the row is complete, after a sublayer's write.
 
-        `site` is the site before the sublayer.
+        Args:
+          site: the site before the sublayer.
+          rows: the group's own rows; None for a closed group.
+          current: the running sum after the write.
+          at: the position of the sublayer in depth.
+
+        Returns:
+          The rows and the running sum for the next sublayer.
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
@@ -407,32 +444,34 @@ class BankMixer(Protocol):
         sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,
     ) -> tuple[Read, Sequence[Float[Array, "_ batch seq heads"]]]:
-        """Run all layers one by one, directly as in the equations, without bank, groups or kernels.
+        """Run all layers one by one, as in the equations, without a bank, groups or kernels.
 
         Returns:
-          The input of the unembedding, and for each site the weights over depth of the sources that
-          the site sees, oldest first. Mixers whose weights do not depend on tokens return no
-          weights.
+          The input of the unembedding; and for each site the weights of the earlier outputs that
+          the site reads, oldest output first. Mixers whose weights do not depend on tokens return
+          no weights.
         """
 
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights over depth, given the sublayers' names and the mean weights.
+        """Return the weights over depth, averaged over tokens.
 
-        `means` holds, for each site, the means of the weights that `unrolled` returns.
+        Args:
+          names: the names of the sublayers.
+          means: for each site, the means over tokens of the weights that `unrolled` returns.
         """
 
 
 @runtime_checkable
 class StackedScores(Protocol):
-    """A banked mixer whose sites read their parameters from stacks when there are few tokens."""
+    """A `BankMixer` whose sites can read their parameters from stacks in decode steps."""
 
     def decode_params(
         self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return, for each sublayer of a stack's period, its site's parameters in all repeats.
+        """Return the parameters for `read`, stacked over layers, of each site in a stack's period.
 
-        If the result is (), sites use their own parameters as usual. Otherwise `read` receives, in
-        place of a site's score, the `StackSlice` with the site's parameters.
+        If the result is (), `read` receives a site's entry of `scores`, as in training. Otherwise
+        `read` receives, in place of that entry, a `StackSlice` of the site's stacked parameters.
         """

@@ -21,7 +21,7 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Site(nnx.Module):
-    """The parameters with which the vector is written by one sublayer and read by the next.
+    """The parameters with which one sublayer's output is written and the next one's input read.
 
     Heads and head size share one axis in the matrices: if heads of size 64 were the last axis, a
     TPU would pad each row of 64 to 128.
@@ -48,7 +48,7 @@ class Site(nnx.Module):
 
     @property
     def writer(self) -> nnx.Param | None:
-        """The matrix for writing the previous core's output; None for a direct write."""
+        """The matrix W_O that writes the preceding core's output; None for a direct write."""
         return self.write
 
     def _write(self, config: cfg.ModelConfig, seed: Seed, port: cfg.Port) -> nnx.Param:
@@ -65,8 +65,8 @@ class Site(nnx.Module):
         return parameter(seed, shape, std=std, role="hidden", axes=axes)
 
 
-# A projection gives each device its own share of the heads, for the tokens of all devices along
-# `tensor`.
+# The weights that read and write heads are sharded over `tensor`. Each device therefore has its own
+# share of the heads, for the tokens of all devices along `tensor`.
 HEADS = HeadsLayout("head_major", projected=("tensor",))
 
 
@@ -132,7 +132,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
-        """Return the term that writing y adds to the residual."""
+        """Return the term that a write of the output y adds to the residual."""
         y = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
         if writer is None:
             return y
@@ -175,8 +175,8 @@ class Store(nnx.Module):
             epsilon=epsilon,
             norm_epsilon=self.tiles.epsilon(self.epsilon),
         )
-        # The kernel's result has a single token axis. Without the barrier, XLA would also merge the
-        # token axes in the products with z, and would have to transpose the other factors.
+        # The kernel's result z has a single token axis. Without the barrier, XLA would use a single
+        # token axis in the products with z too, and would have to transpose the other factors.
         z = jax.lax.optimization_barrier(z)
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
         return mixed, current, self.project(z, site)
@@ -184,7 +184,7 @@ class Store(nnx.Module):
     def decode_params(
         self, queries: Float[Array, "repeat held"], site: Site
     ) -> Float[Array, "repeat 2 held"]:
-        """Return a site's stacked parameters for all repeats; see `protocols.VectorStore`."""
+        """Return a site's parameters for decode steps: see `protocols.VectorStore`."""
         return jnp.stack([queries, self.tiles.scale_and_pad(site.gain[...])], axis=1)
 
     @jax.named_scope("residual")
@@ -198,7 +198,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> Read:
-        """Mix and read as `merge_and_read` does, for a few tokens.
+        """Mix and read as `merge_and_read` does, for the few tokens of a decode step.
 
         `parameters` is the site's slice of the result of `decode_params`.
         """
@@ -222,7 +222,7 @@ class Store(nnx.Module):
         return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
-        """Return the sublayer's input from x, which is already normed."""
+        """Return the sublayer's input, computed from the normed residual x."""
         residual = x[..., None, :] if site.reads.residual else None
         if site.read is None:
             return Read(residual=residual)

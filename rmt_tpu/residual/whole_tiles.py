@@ -1,9 +1,9 @@
 """Padding of a bank's vectors to whole TPU tiles, so that kernels can read them without a copy.
 
-A vector of D numbers is padded with zeros at the end to W numbers, the next multiple of 128. TPU
-memory and matrix products use whole tiles of that width in any case, and without the padding every
-kernel would work on a copy of its operands. If mean squares are computed over W instead of D
-numbers,
+A bank is the stack of vectors that attention over depth reads. A vector of D numbers is padded with
+zeros at the end to W numbers, the next multiple of 128. TPU memory and matrix products use tiles of
+128 numbers in any case, and without the padding every kernel would work on a copy of its operands.
+If mean squares are computed over W instead of D numbers,
 
     <query, v> / sqrt(|v|^2 / D + epsilon) = <r query, v> / sqrt(|v|^2 / W + r^2 epsilon)
 
@@ -39,7 +39,10 @@ class Tiles(NamedTuple):
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
     def scale_and_pad(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Return `sqrt(D / W) x`, padded, for an x that multiplies an RMS-normalised vector."""
+        """Return `sqrt(D / W) x`, padded, for an x that is multiplied with an RMS-normed vector.
+
+        The factor corrects for a mean square over W instead of D numbers.
+        """
         padded = self.padded > self.size
         return self.pad(x * math.sqrt(self.size / self.padded)) if padded else x
 
@@ -49,9 +52,10 @@ class Tiles(NamedTuple):
 
 
 def without_padding(module: nnx.Module) -> nnx.Module:
-    """Return a copy of a store or mixer that does not pad; other modules are returned unchanged.
+    """Return a copy of a store or mixer that does not pad vectors.
 
-    Kernels for a few tokens accept vectors of any size, and XLA would spend time on padding.
+    A module without padding is returned unchanged. Kernels for decode steps accept vectors of any
+    size, and padding would only cost time there.
     """
     tiles_of_module = getattr(module, "tiles", None)
     if tiles_of_module is None or tiles_of_module.size == tiles_of_module.padded:
