@@ -261,8 +261,8 @@ def results_and_gradients(
 ) -> Callable[[Arrays, Arrays], Arrays]:
     """Return a function that runs a test case forward and backward.
 
-    It maps inputs and cotangents to results and gradients, all by name.
-    A gradient's name is "d_" followed by the name of the input.
+    The function maps inputs and cotangents to results and gradients, all by name. A gradient's name
+    is "d_" followed by the name of the input.
     """
 
     def both(inputs: Arrays, cotangents: Arrays) -> Arrays:

@@ -33,8 +33,8 @@ class _Column:
 def step_table(costs: Sequence[StepCost]) -> str:
     """Return a Markdown table of million cycles per part of a train step, for each model and chip.
 
-    A further column per chip has the ratio of the first two models.
-    The rows for the whole step show every cost model; all other rows show the best guess.
+    A further column per chip has the ratio of the first two models. The rows for the whole step
+    show every cost model; all other rows show the best guess.
     """
     columns = []
     for target in dict.fromkeys(cost.target for cost in costs):

@@ -39,7 +39,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
 _OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
 _HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
-_SLICE = 100_000  # in TPU slice n, libtpu numbers devices from n times this number
+_SLICE = 100_000  # the device ids of TPU slice n start at n times this number
 _KIND_BETWEEN = {
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",

@@ -30,10 +30,9 @@ class Work:
       schedule: the length of the VLIW schedule, including stalls for matrix units but not for HBM.
         It is None where libtpu left no schedule, and where a loop has an unknown trip count; in
         kernels, however, such a loop counts as one iteration.
-      matrix: the time of the matrix products at peak throughput. It is 0 for a kernel whose
-        schedule is known, because the schedule includes the products. For a kernel with a loop of
-        unknown trip count, it is the time of the kernel's declared FLOPs at the fraction
-        `Target.grouped` of the peak.
+      matrix: the time of the matrix products at peak throughput. It is 0 for a kernel, because a
+        kernel's schedule includes its products. If a loop of the kernel has an unknown trip count,
+        however, it is the time of the declared FLOPs at the fraction `Target.grouped` of the peak.
       hbm: the time of moving the instruction's bytes at the full HBM bandwidth.
       parked: the time that moving operands and results would take from HBM, for those that XLA
         keeps in VMEM.
