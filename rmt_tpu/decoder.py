@@ -53,8 +53,8 @@ class Decoder(nnx.Module):
     Raises:
       TypeError: `config` or `rngs` has another type.
 
-    Layers are stacked: their parameters have a leading axis over a stack's repeats, and a scan runs
-    over this axis. Each weight is drawn from the seed and from its own place and name
+    The parameters of a stack's layers have a leading axis over the layers, over which a scan runs.
+    Each weight is drawn from the seed and from the weight's place and name
     (`layers.parameters.Seed`), so models with the same seed start with equal values in all weights
     that they have in common.
     """
@@ -118,8 +118,9 @@ class Decoder(nnx.Module):
     ) -> Features:
         """Return the input of the unembedding, and the scalars that the cores return.
 
-        With these a loss can be computed without holding all logits at once. `lengths` gives the
-        number of real tokens in each row, if rows are padded at their ends with arbitrary tokens.
+        From this input, a loss can be computed without holding all logits at once. `lengths` gives
+        the number of real tokens in each row, if rows are padded at their ends with arbitrary
+        tokens.
 
         In per-device code (see `sharding.per_device`), the result is for this device's tokens. With
         a `schedule` of pipeline stages, z covers only this stage's share of the rows, and the
@@ -147,8 +148,8 @@ class Decoder(nnx.Module):
         new = tokens.shape[1]
         context = cores.cached(cache.length, new)
         z, caches, _ = self._run(tokens, context, cache.cores)
-        # Gather all tokens on each device that shares them: reading W_U takes as long for a few
-        # tokens as for all of them.
+        # All tokens are gathered on each device that has a part of them. Reading W_U from memory
+        # takes most of the time, and takes as long for a part of the tokens as for all tokens.
         z = cores.unflatten_rows(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
@@ -206,8 +207,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch vectors size"]:
         """Select each row's last token.
 
-        If a row's tokens are sharded over devices, only one device holds the last token, and a sum
-        over these devices distributes it to all.
+        If a row's tokens are sharded over devices, only one device holds the last token. A sum over
+        these devices, in which the others have zeros, gives the last token to all of them.
         """
         axes, rows = sharding.token_axes(), jnp.arange(len(context.lengths))
         place = context.lengths - 1
@@ -221,7 +222,7 @@ class Decoder(nnx.Module):
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache with room for `capacity` tokens in each of `batch` sequences.
 
-        In per-device code it is this device's part of the cache.
+        In per-device code, the result is this device's part of the cache.
         """
         caches = tuple(
             tuple(
@@ -233,7 +234,7 @@ class Decoder(nnx.Module):
         return Cache(caches, jnp.zeros(batch, jnp.int32))
 
     def cache_specs(self) -> Cache:
-        """Return the partition specs of a cache's arrays, in a tree with its structure."""
+        """Return the partition specs of a cache's arrays, in a tree shaped like the cache."""
         specs = tuple(
             tuple(sublayer.core.cache_specs() for sublayer in stack) for stack in self.stacks
         )

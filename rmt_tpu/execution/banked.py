@@ -1,20 +1,22 @@
-"""The schedule for mixers that read rows of a bank; the bank also serves as the checkpoint.
+"""The schedule for models whose sublayers read rows of a bank, such as attention over depth.
 
-The bank holds the outputs of earlier sublayers or blocks, one per row. Each row is written only
-once, so the backward pass still finds the rows that a layer has read. The forward pass keeps the
-bank, and the running sum (the row in progress) before each layer; with `remat="blocks"`, it keeps
-the sum only before each group of layers. The backward pass visits the layers from last to first and
-recomputes each of them. If the running sum is larger than the outputs that are added to it, as with
-a matrix store, the schedule keeps the outputs instead. It then rebuilds the sums of a block from
-the outputs, and need not run any core again to obtain its output.
+A *bank* is a stack of rows, each with the output of one sublayer or the sum of the outputs of a
+block of sublayers. Each row is written only once, so the backward pass still finds the rows that a
+layer has read, and the bank serves as the checkpoint. The forward pass keeps the bank, and the
+running sum (the row in progress) before each layer; with `remat="blocks"`, it keeps the running sum
+only before each group of layers. The backward pass visits the layers from last to first and
+recomputes each layer. With a matrix residual, the running sum is larger than the outputs that are
+added to it. The schedule then keeps the outputs, rebuilds the running sums of a block from the
+outputs, and need not run any sublayer's core (its attention or MLP) again.
 
 A layer is one period of its stack's cores. Layers are divided into *groups*. Before each group,
 phase one reads all existing rows in one pass, and computes what they contribute to every site of
-the group. Phase two adds, at each site, the rows that the group itself has written. The gradients
-of a group's sites are therefore added to the gradient of the earlier rows only once. The running
-sum is passed from group to group, so the number of passes over the bank does not depend on how
-often a row is completed. `execution.banked_stack` has the passes of one stack; this module chains
-the stacks, and defines the gradient of them all.
+the group (the place before a sublayer, where the sublayer's input is read). Phase two adds, at each
+site, the rows that the group itself has written. In the backward pass, the gradients from all sites
+of a group are added to the gradient of the earlier rows in one pass. The running sum is passed from
+group to group, so the number of passes over the bank does not depend on how often a row is
+completed. `execution.banked_stack` has the passes of one stack of layers; this module chains the
+stacks, and defines the gradient of the chain.
 """
 
 import jax
@@ -102,7 +104,7 @@ def run_layers(
 def _runners(
     decoder: DecoderParts, store: Store, mixer: BankMixer
 ) -> tuple[list[StackRunner], list[StackArrays]]:
-    """Return a `StackRunner` for each stack, and the arrays of each stack that the runs take."""
+    """Return, for each stack of layers, a `StackRunner` and the arrays that its methods take."""
     runners, arrays, before = [], [], 0
     scores = mixer.scores([[sublayer.site for sublayer in stack] for stack in decoder.stacks])
     writers = [stack[0].site.writer for stack in decoder.stacks]
@@ -136,7 +138,7 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _next_writers(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
-    """Return the writer of each layer's last output, which belongs to the site after the layer."""
+    """Return the parameters that write each layer's last output, from the site after the layer."""
     if next_writer is None:
         return None
     return jnp.concatenate([writers[...][1:], next_writer[...][None]])

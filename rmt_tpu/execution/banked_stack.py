@@ -1,6 +1,7 @@
 """The forward and backward passes of one stack of layers that reads rows of a bank.
 
-`execution.banked` runs the stacks of a decoder one after the other, and explains what is saved.
+A bank is a stack of rows, which hold earlier outputs. `execution.banked` runs the stacks of a
+decoder one after the other, and explains what the forward pass saves.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,14 +57,14 @@ class StackArrays(NamedTuple):
 
 
 class SavedStack(NamedTuple):
-    """The arrays that a stack keeps for its backward pass; fields that are not needed are None.
+    """The arrays that a stack saves for its backward pass; fields that are not needed are None.
 
     Attributes:
-      layer_sums: the running sum before each layer.
-      group_sums: the running sum before each group, if it may be nonzero there.
-      outputs: the output of each sublayer of a period in all repeats, kept instead of the sums.
-      cores: what the cores' `pull_back` needs in addition to `outputs`, as a pair: for the
-        layers of all full groups, and for the layers of the last partial group.
+      layer_sums: the running sum (the row in progress) before each layer.
+      group_sums: the running sum before each group of layers, if it may be nonzero there.
+      outputs: the output of each sublayer of a period in all repeats, saved instead of the sums.
+      cores: what the cores' `pull_back` needs in addition to `outputs`, as a pair: for the layers
+        of all full groups, and for the layers of the last partial group.
     """
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
@@ -77,7 +78,7 @@ class ForwardCarry(NamedTuple):
 
     Attributes:
       bank: the bank, with the rows that are complete so far.
-      current: the running sum; None if every group starts and ends without one.
+      current: the running sum; None if the sum is empty before and after every group.
       caches: the caches of the stack's cores; None unless decoding.
       saved: what the backward pass needs.
       aux: the sums of the cores' scalars.
@@ -95,9 +96,10 @@ class BackwardCarry(NamedTuple):
 
     Attributes:
       bank: the cotangent of the bank.
-      current: the cotangent of the running sum; None if no group starts or ends with one.
+      current: the cotangent of the running sum; None if the sum is empty before and after every
+        group.
       stack: the cotangents of the stack's arrays, complete for the layers after the group.
-      summed: memory in which `_rebuild_sum` rebuilds running sums; None if it is not used.
+      summed: memory in which `_rebuild_sum` rebuilds running sums; None if no sum is rebuilt.
     """
 
     bank: Bank
@@ -107,7 +109,7 @@ class BackwardCarry(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group of layers, and what its sites have in common.
+    """A group of layers, and what all sites (the places before sublayers) of the group use.
 
     Attributes:
       start: the index of the group's first layer in the stack.
@@ -115,7 +117,8 @@ class Group(NamedTuple):
       at: the number of sublayers before the group.
       first_row: the first row of the bank that belongs to the group.
       prior: the result of phase one for the group's sites.
-      rows: the rows that the group itself completes; None for a closed group.
+      rows: the rows that the group itself completes; None for a closed group, whose only row is the
+        running sum at its end.
     """
 
     start: Index
@@ -136,8 +139,7 @@ def _layer_arrays(arrays: StackArrays, index: Index) -> StackArrays:
 class StackRunner:
     """The forward and backward passes of a stack, or of a part of a stack.
 
-    Loops carry whole stacks of arrays and change one slice at a time, so that stacking needs no
-    copies.
+    Loops carry complete stacks of arrays and change one slice at a time, which needs no copies.
 
     Args:
       config, store, mixer: the decoder's config, store and mixer.
@@ -168,7 +170,7 @@ class StackRunner:
 
     @property
     def end_row(self) -> int:
-        """One more than the highest index of a bank row that any group takes."""
+        """One more than the highest index of a bank row that any group of layers writes."""
         ends = [0]
         for start in range(0, self.repeat, self.group):
             count = min(self.group, self.repeat - start)
@@ -193,12 +195,12 @@ class StackRunner:
           carry: the bank, the running sum and the cores' summed scalars before the stack.
           context: the rule for which tokens may attend to which.
           caches: the caches of the stack's cores; None unless decoding.
-          keep: whether to keep what the backward pass needs.
+          keep: whether to save what the backward pass needs.
           first: the number of sublayers before this part of the stack; None means the number given
             to `__init__`.
 
         Returns:
-          The carry after all layers, the caches after all layers, and the kept arrays.
+          The carry after all layers, the caches after all layers, and the saved arrays.
         """
         bank, current, aux = carry
         saved = SavedStack()
@@ -246,7 +248,7 @@ class StackRunner:
         *,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row], StackArrays]:
-        """Return the cotangents of the bank, the earlier running sum, and the parameters.
+        """Run all layers of the stack backwards.
 
         Args:
           arrays: the arrays of the stack.
@@ -257,6 +259,10 @@ class StackRunner:
           d_aux: the cotangents of the cores' summed scalars.
           first: the number of sublayers before this part of the stack; None means the number given
             to `__init__`.
+
+        Returns:
+          The cotangents of the bank and of the running sum before the stack; and the cotangents of
+          the stack's arrays.
         """
 
         def run(carry, start, layers, saved_cores):
@@ -284,9 +290,9 @@ class StackRunner:
     ) -> tuple[tuple, tuple[Any, Any]]:
         """Compute `carry, out = run(carry, first layer, number of layers, inputs)` for each group.
 
-        The last group may be smaller than the others. `inputs` and the result are pairs: the first
-        entry is for all full groups (stacked if there are several), the second for the last partial
-        group.
+        The last group may be smaller than the others. `inputs` and the returned outputs are pairs.
+        The first entry belongs to all full groups, stacked if there are several. The second entry
+        belongs to the last partial group.
         """
         full, left = divmod(self.repeat, self.group)
         full_inputs, last_inputs = inputs
@@ -298,7 +304,7 @@ class StackRunner:
 
         if left and reverse:
             carry, last_outputs = run(carry, full * self.group, left, last_inputs)
-        if full == 1:  # the first row is then static, and is 0 for a mixer without groups
+        if full == 1:  # The group's first row is then a Python integer.
             carry, full_outputs = run(carry, 0, self.group, full_inputs)
         else:
             groups = (jnp.arange(full), full_inputs)
@@ -308,8 +314,8 @@ class StackRunner:
             start = full * self.group
             if decoding:
                 # The barrier hides the layer's index from XLA. With a constant index, XLA would
-                # copy the weights of all layers to another layout. It would also keep a copy of
-                # this layer's weights through all steps of a dispatch.
+                # copy the weights of all layers to another layout, and would keep a copy of this
+                # layer's weights through all decode steps of a program.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
             carry, last_outputs = run(carry, start, left, last_inputs)
         return carry, (full_outputs, last_outputs)
@@ -329,7 +335,11 @@ class StackRunner:
     def _group_forward(
         self, arrays: StackArrays, context: Context, group: Group, carry: ForwardCarry
     ) -> tuple[ForwardCarry, Any]:
-        """Run a group's layers; also return what the cores' `pull_back` needs, stacked."""
+        """Run a group's layers, and return the new carry.
+
+        The second result is what the cores' `pull_back` needs, stacked over the group's layers;
+        None if outputs are not saved.
+        """
         bank, current, caches, saved, aux = carry
         if saved.group_sums is not None:
             index = group.start // self.group
@@ -378,10 +388,11 @@ class StackRunner:
         current: Row,
         aux: Aux,
     ) -> tuple[Any, Bank | None, Row, Aux]:
-        """Run each sublayer of a layer: read, compute, write, and seal the row if it is complete.
+        """Run one layer: each sublayer reads, computes, writes, and seals its row if complete.
 
         `at` is the number of sublayers before the group, and `offset` is the layer's index in the
-        group.
+        group. `prior` is the result of phase one, `rows` are the group's own rows, and `current` is
+        the running sum.
         """
         layer = nnx.merge(self.graphdef, layer_arrays.layers)
         in_place = self.grouping.closed and layer_arrays.decode_params
@@ -406,7 +417,10 @@ class StackRunner:
         d_aux: Aux,
         carry: BackwardCarry,
     ) -> BackwardCarry:
-        """Run a group's layers backwards, and then phase one; `saved.cores` is the group's."""
+        """Run a group's layers backwards, and then phase one of the group backwards.
+
+        `saved.cores` belongs to this group only.
+        """
         d_bank, d_current, gradients, summed = carry
         nothing, no_aux = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
         sums, first_sum = saved.layer_sums, group.start
@@ -428,7 +442,7 @@ class StackRunner:
                 )
             else:
                 current = nothing if sums is None else stacks.slice_at(sums, first_sum + offset)
-                # Without the barrier, XLA would slice the stack again for each use.
+                # Without the barrier, XLA would slice the stack again for each use of the sum.
                 current = jax.lax.optimization_barrier(current)
 
             def forward(layer_arrays, prior, rows, current):
@@ -466,7 +480,11 @@ class StackRunner:
         d_bank: Bank,
         gradients: StackArrays,
     ) -> tuple[Bank, StackArrays]:
-        """Run phase one backwards; add to the cotangents of the bank and of the group's scores."""
+        """Run phase one of a group backwards.
+
+        Returns:
+          `d_bank` and `gradients`, with the cotangents of the bank and of the group's scores added.
+        """
         start, layers = group.start, group.layers
         scores = stacks.slice_range(arrays.scores, start, layers)
         d_scores, d_bank = self.mixer.prior_backward(
@@ -480,10 +498,10 @@ class StackRunner:
     def _rebuild_sum(
         self, arrays: StackArrays, outputs: tuple, start: Index, offset: Index, summed: Row
     ) -> Row:
-        """Rebuild the running sum before a layer of a closed group from the kept outputs.
+        """Rebuild the running sum before a layer of a closed group from the saved outputs.
 
-        The result overwrites `summed`, an array with an earlier sum. For the group's first layer,
-        where no site reads the sum, the result is `summed` itself.
+        The result overwrites `summed`, an array with an earlier sum. For the first layer of the
+        group, where no site reads the sum, the result is `summed` itself.
         """
 
         def add(layer_index, current):
@@ -517,10 +535,10 @@ class StackRunner:
 
 
 def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:
-    """Merge the axes of layers and of sublayers per layer into a single axis of sites."""
+    """Merge the axis of layers and the axis of a layer's sublayers into one axis of sites."""
     return scores.reshape(-1, *scores.shape[2:])
 
 
 def _writer(layer: nnx.List, k: int, layer_arrays: StackArrays) -> Writer:
-    """Return the writer of sublayer k's output, which belongs to the site after the sublayer."""
+    """Return the parameters that write sublayer k's output, from the site after the sublayer."""
     return layer[k + 1].site.writer if k + 1 < len(layer) else layer_arrays.next_writers

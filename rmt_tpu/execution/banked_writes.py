@@ -1,4 +1,6 @@
-"""The ways to add a core's output to the running sum in a banked layer.
+"""The ways to add a sublayer's output to the running sum of a bank's row in progress.
+
+A *core* is the attention or MLP of a sublayer.
 
 Each way is a `Write` function. `RunCore` runs the core. The two other ways are used if the backward
 pass starts from the cores' outputs: `RunAndSaveCore` runs the core and saves its output in a stack,
@@ -21,9 +23,10 @@ from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import DepthIndex, ReversibleStore, Row, Store, Writer
 
-# The arguments are the sublayer's index k, its core, the core's input, the place in depth, the
-# running sum, the writer in the site after the core, and the cores' summed scalars. The result is
-# the running sum with the core's output added, and the sums with the core's scalars added.
+# A `Write` takes the sublayer's index k in its layer, the sublayer's core, the core's input, the
+# position in depth, the running sum, the parameters that write the core's output, and the sums of
+# the cores' scalars. It returns the running sum with the core's output added, and the sums with the
+# core's scalars added.
 Write = Callable[[int, Core, Read, DepthIndex, Row, Writer, Aux], tuple[Row, Aux]]
 
 
@@ -55,10 +58,10 @@ class RunCore:
 
 
 class RunAndSaveCore:
-    """A write that runs the core and keeps its output.
+    """A write that runs the core and saves the core's output in a stack.
 
-    The attribute `outputs` collects the cores' outputs, and `saved` collects what `pull_back` needs
-    in addition.
+    The attribute `outputs` holds the stacks, one per sublayer of a layer. The attribute `saved`
+    collects what each core's `pull_back` needs in addition to the output.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class RunAndSaveCore:
     def __call__(
         self, k: int, core: Core, z: Read, place: DepthIndex, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
-        """Run the core, keep its output, and write it; see `Write`."""
+        """Run the core, save its output, and write the output; see `Write`."""
         to = StackSlice(self.outputs[k], self.index)
         with jax.named_scope(core.name):
             self.outputs[k], scalars, saved = core.forward(z, self.context, place.sublayer, to)
@@ -80,9 +83,10 @@ class RunAndSaveCore:
 
 
 class UseSavedOutput:
-    """A write that uses a kept output instead of running the core.
+    """A write that uses a saved output instead of running the core.
 
-    It adds no scalars to the sums, but passes gradients to the core's scalars.
+    The sums of the cores' scalars stay unchanged, but the backward pass passes gradients to the
+    core's scalars.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class UseSavedOutput:
     def __call__(
         self, k: int, core: Core, z: Read, place: DepthIndex, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
-        """Write the kept output of the core; see `Write`."""
+        """Write the saved output of the core; see `Write`."""
         graphdef, parameters = nnx.split(core, nnx.Param)
         saved_output = (StackSlice(self.outputs[k], self.index), self.saved[k], self.context, place)
 
@@ -107,7 +111,7 @@ class UseSavedOutput:
         def write(parameters, z, current, writer, aux, saved_output):
             y, _, _, place = saved_output
             # The write is not in place, because the backward pass of the preceding site reads the
-            # sum again.
+            # earlier sum again.
             return write_saved(self.store, current, y, writer, place, in_place=False), aux
 
         def forward(parameters, z, current, writer, aux, saved_output):
@@ -136,9 +140,9 @@ def write_saved(
     *,
     in_place: bool = True,
 ) -> Row:
-    """Return the running sum of a closed group with the kept output y added.
+    """Return the running sum of a closed group of layers with the saved output y added.
 
-    Before the group's first write, the sum is empty and counts as zero.
+    Before the group's first write, the sum counts as zero.
     """
     empty = place.sublayer == place.group
     return store.write_saved(current, y, writer[...], empty=empty, in_place=in_place)

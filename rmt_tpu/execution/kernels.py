@@ -32,8 +32,8 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
     that is already set (`JAX_DEFAULT_MATMUL_PRECISION`) is kept, and bfloat16 models are not
     affected.
 
-    A backward pass is traced where the gradient is computed. It therefore uses the configured
-    implementations only if that code is inside this context too.
+    JAX traces a backward pass where the gradient is computed. A backward pass therefore uses the
+    configured implementations only if the gradient is computed inside this context too.
     """
     wide = compute_dtype(config.compute_dtype).itemsize >= 4
     with contextlib.ExitStack() as stack:
@@ -88,10 +88,10 @@ def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _varying(decoder: Any, inputs: Any) -> Any:
-    """Return the decoder, marked as varying over the same mesh axes as its inputs.
+    """Return the decoder with its parameters marked as varying over the inputs' mesh axes.
 
-    This is needed inside a `jax.shard_map` that checks over which axes arrays vary. The carries of
-    loops and the gradients of custom backward passes then vary over the same axes. JAX sums the
+    A `jax.shard_map` that checks over which axes arrays vary needs this mark. The carries of loops
+    and the gradients of custom backward passes then vary over the same axes, and JAX sums the
     parameters' gradients over these axes.
     """
     varies = varies_in(inputs)
@@ -102,10 +102,10 @@ def _varying(decoder: Any, inputs: Any) -> Any:
 
 
 def at_current_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backward pass whose matrix products have the precision in force at this call.
+    """Return `backward` with the matrix product precision that is in force at this call.
 
-    Use it with `jax.custom_vjp`, whose backward pass is traced later, where the gradient is
-    computed.
+    `backward` is the backward pass of a `jax.custom_vjp`, which JAX traces later, where another
+    precision may be in force.
     """
     precision = jax.config.jax_default_matmul_precision
 

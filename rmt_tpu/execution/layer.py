@@ -1,4 +1,7 @@
-"""The parameters of a period of sublayers, and the layer code of the state-carrying schedules."""
+"""The construction of a model's layers, and code that runs one layer, shared by schedules.
+
+A layer is one repeat of a stack's period, the repeated pattern of sublayers.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -26,9 +29,8 @@ class DecoderParts(Protocol):
 
     Attributes:
       dtype: the dtype of data vectors.
-      stacks: the stacks from `make_stacks`; in per-device code, only the layers of this pipeline
-        stage.
-      final_site: the site from `make_final_site`.
+      stacks: the stacks of layers from `make_stacks`; in a pipeline, only the layers of this stage.
+      final_site: the site from `make_final_site`, at which the unembedding's input is read.
     """
 
     config: cfg.ModelConfig
@@ -42,7 +44,7 @@ class DecoderParts(Protocol):
 
 
 class Sublayer(nnx.Module):
-    """A core, and the site before it."""
+    """A sublayer: its core (attention or MLP), and the site where the core's input is read."""
 
     def __init__(self, site: nnx.Module, core: Core):
         self.site, self.core = site, core
@@ -80,7 +82,7 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
 
 
 def make_final_site(config: cfg.ModelConfig, seed: Seed) -> nnx.Module:
-    """Return the site before the unembedding."""
+    """Return the site before the unembedding, at which the unembedding's input is read."""
     depth = config.num_sublayers
     place = residual.Place(
         jnp.int32(depth),
@@ -100,15 +102,18 @@ def start(
     context: Context,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "own_batch own_seq vectors size"]]:
-    """Return the residual before the first write, and the first write, for this device's tokens."""
+    """Return the residual before the first write, and the embedding, which is written first.
+
+    Both are for this device's tokens.
+    """
     own = lambda x: sharding.own_part(flatten_rows(x, context), sharding.token_axes(), axis=1)
     return store.start(*embedding(own(tokens), own(_positions(embedding, context)), dtype))
 
 
 def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1 seq"]:
-    """Return the tokens' positions, where padding repeats the position of its row's last token.
+    """Return the tokens' positions; padding gets the position of the last token in its row.
 
-    Otherwise the positions of padding could exceed the number of learned positions, and the
+    If the positions of padding went on, they could exceed the number of learned positions. The
     resulting NaN would stay in the cache.
     """
     if embedding.positions is None or context.lengths is None:
@@ -118,9 +123,9 @@ def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1
 
 
 def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
-    """Return zeros, from which the sums of the cores' scalars start.
+    """Return zeros, from which the sums of the cores' scalars (such as a balance loss) start.
 
-    The zeros have at least float32 precision, and otherwise `dtype`, the dtype of the data vectors.
+    Their dtype is `dtype`, the dtype of the data vectors, or float32 if `dtype` is narrower.
     """
     return {name: jnp.zeros((), jnp.promote_types(dtype, jnp.float32)) for name in config.aux}
 
@@ -139,8 +144,9 @@ def sites_and_cores(
 ) -> list[tuple[nnx.Module | StackSlice, Core]]:
     """Return the site and the core of each sublayer of one layer.
 
-    If `stack` is given, each site is not the layer's own, but slice `index` of the stack's site, so
-    that kernels read the site's parameters directly from the stack.
+    A site holds the parameters with which the residual is written and read before the core. If
+    `stack` is given, each site is slice `index` of the stacked site instead of the layer's own
+    site, so that kernels read the parameters directly from the stack.
     """
     if stack is None:
         return [(sublayer.site, sublayer.core) for sublayer in layer]
@@ -161,8 +167,8 @@ def run_core(
 ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None, Aux]:
     """Return a core's output, its cache, and the sums with the core's scalars added.
 
-    If a cache is given, the core runs on tokens that follow the cached tokens, and adds no scalars;
-    `layer` is then the index of the repeat in the stack.
+    If a cache is given, the core runs on tokens that follow the cached tokens, and its scalars are
+    not added. `layer` is then the index of the layer in its stack.
     """
     with jax.named_scope(core.name):
         if cache is not None:
@@ -181,21 +187,21 @@ def run_layer(
     caches: tuple[Cache, ...] | None = None,
     layer: Index | None = None,
 ) -> tuple[tuple[Any, Float[Array, "batch _ _ _"], Aux], tuple[Cache, ...] | None]:
-    """Run one period: for each sublayer, its site and then its core.
+    """Run one layer: for each sublayer, read the core's input at the site, then run the core.
 
     Args:
       mixer: the model's mixer.
       store: the residual's store.
-      sublayers: the site and the core of each sublayer of one period: see `sites_and_cores`.
-      carry: the mixer's state, the output that is to be written next, and the cores' summed
+      sublayers: the site and the core of each sublayer: see `sites_and_cores`.
+      carry: the mixer's state, the output that the first site writes, and the cores' summed
         scalars.
       context: the rule for which tokens may attend to which.
-      first: the number of sublayers before the period.
-      caches: the caches of the period's cores; None unless decoding.
-      layer: the index of the repeat in its stack; None unless decoding.
+      first: the number of sublayers before the layer.
+      caches: the caches of the layer's cores; None unless decoding.
+      layer: the index of the layer in its stack; None unless decoding.
 
     Returns:
-      The carry and the caches after the period.
+      The carry and the caches after the layer.
     """
     state, y, aux = carry
     new = []

@@ -1,13 +1,13 @@
 """The schedule for a mesh with pipeline stages: microbatches pass through chunks of layers.
 
 The schedule runs in per-device code, with `sharding.pipeline`. The input of a chunk is the state
-that the mixer carries from layer to layer or, for a mixer with a bank, the rows before the chunk.
-For a state, only the first stage computes a microbatch's embedding when the microbatch starts; with
-a bank all stages compute it, because the embedding is row 0. The last stage does the final read for
-the unembedding, and each stage computes a part of the loss.
+that the mixer passes from layer to layer or, for a mixer with a bank (a stack of earlier outputs),
+the bank's rows before the chunk. With a state, only the first stage computes a microbatch's
+embedding. With a bank, every stage computes the embedding, which is row 0 of the bank. The last
+stage reads the input of the unembedding, and each stage computes a part of the loss.
 
-The backward pass of a microbatch starts when its loss is known. It recomputes each chunk, and
-`remat` determines what is kept within a chunk during that.
+The backward pass of a microbatch starts as soon as the microbatch's loss is known. The backward
+pass recomputes each chunk, and `remat` determines what is kept while a chunk is recomputed.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Microbatch(NamedTuple):
     Attributes:
       tokens: the tokens of the microbatch's rows.
       context: the context of attention.
-      of_tokens: further inputs of the loss, one value per token: arrays shaped like `tokens`.
+      of_tokens: further inputs of the loss, in arrays with one value per token.
     """
 
     tokens: Int[Array, "*microbatches part seq"]
@@ -111,8 +111,8 @@ def run_layers(
       schedule: the schedule of the stages.
 
     Returns:
-      This stage's share of the rows of the input, which the last stage has computed, so that all
-      stages can share further work; and the scalars of this stage's cores, summed over all rows.
+      This stage's share of the rows of the unembedding's input, so that each stage does a part of
+      the further work; and the scalars of this stage's cores, summed over all rows.
 
     Raises:
       MeshError: see `check`.
@@ -175,7 +175,10 @@ def loss(
 def _microbatches(
     decoder: DecoderParts, batch: Microbatch, schedule: sharding.Schedule
 ) -> Microbatch:
-    """Split rows into M microbatches, [M, rows / M, ...]; a single row is given to each of them."""
+    """Split rows into M microbatches, [M, rows / M, ...].
+
+    An array with a single row, such as positions, is copied to every microbatch.
+    """
     check(decoder.config, schedule, len(batch.tokens))
     count = schedule.microbatches
 
@@ -188,7 +191,7 @@ def _microbatches(
 
 
 def _tokens(x: Shaped[Array, "batch seq *shape"], parts: int) -> Shaped[Array, "tokens *shape"]:
-    """Flatten the tokens of all rows into one axis, padded with zeros to equal parts."""
+    """Flatten the tokens of all rows into one axis, padded with zeros to a multiple of `parts`."""
     x = x.reshape(-1, *x.shape[2:])
     return jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
 
@@ -214,7 +217,7 @@ def _stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
 
 
 def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx.Module]]]:
-    """Return the modules' parameters, and a function that rebuilds the modules from parameters."""
+    """Return the modules' parameters, and a function that makes the modules from parameters."""
     graphdefs, states = zip(*map(nnx.split, modules), strict=True)
     return states, lambda states: list(map(nnx.merge, graphdefs, states))
 
@@ -298,7 +301,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(chunk_arrays, _, index, bank, microbatch, d_bank, d_aux):
-        """Return the gradient of the stacked parameters, and `d_bank` with the rows' part added."""
+        """Return the gradient of a chunk's arrays, and `d_bank` with this chunk's part added."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         saved = banked_stack.SavedStack()
         if runner.grouping.open:

@@ -1,4 +1,4 @@
-"""The plan of a run's train step: the target device and the resulting choices, with reasons."""
+"""The plan of a train step: the device that it is compiled for, and choices with their reasons."""
 
 import math
 from typing import NamedTuple
@@ -25,10 +25,11 @@ class ExecutionPlan(NamedTuple):
 
     Attributes:
       target: the device that the step is compiled for.
-      schedule: the schedule of layers: "scanned", "reversible", "banked" or "pipelined".
+      schedule: the way in which layers run and the backward pass gets their activations: "scanned",
+        "reversible", "banked" or "pipelined".
       residual_dtype: the dtype in which layers pass on the residual.
-      outputs_in_place: whether cores write their outputs directly into a slot of a stack; None if
-        outputs are not kept in stacks.
+      outputs_in_place: whether sublayers write their outputs directly into a slice of a stack; None
+        if outputs are not kept in stacks.
       products_in_turn: whether a feed-forward layer's two products run as separate instructions.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
@@ -109,7 +110,7 @@ def _dtype_reason(config: RunConfig, schedule: str) -> str:
 
 def _decode_kernels(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
     fused = model.mixer.banked and getattr(model.mixer, "fused", False)
-    # As the reversible schedule, they are for mixers that pass on nothing but the residual.
+    # The kernels, like the reversible schedule, support only mixers whose state is the residual.
     alone = "reversible" in model.mixer.remats
     if not (alone if model.store.has_keys else fused):
         return Choice(False, "this store and mixer have none")

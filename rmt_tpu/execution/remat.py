@@ -13,10 +13,10 @@ from rmt_tpu.layers import stacks
 
 
 def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
-    """Return `layer` with the recomputation of the named policy; see `ModelConfig.remat`.
+    """Return the function `layer` with the recomputation of a policy; see `ModelConfig.remat`.
 
-    The policies "none", "full" and "reversible" return it unchanged; for "full", the loop over
-    layers is `scan_recomputed`.
+    With "none", "full" and "reversible", `layer` is returned unchanged. For "full", the loop
+    `scan_recomputed` recomputes the layers, and for "reversible" a schedule of its own does.
     """
     match policy:
         case "none" | "full" | "reversible":
@@ -31,10 +31,11 @@ def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
 def scan_recomputed(
     body: Callable[[Any, Any, Any, Any], Any], carry: Any, scanned: Any, shared: Any, constants: Any
 ) -> Any:
-    """Run `stacks.scan`, keeping only the carry before each slice and recomputing the rest.
+    """Run `stacks.scan` such that the backward pass recomputes each step.
 
-    It is like a JAX scan over a `jax.checkpoint`, except that the stacks of gradients start
-    uninitialised. JAX would fill these stacks with zeros, which every iteration then overwrites.
+    Only the carry before each step is kept. The result is the same as for a JAX scan over a
+    `jax.checkpoint`. However, JAX would first fill the stacks of gradients with zeros, which the
+    steps then overwrite; here the stacks start uninitialised.
 
     Args:
       body: a function `(carry, (slice, index), shared, constants) -> carry`.
@@ -49,8 +50,8 @@ def scan_recomputed(
     count = len(jax.tree.leaves(scanned)[0])
 
     def with_indices(*scanned):
-        # The indices are created separately in each pass, because the backward pass cannot use an
-        # array from the trace around both passes.
+        # The forward and the backward pass each create the indices, because a backward pass cannot
+        # use an array from the trace that surrounds both passes.
         return (*scanned, jnp.arange(count))
 
     @jax.custom_vjp

@@ -85,10 +85,11 @@ class _Layers:
 
     Parameters are pure dicts, in which the layers of a stack are stacked.
 
-    Each sublayer of a period has one stack that holds its outputs in all repeats. An output stays
-    in the slot in which it was first written, and sites read it from there. The output of a
-    period's last sublayer is read by the next repeat, so the stack for these outputs has one extra
-    slot: repeat i writes slot i + 1, and slot 0 holds the output from before the first repeat.
+    A stack repeats a period of sublayers. Each sublayer of the period has one array that holds the
+    sublayer's outputs in all repeats, in one slot (slice) per repeat. Later sites read an output
+    from its slot. The output of a period's last sublayer is read by the next repeat, so the array
+    for these outputs has one extra slot: repeat i writes slot i + 1, and slot 0 holds the output
+    from before the first repeat.
     """
 
     def __init__(self, decoder: DecoderParts, store: ReversibleStore, dtype: jnp.dtype):
@@ -153,8 +154,8 @@ class _Layers:
             sublayers = saved_stacks[number].sublayers
             z = previous = None
             if rereads:
-                # The first repeat has no preceding repeat in this stack, so the result of the extra
-                # read for it is not used.
+                # `undo` in each repeat also reads for the preceding repeat. The first repeat has no
+                # preceding repeat in this stack, so the result of its extra read is not used.
                 reads = stacks[number][len(stack.cores) - 1]["site"], sublayers[-1].statistics
                 previous = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
@@ -196,11 +197,11 @@ class _Layers:
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
 
     def _last_read(self, number: int, site: dict, statistics: Statistics):
-        """Return the site of the last read in a stack's repeat, with its norm's statistics."""
+        """Return the last site of a layer, and the statistics of the norm in the site's read."""
         return nnx.merge(self.last_sites[number], site), statistics
 
     def _empty(self, stack: cfg.Stack, entry: StackSlice) -> list[Array]:
-        """Return uninitialised stacks for the outputs of a stack's sublayers.
+        """Return uninitialised arrays for the outputs of a period's sublayers in all repeats.
 
         If the stack has several repeats, the last array has an extra slot 0, which holds the output
         in `entry`; see `_source`.
@@ -232,14 +233,14 @@ def _slot(outputs: list[Array], k: int, repeat: Index) -> StackSlice:
 
 
 def _source(outputs: list[Array], entry: StackSlice, k: int, repeat: Index) -> StackSlice:
-    """Return the slot with the output that the site before sublayer k of a repeat writes."""
+    """Return the slot with the output that is written just before sublayer k of a repeat."""
     if k:
         return _slot(outputs, k - 1, repeat)
     return StackSlice(outputs[-1], repeat) if _begins_with_earlier(outputs) else entry
 
 
 def _begins_with_earlier(outputs: list[Array]) -> bool:
-    """Return whether the last stack has an extra slot, as it does if there are several repeats."""
+    """Return whether the last array has an extra slot, which is so if there are several repeats."""
     return outputs[-1].shape[0] > 1
 
 

@@ -1,4 +1,7 @@
-"""The schedule for mixers that carry a state: a scan over the repeats of each stack."""
+"""The schedule for mixers that pass on a state: a scan over the layers of each stack.
+
+A mixer forms a sublayer's input from earlier outputs, at the site before the sublayer.
+"""
 
 from typing import Any
 
@@ -65,7 +68,7 @@ def scan(
       store: the residual's store.
       stack: the stack of layers.
       config: the model's config, whose `remat` says what the backward pass recomputes.
-      carry: the mixer's state, the output that is to be written next, and the cores' summed
+      carry: the mixer's state, the output that the first site writes, and the cores' summed
         scalars.
       context: the rule for which tokens may attend to which.
       first: the number of sublayers before the stack or the part.
@@ -101,10 +104,10 @@ def scan(
 
 
 def _reads_stacks(config: cfg.ModelConfig, store: Store, state: Any) -> bool:
-    """Return whether sites read their parameters directly from the stacks while decoding.
+    """Return whether decode steps read the sites' parameters directly from the stacks.
 
-    Only a mixer that passes each site on to the store, and whose state is the residual, accepts a
-    slice of a stack as the site. The reversible schedule needs the same of a mixer.
+    A mixer accepts a slice of a stack as its site only if it passes the site on to the store, and
+    if its state is the residual. These are also the mixers that the reversible schedule supports.
     """
     alone = "reversible" in config.mixer.remats
     return alone and isinstance(store, ReversibleStore) and store.reads_stacks(state)
