@@ -198,8 +198,13 @@ class Pages(NamedTuple):
                 page.write_text(after, encoding="utf-8")
         return missing
 
-    def take(self, source: str, part: str) -> None:
+    def take(self, source: str, part: str, environment: Mapping[str, Any]) -> None:
         """Run the recipe of a part, and store its JSON.
+
+        Args:
+          source: the name of the source.
+          part: the name of the part.
+          environment: the value of `describe`, with the time, the commit and the versions.
 
         Raises:
           subprocess.CalledProcessError: the recipe failed.
@@ -207,17 +212,18 @@ class Pages(NamedTuple):
         of = SOURCES[source]
         preset, _, chip = part.partition("@")
         with tempfile.TemporaryDirectory() as folder:
-            words = shlex.split(of.taking.replace("\\\n", ""))
-            words = [w.format(part=part, preset=preset, chip=chip, folder=folder) for w in words]
+            names = {"part": part, "preset": preset, "chip": chip}
+            parsed = shlex.split(of.taking.replace("\\\n", ""))
+            words = [word.format(**names, folder=folder) for word in parsed]
             command = [sys.executable, *words[1:]]
             done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
             text = (Path(folder) / of.output).read_text() if of.output else done.stdout
-        here = describe()
+        shown = [word.format(**names) for word in parsed if "{folder}" not in word]
         values = {
-            "command": " ".join(word for word in words if "{folder}" not in word),
-            "date": here["time"][:10],
-            "commit": here["git_commit"],
-            "versions": here["versions"] | versions(),
+            "command": shlex.join(shown),
+            "date": environment["time"][:10],
+            "commit": environment["git_commit"],
+            "versions": environment["versions"] | versions(),
             "report": json.loads(text),
         }
         self.file(source, part).parent.mkdir(exist_ok=True)
@@ -231,7 +237,7 @@ def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
         for part, values in stored.items():
             how = values["date"]
             if values["commit"]:
-                how += f" ({', '.join(commit[:7] for commit in values['commit'].split(', '))})"
+                how += f" ({', '.join(map(_short, values['commit'].split(', ')))})"
             if "transcribed" in values:
                 how += f", transcribed from {values['transcribed']}"
             versions = values["versions"]
@@ -245,6 +251,10 @@ def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
     for name, (how, used) in zip(names or [""], [*few, most], strict=True):
         parts.append((f"{name}: " if name else "") + (how if same else f"{how}, {used}"))
     return "; ".join(parts) + (f". {most[1]}." if same else ".")
+
+
+def _short(commit: str) -> str:
+    return commit[:7] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
 def main() -> int:
@@ -262,8 +272,9 @@ def main() -> int:
     )
     flags = parser.parse_args()
     pages = Pages(flags.folder)
+    environment = describe()  # before the first file is written, which would change the checkout
     for name in flags.take:
-        pages.take(*name.split(".", 1))
+        pages.take(*name.split(".", 1), environment)
     for name in pages.write():
         sources = TABLES[name].sources if name in TABLES else name.split(" ")[1:]
         print(f"not written, because {pages.folder}/data lacks its files: {name}; to make them:")

@@ -11,6 +11,7 @@ import pytest
 from rmt_tpu.analysis import benchmark_tables
 from rmt_tpu.analysis.benchmark_layouts import decode, ops, storage
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
+from rmt_tpu.runs.environment import describe
 
 # The source tree itself: under Bazel, this file is a link to there.
 FOLDER = Path(__file__).resolve().parents[3] / "docs/benchmarks"
@@ -77,10 +78,12 @@ def test_what_a_recipe_writes_is_stored_with_its_command_and_commit(pages, monke
         output="r.json",
     )
     monkeypatch.setitem(SOURCES, "counts", source)
-    pages.take("counts", "paper")
+    pages.take("counts", "paper", describe() | {"git_commit": "a" * 40 + "-dirty"})
     values = json.loads(pages.file("counts", "paper").read_text())
     assert values["report"] == {"rows": [2]} and values["command"].startswith("python -c")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", values["date"]) and "jax" in values["versions"]
+    assert str(pages.folder.parent) not in values["command"] and "/tmp" not in values["command"]
+    assert f"{values['date']} (aaaaaaa-dirty). jax " in pages.region("taken counts")
 
 
 def test_what_was_transcribed_says_so():
