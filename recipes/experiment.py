@@ -278,18 +278,16 @@ def _report(command: list[str], experiment: Experiment) -> str:
     recipe, *arguments = command
     if recipe == "evaluate":
         arguments += [f"--tasks={','.join(_tasks(experiment))}", f"--data_dir={_DATA_DIR.value}"]
-    command_line = shlex.join(["python", "-m", f"recipes.{recipe}", *arguments])
-    print(command_line, flush=True)
+    line = shlex.join(["python", "-m", f"recipes.{recipe}", *arguments])
+    print(line, flush=True)
     result = subprocess.run(
         [sys.executable, "-m", f"recipes.{recipe}", *arguments],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     print(result.stdout)
     if result.returncode:
-        raise RunError(
-            f"{command_line} failed with exit code {result.returncode}; see its messages above"
-        )
-    return f"\n```bash\n{command_line}\n```\n\n{result.stdout}"
+        raise RunError(f"{line} failed with exit code {result.returncode}; see its messages above")
+    return f"\n```bash\n{line}\n```\n\n{result.stdout}"
 
 
 def run() -> None:

@@ -92,8 +92,7 @@ def main() -> int:
             "Orbax, zstd (its default)": lambda state, root: _orbax(orbax, state, root, True),
             "Orbax": lambda state, root: _orbax(orbax, state, root, False),
         }
-    rows = _measure(kinds, folder)
-    _write(output, rows)
+    _write(output, _measure(kinds, folder))
     return 0
 
 
@@ -145,6 +144,9 @@ def _import_orbax() -> Any:
 
 
 def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
+    import jax
+    import numpy as np
+
     state = _state()
     measured: dict[str, list[Times]] = {name: [] for name in kinds}
     # The kinds take turns, so that other load on the machine affects all kinds alike.
@@ -156,7 +158,8 @@ def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
                 times = Times(blocked, saved, restored, _stored_bytes(folder, scratch))
             finally:
                 folder.delete_folder(scratch)
-            _check_equal(name, state, restored_state)
+            if not jax.tree.all(jax.tree.map(np.array_equal, state, restored_state)):
+                raise RunError(f"{name}: the restored arrays differ from the saved arrays")
             measured[name].append(times)
             print(f"round {number + 1}, {name}: {saved:.2f} s, {restored:.2f} s", file=sys.stderr)
     return [Row(name, _median(times)) for name, times in measured.items()]
@@ -180,17 +183,8 @@ def _state() -> dict[str, Any]:
 def _abstract(state: Any) -> Any:
     import jax
 
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-
-
-def _check_equal(name: str, state: Any, restored: Any) -> None:
-    import jax
-    import numpy as np
-
-    if not jax.tree.all(jax.tree.map(np.array_equal, state, restored)):
-        raise RunError(f"{name}: the restored arrays differ from the saved arrays")
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(shape, state)
 
 
 def _ours(state: Any, root: str, compression: str) -> tuple[float, float, float, Any]:
@@ -204,8 +198,7 @@ def _ours(state: Any, root: str, compression: str) -> tuple[float, float, float,
     blocked = time.monotonic()
     checkpoints.wait()
     saved = time.monotonic()
-    _, restored, _ = checkpoints.restore(_abstract(state))
-    jax.block_until_ready(restored)
+    restored = jax.block_until_ready(checkpoints.restore(_abstract(state))[1])
     return blocked - started, saved - started, time.monotonic() - saved, restored
 
 
@@ -223,10 +216,8 @@ def _orbax(orbax: Any, state: Any, root: str, compress: bool) -> tuple[float, fl
         saved = time.monotonic()
         abstract = _abstract(state)
         restore_args = orbax.checkpoint_utils.construct_restore_args(abstract)
-        restored = manager.restore(
-            1, args=orbax.args.PyTreeRestore(abstract, restore_args=restore_args)
-        )
-        jax.block_until_ready(restored)
+        arguments = orbax.args.PyTreeRestore(abstract, restore_args=restore_args)
+        restored = jax.block_until_ready(manager.restore(1, args=arguments))
         return blocked - started, saved - started, time.monotonic() - saved, restored
 
 

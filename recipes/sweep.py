@@ -61,10 +61,7 @@ common.define_run_flags()
 
 
 def main() -> int:
-    """Search over the values of --sweep for each variant, and return the exit code.
-
-    With --coordinates, compare the activations of the variants instead.
-    """
+    """Train the trials of --sweep, or check --coordinates, and return the exit code."""
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)
     config = common.run_config(_base_run(folder))
