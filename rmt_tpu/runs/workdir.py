@@ -399,7 +399,7 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
-    if not has_begun:  # until there is a checkpoint, the fields that start a run have an effect
+    if not has_begun:  # before the first checkpoint, fields such as init_from have an effect
         began = {f"train.{name}" for name in START_FIELDS}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}

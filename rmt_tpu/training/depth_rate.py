@@ -10,19 +10,20 @@ and steps may be larger in the same proportion. The rule is
 
     factor = min(1, 0.07 * sqrt(tokens per batch / 1024) / (peak rate * m))
 
-For queries and key gains, m is the size of the residual divided by the number of the mixer's heads.
-For the projections of "input" queries, it is this number times the size of the residual. For
-learned logits it is 1. muP already divides the rate of queries and projections by the ratio of the
-residual's size to its size in the base model. The rule divides their m by the same ratio, so a
-query has the same factor at every width as in the base model.
+The number m of terms depends on the parameter. For queries and key gains, m is the size of the
+residual divided by the number of the mixer's heads. For the projections of "input" queries, m is
+the m of queries times the size of the residual. For learned logits, m is 1. muP already divides the
+learning rates of queries and projections by the ratio of the residual's size to its size in the
+base model. The rule divides the m of these parameters by the same ratio, so a query has the same
+factor at every width as in the base model.
 
 At rate 0.028, width 24 and 1024 tokens per batch the factor is 0.1; with a residual matrix of 96
 numbers it is 0.026. Both are close to the best factors in a few small runs. The factor is 1 at the
 AttnRes paper's rate of 2e-3 with width 1168 and 1.6M tokens per batch (0.48 with 0.25M tokens), and
 at rate 6e-4 with width 512 and 0.26M tokens. The rule therefore does not lower the rates that were
-best in those settings. Bounding a single step does not guarantee a good rate, so it is worth
-searching over `train.depth_rate`, which sets the factor by hand. It is the factor for queries and
-key gains. The factor for a projection is smaller, by the ratio of the two values of m.
+best in those settings. A bound on a single step does not guarantee a good rate, so a search over
+`train.depth_rate` may find a better one. This config field sets the factor for queries and key
+gains by hand. The factor for a projection is then smaller, by the ratio of the two values of m.
 """
 
 import math
@@ -86,7 +87,7 @@ def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def describe(config: RunConfig) -> str:
-    """Return a text that lists the factors of `factors` by name, or "" if there are none."""
+    """Return a text that lists the learning rate factors by parameter name, or "" without any."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 
