@@ -197,8 +197,7 @@ def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> N
     tokenizer.save(folder)
 
 
-# Agreement of all processes
-# -------------------------------------------------------------------------------------
+# Agreement of all processes -------------------------------------------------------------------
 
 
 def _check_same_plan(
@@ -320,8 +319,7 @@ def _complete(
     return totals
 
 
-# The share of this process
-# -------------------------------------------------------------------------
+# The share of this process --------------------------------------------------------------------
 
 
 def _run(

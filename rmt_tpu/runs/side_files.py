@@ -147,7 +147,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """Suppress any error in the `with` body, and print one line about `what` failed."""
+        """Suppress any error in the `with` body; print what failed, and why, on one line."""
         try:
             yield
         except Exception as error:
