@@ -75,7 +75,7 @@ class BankPipeline(Pipeline):
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[Shape, Shape]:
-        """Return the shapes of the result of `first`, and of the bank that `last` takes."""
+        """Return the shapes of row 0, the result of `first`, and of the bank that `last` takes."""
         start = jax.eval_shape(self.first, parameters.first, slice_at(context, 0))
         rows = 1 + self.schedule.chunks * self.chunk_rows
         return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
@@ -170,7 +170,10 @@ class BankPipeline(Pipeline):
         d_bank: Bank,
         d_sums: Any,
     ) -> tuple[Any, Any, Bank]:
-        """Return the result of `chunk_backward`, or differentiate `chunk` if there is none."""
+        """Return the gradients of a chunk's parameters, of shared parameters, and of the bank.
+
+        They are the result of `chunk_backward` or, without it, of JAX's derivative of `chunk`.
+        """
         if self.chunk_backward is not None:
             return self.chunk_backward(
                 chunk_params, shared, here.chunk, bank, microbatch, d_bank, d_sums
@@ -200,7 +203,7 @@ class BankPipeline(Pipeline):
         return banks
 
     def _send_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
-        """Return gradients to the stages that sent the rows in `_send_forward`."""
+        """Send the gradients of received rows to the stages that had sent the rows."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
         d_current, moved = d_bank[None], []
@@ -224,7 +227,8 @@ class BankPipeline(Pipeline):
 
     def _start(self, banks: Banks, place: StageWork, before: int) -> tuple:
         row = 1 + (place.chunk - before) * self.chunk_rows
-        # Slots for chunks before the first one are never sent.
+        # A slot may stand for a chunk before the first chunk, with a negative row. Such slots are
+        # never sent, so any legal row will do.
         place = (place.microbatch % len(banks), jnp.maximum(row, 1))
         return (*place, *(0,) * (banks.ndim - 2))
 

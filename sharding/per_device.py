@@ -85,7 +85,10 @@ def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Arra
 
 
 def gather(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*joined"]:
-    """Concatenate, along array axis `axis`, the parts from all devices along mesh axes `names`."""
+    """Return the parts of an array from all devices along mesh axes `names`, concatenated.
+
+    The parts are concatenated along array axis `axis`.
+    """
     used = _used(names)
     return jax.lax.all_gather(x, used, axis=axis, tiled=True) if used else x
 
@@ -131,7 +134,7 @@ def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
 
     def add_one(x: Array, spec: PartitionSpec) -> Array:
         names = unused_axes(mesh, spec)
-        # Without the barrier, XLA would sum in bfloat16 if x was cast from bfloat16.
+        # Without the barrier, XLA would sum in bfloat16 where x was cast from bfloat16 to float32.
         return jax.lax.psum(jax.lax.optimization_barrier(x), names) if names else x
 
     if isinstance(specs, PartitionSpec):

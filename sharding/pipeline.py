@@ -58,7 +58,7 @@ Last = Callable[[Any, Any, Any], Any]
 
 
 def is_last(axis: str = "stage") -> Array:
-    """Return whether this device is in the last stage, which has the results."""
+    """Return whether this device is in the last stage, which has the pipeline's results."""
     return jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
 
 
@@ -180,7 +180,10 @@ class Pipeline:
     def _totals_and_gradients(
         self, parameters: Parameters, context: Any, weights: tuple[Any, Any]
     ) -> tuple[tuple[Any, Any], Parameters]:
-        """Return the sums of all terms, and the gradient of their weighted sum."""
+        """Run all forward and backward passes.
+
+        Return the sums of all terms, and the gradient of the weighted sum of the terms.
+        """
         start, result_like = self._shapes(parameters, context)
         terms = jax.eval_shape(self.last, parameters.last, result_like, slice_at(context, 0))
         totals = (terms, self.sums)

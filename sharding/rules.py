@@ -138,6 +138,6 @@ def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
 
 
 def unused_axes(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the mesh axes of size above 1 over which an array with this spec is not sharded."""
+    """Return the mesh axes with more than one device that do not shard an array with this spec."""
     used = {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
     return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in used)

@@ -109,7 +109,7 @@ class Schedule:
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
     def _place(self, number: Any, stage: Any, order: Any) -> StageWork:
-        """Return the stage's piece of work with this number, in the order of the stage's work.
+        """Return a stage's piece of work number `number`, in the order in which the stage works.
 
         `order` maps n to the index, on the stage, of the n-th chunk that a microbatch runs there.
         """
@@ -133,16 +133,16 @@ class Schedule:
           first: the index (from 0 to V - 1) of one of the stage's chunks. The stage keeps data of a
             microbatch from this chunk's forward pass until this chunk's backward pass.
         """
-        # Stage 0 is the first stage to compute a chunk's forward pass and the last to compute its
-        # backward pass.
+        # Stage 0 keeps a microbatch longest, because its forward passes come before those of other
+        # stages, and its backward passes after them.
         return self._in(2 * (self.chunks - first * self.stages) - 1)
 
     @property
     def max_in_flight_one_way(self) -> int:
-        """The maximum number of microbatches between a stage's first and last chunks.
+        """The maximum number of microbatches that have begun but not finished one direction.
 
-        The number is the same for the forward and for the backward direction, and counts the
-        microbatches of one direction.
+        The direction is forward or backward, on one stage: a microbatch begins with the first chunk
+        that the stage runs for it, and finishes with the last.
         """
         return self._in((self.virtual - 1) * self.stages + 1)
 
@@ -190,9 +190,10 @@ class Schedule:
 
 
 def _messages(spans: list[int], step: int) -> tuple[Message, ...]:
-    """Return a minimal list of messages from each stage to the stage `step` places further on.
+    """Return the fewest messages with which each stage sends its slots to another stage.
 
-    `spans` holds the number of slots that each stage sends.
+    `spans` has the number of slots that each stage sends. Stage r sends to stage r + `step`, modulo
+    the number of stages.
     """
     messages, first = [], 0
     for last in sorted(set(spans) - {0}):

@@ -323,7 +323,11 @@ class StackRunner:
     def _begin(
         self, arrays: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> Group:
-        """Run phase one for a group; `first` is the number of sublayers before the stack's part."""
+        """Run phase one for a group of layers: read the rows before the group in one pass.
+
+        `start` is the index of the group's first layer, `layers` the number of its layers, and
+        `first` the number of sublayers before this part of the stack.
+        """
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
         scores = _sites(stacks.slice_range(arrays.scores, start, layers))
@@ -388,7 +392,7 @@ class StackRunner:
         current: Row,
         aux: Aux,
     ) -> tuple[Any, Bank | None, Row, Aux]:
-        """Run one layer: each sublayer reads, computes, writes, and seals its row if complete.
+        """Run one layer: each sublayer reads, computes, writes, and seals a row that is complete.
 
         `at` is the number of sublayers before the group, and `offset` is the layer's index in the
         group. `prior` is the result of phase one, `rows` are the group's own rows, and `current` is

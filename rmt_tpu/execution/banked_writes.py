@@ -50,7 +50,7 @@ class RunCore:
     def __call__(
         self, k: int, core: Core, z: Read, place: DepthIndex, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
-        """Run the core and write its output; see `Write`."""
+        """Run the core, and add the core's output to the running sum; see `Write`."""
         cache = None if self.caches is None else self.caches[k]
         y, cache, aux = run_core(core, z, self.context, place.sublayer, cache, self.layer, aux)
         self.new.append(cache)
@@ -73,7 +73,7 @@ class RunAndSaveCore:
     def __call__(
         self, k: int, core: Core, z: Read, place: DepthIndex, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
-        """Run the core, save its output, and write the output; see `Write`."""
+        """Run the core, save its output, and add the output to the running sum; see `Write`."""
         to = StackSlice(self.outputs[k], self.index)
         with jax.named_scope(core.name):
             self.outputs[k], scalars, saved = core.forward(z, self.context, place.sublayer, to)
@@ -103,7 +103,7 @@ class UseSavedOutput:
     def __call__(
         self, k: int, core: Core, z: Read, place: DepthIndex, current: Row, writer: Writer, aux: Aux
     ) -> tuple[Row, Aux]:
-        """Write the saved output of the core; see `Write`."""
+        """Add the saved output of the core to the running sum; see `Write`."""
         graphdef, parameters = nnx.split(core, nnx.Param)
         saved_output = (StackSlice(self.outputs[k], self.index), self.saved[k], self.context, place)
 

@@ -223,7 +223,10 @@ def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx
 
 
 def _own_layers(decoder: DecoderParts, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
-    """Return the graph of a layer, and this stage's parameters, [V, layers of a chunk, ...]."""
+    """Return the graph definition of a layer, and the parameters of this stage's layers.
+
+    The parameters are [V, layers of a chunk, ...], with V the number of chunks per stage.
+    """
     graphdef, layers = nnx.split(decoder.stacks[0])
     layers = nnx.to_pure_dict(layers)
     if schedule.virtual == 1:
@@ -301,7 +304,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(chunk_arrays, _, index, bank, microbatch, d_bank, d_aux):
-        """Return the gradient of a chunk's arrays, and `d_bank` with this chunk's part added."""
+        """Run chunk `index` backwards, and add the gradient of the rows that it reads to d_bank."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         saved = banked_stack.SavedStack()
         if runner.grouping.open:
@@ -342,14 +345,18 @@ def _scores(
     chunks = [chunk_at(v) for v in range(schedule.virtual)]
     scores = decoder.mixer.scores([[sublayer.site for sublayer in chunk] for chunk in chunks])
     if len(scores) == decoder.config.num_sublayers:
-        # The scores of this mixer are learned as one matrix, and every stage holds all of it.
+        # This mixer learns its scoring parameters as one matrix, which every stage holds in full.
+        # Select the rows of this stage's layers.
         scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
         scores = scores[:, sharding.axis_index("stage")]
     return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
-    """Return the writer of the embedding, which belongs to the first site of the first stage."""
+    """Return the parameters that write the embedding, which the first stage shares with all others.
+
+    They belong to the first site of the first stage.
+    """
     if writers is None:
         return None
     own = writers[...][0, 0]
@@ -358,9 +365,9 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _next_writers(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
-    """Return the writer of each layer's last output, which belongs to the site after the layer.
+    """Return the parameters that write each layer's last output, from the site after the layer.
 
-    After the last layer of a chunk, that site belongs to the next stage.
+    After the last layer of a chunk, that site belongs to the next stage, which sends them.
     """
     if final_writer is None:
         return None

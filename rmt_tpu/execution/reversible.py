@@ -218,16 +218,17 @@ class _Layers:
     def _layer(
         self, number: int, first: int, stack: dict, parameters: dict, index: Index
     ) -> tuple[list[tuple[StackSlice, Core]], Index]:
-        """Return the sites and cores of one period of a stack; the sites are slices of the stack.
+        """Return the sites and cores of one repeat of a stack.
 
-        The second result is the number of sublayers before the period.
+        The sites are slices of the stack, which kernels read in place. The second result is the
+        number of sublayers before the repeat.
         """
         stacked, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
         return sites_and_cores(layer, stacked, index), first + len(layer) * index
 
 
 def _slot(outputs: list[Array], k: int, repeat: Index) -> StackSlice:
-    """Return the slot into which sublayer k of a repeat writes its output."""
+    """Return the slot (a slice of an array of outputs) for sublayer k's output in a repeat."""
     shifted = k == len(outputs) - 1 and _begins_with_earlier(outputs)
     return StackSlice(outputs[k], repeat + 1 if shifted else repeat)
 
@@ -240,7 +241,10 @@ def _source(outputs: list[Array], entry: StackSlice, k: int, repeat: Index) -> S
 
 
 def _begins_with_earlier(outputs: list[Array]) -> bool:
-    """Return whether the last array has an extra slot, which is so if there are several repeats."""
+    """Return whether the last array has an extra slot for the output before the first repeat.
+
+    A stack with several repeats has this slot: see `_Layers`.
+    """
     return outputs[-1].shape[0] > 1
 
 

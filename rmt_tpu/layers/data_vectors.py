@@ -37,7 +37,7 @@ class HeadsLayout(NamedTuple):
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """The mesh axes over which heads are sharded after the exchange."""
+        """The mesh axes over which heads are sharded after the exchange of heads for tokens."""
         return self.projected + self.swapped
 
 

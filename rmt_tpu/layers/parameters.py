@@ -13,8 +13,8 @@ from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
 
-# The logical axes of a stacked parameter that index its matrices. They are no axes of a matrix, so
-# they do not count as the fan-in.
+# Logical axes that index the matrices of a stacked parameter. The fan-in is the size of the first
+# axis that is not in this list.
 OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
@@ -95,7 +95,7 @@ def storage_scale(num_sublayers: int) -> float:
 
 
 def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
-    """Return a norm's gain, initialised to ones."""
+    """Return the gain of a norm: a parameter that is initialised to ones."""
     return nnx.Param(jnp.ones(shape, jnp.float32), role="gain", axes=axes)
 
 

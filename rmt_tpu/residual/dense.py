@@ -56,7 +56,10 @@ class Dense(nnx.Module):
         )
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return groups of about sqrt(L) layers each, so that there are about sqrt(L) groups."""
+        """Return groups of about sqrt(L) layers each, with L the number of layers.
+
+        The layers of a group read the earlier rows of the bank in one pass.
+        """
         layers = max(1, round(2 * round(self.num_layers**0.5) / period))
         return Grouping(min(layers, repeat), False, False, lambda sublayers: sublayers // 2)
 
@@ -72,7 +75,7 @@ class Dense(nnx.Module):
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
-        """Return the matrix a_ij, with the identity's entries where nothing is learned."""
+        """Return the matrix a_ij. Entries that are not learned are those of the identity matrix."""
         learned = np.asarray(self.learned)
         matrix = jnp.eye(self.num_rows, dtype=self.weights[...].dtype)
         return matrix.at[np.nonzero(learned)].set(self.weights[...])
@@ -83,7 +86,11 @@ class Dense(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """Return what the rows before a group add to the input of each layer in the group."""
+        """Run phase one: sum what the rows before a group add to the input of each of its layers.
+
+        `scores` has two equal rows of weights per layer, and `count` is the number of rows before
+        the group.
+        """
         return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
 
     def prior_backward(
@@ -95,7 +102,7 @@ class Dense(nnx.Module):
         d_prior: Array,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return the cotangent of `scores`, and `d_bank` with the cotangent of the bank added."""
+        """Run phase one backwards: see `protocols.BankMixer`."""
         _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
         d_scores, of_prior = pullback(d_prior)
         return d_scores, d_bank + of_prior
@@ -129,13 +136,13 @@ class Dense(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
     ) -> tuple[Bank | None, Row]:
-        """Write the output of a complete layer into its bank row."""
+        """Write the residual `current` after a layer's last sublayer into the layer's bank row."""
         if not site.begins_layer:
             rows = stacks.update_at(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, which is read from Y_L."""
+        """Return the input of the unembedding, read from Y_L, the last weighted sum of outputs."""
         residual = _mix(self.matrix()[-1:], bank, jnp.ones(self.num_rows, bool))[0]
         return store.read(residual, final_site, store.compute_dtype)
 
@@ -185,9 +192,9 @@ def _mix(
     rows: Float[Array, "rows batch seq *shape"],
     active: Bool[Array, " rows"],
 ) -> Float[Array, "layers batch seq *shape"]:
-    """Return weighted sums of the active rows, accumulated in at least float32.
+    """Return one weighted sum of the active rows per layer, in the dtype of the rows.
 
-    The result has the dtype of the rows.
+    The sums are accumulated in at least float32.
     """
     dtype = jnp.result_type(rows, jnp.float32)
     weights = jnp.expand_dims(weights.astype(dtype), range(2, 1 + rows.ndim))

@@ -69,11 +69,11 @@ class DepthAblation(depth_attention.DepthAttention):
         return Grouping(repeat, False, any(ends), lambda _: self.num_rows)
 
     def first_row(self, sublayer: Index) -> int:
-        """Return 0: every group starts at the bank's first row."""
+        """Return 0, because every group of layers reads the bank from its first row."""
         return 0
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """Return the learned logits per site for "scalars", and the queries per site otherwise."""
+        """Return, for each sublayer's site, the query; or the learned logits for "scalars"."""
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
@@ -110,7 +110,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding: the final site's read of its mix of all rows."""
+        """Return the input of the unembedding, read from the final site's mix of all rows."""
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
         nothing = jnp.zeros_like(bank[0])
@@ -137,7 +137,11 @@ class DepthAblation(depth_attention.DepthAttention):
 
     @jax.named_scope("residual")
     def _mix(self, at, shared, rows, count, current, running):
-        """Mix `rows[:count]` for one site, together with the running sum if `running` is True."""
+        """Return the weighted sum of sources for one site.
+
+        The sources are `rows[:count]`, and the running sum `current` if `running` is True. `at` is
+        the site, and `shared` its query or its learned logits.
+        """
         written = jnp.arange(self.num_rows) < count
         rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
         weights = self._weights(at, shared, rows, count, current, running)
@@ -151,7 +155,11 @@ class DepthAblation(depth_attention.DepthAttention):
         return mixed.reshape(current.shape).astype(current.dtype)
 
     def _weights(self, at, shared, rows, count, current, running):
-        """Return the weights [sources, batch, seq, heads]; the running sum is the last source."""
+        """Return the weights of a site's sources, [sources, batch, seq, heads].
+
+        The sources are all rows of the bank and, last, the running sum. A source that the site does
+        not read has weight 0.
+        """
         indices = jnp.arange(self.num_rows)
         shown = indices < count
         window = getattr(self.mixer, "window", None)
@@ -170,7 +178,10 @@ class DepthAblation(depth_attention.DepthAttention):
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
 
     def _query(self, at, query, rows, count, current, running):
-        """Return the site's `gain * query`. An "input" query is different for each token."""
+        """Return the query of one site, multiplied by the gain of the keys.
+
+        An "input" query adds a projection of the newest source, which differs between tokens.
+        """
         if self.mixer.query != "input":
             return query
         newest = jax.lax.dynamic_index_in_dim(rows, count - 1, keepdims=False)

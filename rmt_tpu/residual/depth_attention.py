@@ -69,7 +69,8 @@ class DepthAttentionMix(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         shape = config.residual_shape
         axes = ("width",) if len(shape) == 1 else ("key", "head")
-        # A logit is a sum over all numbers of a source; the norm makes these numbers of order 1.
+        # A logit is a sum over all numbers of a source, which the norm makes of order 1. The fan-in
+        # is therefore the size of a source.
         fan_in = config.residual_size
         self.query = parameter(
             seed / "query", shape, std=0.0, role="gain", axes=axes, fan_in=fan_in
@@ -145,7 +146,10 @@ class DepthAttention(nnx.Module):
         return nearest if within else min(max(1, round(best)), repeat)
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the first row that is completed by a group starting at this sublayer."""
+        """Return the index of the first row that a group of layers completes.
+
+        `sublayer` is the number of sublayers before the group.
+        """
         return self._row(sublayer)
 
     def _row(self, sublayer: Index) -> Index:
@@ -184,7 +188,10 @@ class DepthAttention(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Prior:
-        """Run phase one: attend from all sites of a group to the rows before the group."""
+        """Run phase one: attend from all sites of a group of layers to the rows before the group.
+
+        `scores` has the sites' queries, and `count` is the number of rows before the group.
+        """
         return Prior(*self._partial(scores, bank, count))
 
     def prior_backward(
@@ -258,13 +265,16 @@ class DepthAttention(nnx.Module):
         return partial(_shaped(queries, rows), rows, jnp.asarray(count), prior)
 
     def _divided(self):
-        """Return kernels' keyword argument for the mesh axis that shards a source, or {}."""
+        """Return the keyword argument that tells kernels which mesh axis shards a source.
+
+        The result is {} if no axis does.
+        """
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
     # Phase two ----------------------------------------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding: the final site's read of its mix of all rows."""
+        """Return the input of the unembedding, read from the final site's mix of all rows."""
         query = self.tiles.scale_and_pad(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
@@ -329,7 +339,7 @@ class DepthAttention(nnx.Module):
         done = at.sublayer + 1
         own = self._row(at.sublayer) - self.first_row(at.group)
         sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
-        # No site reads a row before its block is complete.
+        # The row may be written before its block is complete, because no site reads the row before.
         rows = stacks.write_unread(rows, current, own, sealed)
         return rows, jnp.where(sealed, 0, current)
 
@@ -365,9 +375,9 @@ class DepthAttention(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights over depth: see `protocols.BankMixer`.
+        """Return the mean weight of each source at each site: see `protocols.BankMixer`.
 
-        The weight of an incomplete block counts as the weight of the complete block.
+        The weight of an incomplete block is listed under the name of the complete block.
         """
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]

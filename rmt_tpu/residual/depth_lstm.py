@@ -50,7 +50,7 @@ class LstmState(NamedTuple):
 
 
 class LstmCell(NamedTuple):
-    """The output o and the cell c after a complete layer."""
+    """The output o and the cell c of the LSTM after a complete layer."""
 
     output: Float[Array, "batch seq D"]
     cell: Float[Array, "batch seq D"]
@@ -74,7 +74,7 @@ class LstmGates(nnx.Module):
 
 
 class DepthLstm(nnx.Module):
-    """The mixer for `config.DepthLstm`."""
+    """The mixer for `config.DepthLstm`: an LSTM over depth in place of the residual."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer = config.mixer
@@ -83,7 +83,7 @@ class DepthLstm(nnx.Module):
     def start(
         self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[LstmState, Array]:
-        """Return the initial state, and the embedding y, which is written to it first.
+        """Return the LSTM's state before the first write, and the embedding y, written first.
 
         The output gate is fully open, so that the output o_0 is the whole embedding.
         """

@@ -39,7 +39,7 @@ class HierarchicalState(NamedTuple):
 
 
 class Node(nnx.Module):
-    """A node that aggregates several residuals into one.
+    """A node, which computes one residual from the residuals of several layers.
 
     Attributes:
       w_a: the first weight matrix, [inputs * D, hidden_dim].

@@ -112,7 +112,10 @@ class HyperConnections(nnx.Module):
 
 
 def _write(state: StreamsState, y: Float[Array, "batch seq D"]) -> Streams:
-    """Compute `X'_i = sum_j A_ij X_j + beta_i y` in the dtype of the streams."""
+    """Return the streams after the write of y: `X'_i = sum_j A_ij X_j + beta_i y`.
+
+    The result has the dtype of the streams.
+    """
     streams, write, mix = state
     y = y.astype(write.dtype)
     rows = (_weighted_sum(mix[i], streams) + write[i, ..., None] * y for i in range(len(mix)))
@@ -143,7 +146,10 @@ def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> n
 
 
 def _learned(value: Float[Array, "..."], *axes: str) -> nnx.Param:
-    """Return a bias or scale parameter without weight decay, initialised to `value`."""
+    """Return a parameter that is initialised to `value`, with the logical names of its axes.
+
+    Its role "gain" means that it has no weight decay.
+    """
     return nnx.Param(value.astype(jnp.float32), role="gain", axes=axes)
 
 
@@ -161,7 +167,10 @@ class StaticMix(nnx.Module):
         self.mix = _learned(jnp.eye(streams), "stream", "stream")
 
     def __call__(self, streams: Streams) -> Coefficients:
-        """Return the parameters, repeated for every token, in float32 or wider."""
+        """Return the same read, write and mixing coefficients for every token.
+
+        They are in float32, or wider if the streams are.
+        """
         dtype = jnp.result_type(streams[0], jnp.float32)
         spread = lambda p: jnp.broadcast_to(
             p[...].astype(dtype)[..., None, None], (*p.shape, *streams[0].shape[:-1])
@@ -192,7 +201,7 @@ class DynamicMix(nnx.Module):
         self.scales = _learned(jnp.full(2, 0.01), "coefficient")
 
     def __call__(self, streams: Streams) -> Coefficients:
-        """Return the coefficients of every token, computed from its streams."""
+        """Return each token's read, write and mixing coefficients, computed from its streams."""
         static = self.static(streams)
         projected = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
         projected = jnp.stack(projected, axis=1)  # [2 + m, from, batch, seq]
@@ -205,7 +214,7 @@ class DynamicMix(nnx.Module):
         )
 
     def _projected(self, x, dtype):
-        """Return `norm(x) w`.
+        """Return `norm(x) w` for one stream x, with w the projection to coefficients.
 
         The norm is applied after the product, so that one pass over x is enough.
         """
@@ -262,9 +271,9 @@ class _ProjectedMix(nnx.Module):
         )
 
     def _projected(self, streams):
-        """Compute `x W` for the normed x, [coefficients, batch, seq].
+        """Return the normed streams times W, [coefficients, batch, seq].
 
-        The norm is applied after the product.
+        The norm is applied after the product, so that one pass over the streams is enough.
         """
         dtype = jnp.result_type(streams[0], jnp.float32)
         w = (self.gain[...][..., None] * self.w[...]).astype(streams[0].dtype)
@@ -341,12 +350,18 @@ def sinkhorn(
 def mixed_permutations(
     weights: Float[Array, "mixes batch seq"], streams: int
 ) -> Float[Array, "to from batch seq"]:
-    """Return `sum_k w_k P_k` over the m! permutation matrices P_k in lexicographic order."""
+    """Return the weighted mean `sum_k w_k P_k` of all m! permutation matrices P_k.
+
+    The permutations are in lexicographic order, and m is the number of streams.
+    """
     matrices = np.eye(streams)[list(permutations(range(streams)))]
-    # With "highest", a TPU does not round the float32 weights, so the row sums stay 1.
+    # With "highest", a TPU does not round the float32 weights, so the result's row sums stay 1.
     return jnp.einsum("kij,kbn->ijbn", matrices.astype(weights.dtype), weights, precision="highest")
 
 
 def _home(streams: int, index: Int[Array, ""]) -> Float[Array, " m"]:
-    """Return the unit vector of the home stream, which is number `index mod m`."""
+    """Return a one-hot vector for the stream that a site reads most at initialisation.
+
+    It is stream `index mod m`, with m the number of streams.
+    """
     return jax.nn.one_hot(index % streams, streams)

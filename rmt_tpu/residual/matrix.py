@@ -59,7 +59,7 @@ class Site(nnx.Module):
     def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:
         """Split the vectors read with the site's keys into the parts of the next core's input.
 
-        The parts are the vectors of heads and the vectors without heads.
+        A core may read vectors of heads, vectors without heads, or both.
         """
         heads = sum(self.reads.heads)
         if not self.reads.residual:
@@ -94,12 +94,15 @@ def key_init_scale(config: cfg.ModelConfig, count: int, *, writes: bool) -> floa
     return narrow(config, count) / narrow(base, of_base)
 
 
-# Every device has all heads, for its own tokens only.
+# Key vectors are not sharded by heads, so each device reads and writes all heads of its own tokens.
 HEADS = HeadsLayout("size_major")
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """Return 1, because the scale of a write is already in the storage keys."""
+    """Return 1, the initial scale of the weights that produce a sublayer's output.
+
+    In an RMT, the storage keys scale the output down when it is written to the residual.
+    """
     return 1.0
 
 
@@ -157,7 +160,7 @@ class Store(nnx.Module):
     def hold(
         self, residual: Float[Array, "group seq own_D_k D_v"]
     ) -> Shaped[Array, "group seq own_D_k D_v"]:
-        """Return the residual in the dtype in which layers pass it on."""
+        """Return the residual in the dtype in which layers pass it on, such as int16."""
         if self.dtype == jnp.int16:
             return pallas_kernels.to_fixed_point(residual, self.fraction_bits)
         return residual.astype(self.dtype)
@@ -197,7 +200,7 @@ class Store(nnx.Module):
         y: StackSlice,
         site: Site | StackSlice,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
-        """Write and read as `add_and_read` does, and also return the norm's statistics."""
+        """Write y and read as `add_and_read` does, and also return the statistics of the norm."""
         store_keys, gain, read_keys = _parameters(site)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, store_keys, y, gain, read_keys, **self._options()
@@ -211,7 +214,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch seq R D_v"],
         writer: Float[Array, "R own_D_k"] | nnx.Param,
     ) -> Float[Array, "group seq own_D_k D_v"]:
-        """Compute `X + w^T y`, with X the residual and w the writer."""
+        """Write the output y: compute `X + w^T y`, with X the residual and w the storage keys."""
         return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
@@ -224,7 +227,10 @@ class Store(nnx.Module):
         empty: Bool[Array, ""] | bool,
         in_place: bool = True,
     ) -> Float[Array, "group seq own_D_k D_v"]:
-        """Compute `X + w^T y`, or `w^T y` if the residual X is empty, with w the writer."""
+        """Write a saved output y: compute `X + w^T y`, or `w^T y` if `empty` is true.
+
+        X is the residual and w the writer, the storage keys of y.
+        """
         options = {"empty": empty, "in_place": in_place, "key_axis": _key_axis()}
         return pallas_kernels.store_forward(residual, writer, y, **options)
 
@@ -235,9 +241,10 @@ class Store(nnx.Module):
         writer: Float[Array, "R own_D_k"],
         d_residual: Float[Array, "group seq own_D_k D_v"],
     ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
-        """Compute the cotangents `dy = w dX` and `dw = sum y dX^T`, summed over tokens.
+        """Compute the cotangents `dy = w dX`, and `dw = y dX^T` summed over tokens.
 
-        X is the residual and w the writer.
+        They are the cotangents of the arguments of the write `X + w^T y`, with X the residual, y an
+        output and w the writer.
         """
         d_writer, d_y = pallas_kernels.store_backward(writer, y, d_residual, key_axis=_key_axis())
         return d_y, d_writer
@@ -246,7 +253,10 @@ class Store(nnx.Module):
     def read(
         self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
     ) -> Read:
-        """Compute `r norm(X)`, with X the residual and r the site's retrieval keys."""
+        """Read a sublayer's input: compute `r norm(X)`.
+
+        X is the residual, and r are the site's retrieval keys.
+        """
         _, gain, read_keys = _parameters(site)
         z = pallas_kernels.norm_retrieve(residual, gain, read_keys, dtype=dtype, **self._options())
         return site.split(z)
@@ -262,7 +272,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq D_k D_v"], Read]:
-        """Run phase two of attention over depth at one site, then the norm and the read.
+        """Finish attention over depth at one site (phase two), then norm the result and read it.
 
         See `protocols.Store`.
         """
@@ -357,7 +367,7 @@ class Store(nnx.Module):
 
 
 def _key_axis() -> str | None:
-    """Return the name of the mesh axis that shards D_k, or None."""
+    """Return the name of the mesh axis that shards D_k; None if the mesh does not shard D_k."""
     return "key" if sharding.axis_size("key") > 1 else None
 
 
@@ -367,7 +377,10 @@ def _module(site: Site | StackSlice) -> Site:
 
 
 def _parameters(site: Site | StackSlice) -> tuple[Array, ...] | tuple[StackSlice, ...]:
-    """Return the site's storage keys, gain and retrieval keys, as slices if the site is a slice."""
+    """Return the site's storage keys, gain of the norm, and retrieval keys.
+
+    If the site is a slice of a stack of sites, the parameters are slices of their stacks.
+    """
     if isinstance(site, StackSlice):
         return tuple(StackSlice(x, site.index) for x in _parameters(site.stack))
     return site.store_keys[...], site.gain[...], site.read_keys[...]

@@ -48,7 +48,10 @@ class Store(Protocol):
         tokens: Float[Array, "batch seq vectors size"],
         positions: Float[Array, "batch_or_1 seq vectors size"] | None,
     ) -> tuple[Float[Array, "group seq *shape"], Float[Array, "batch seq vectors size"]]:
-        """Return the residual before the first write, and the data vectors to write first."""
+        """Return the residual before the first write, and the data vectors that are written first.
+
+        `tokens` and `positions` are embeddings; `positions` is None if positions are not learned.
+        """
 
     def hold(self, residual: Float[Array, "group seq *shape"]) -> Shaped[Array, "group seq *shape"]:
         """Return the residual in the dtype (and padded width) in which layers pass it on."""
@@ -127,7 +130,7 @@ class ReversibleStore(Store, Protocol):
         y: StackSlice,
         site: nnx.Module | StackSlice,
     ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
-        """Write and read as `add_and_read` does, and also return the norm's statistics."""
+        """Write y and read as `add_and_read` does, and also return the statistics of the norm."""
 
     def read_again(
         self,
@@ -259,10 +262,18 @@ class StateMixer(Protocol):
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """Write y and read at a site; return the new state and the core's input.
+        """Write the preceding output y at a site, and read the input of the site's core.
 
-        `index` is the number of sublayers before the site. A mixer with `remat="reversible"` must
-        also accept a `StackSlice` of a stack of sites, and pass it on to the store.
+        Args:
+          store: the residual's store.
+          state: the mixer's state.
+          y: the output of the preceding core, or the embedding.
+          site: the site. A mixer that supports `remat="reversible"` must also accept a `StackSlice`
+            of a stack of sites, and pass the slice on to the store.
+          index: the number of sublayers before the site.
+
+        Returns:
+          The new state, and the input of the site's core.
         """
 
 
@@ -432,9 +443,9 @@ class BankMixer(Protocol):
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding: the final site's read of its mix of all rows."""
+        """Return the input of the unembedding, read from the final site's mix of all rows."""
 
-    # For analysis.
+    # The methods below are used for analysis only, not by schedules.
 
     def unrolled(
         self,
@@ -455,7 +466,7 @@ class BankMixer(Protocol):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights over depth, averaged over tokens.
+        """Return the mean weight that each sublayer's input gives to each earlier output.
 
         Args:
           names: the names of the sublayers.

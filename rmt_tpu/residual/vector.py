@@ -97,7 +97,11 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq 1 D"],
         positions: Float[Array, "batch_or_1 seq 1 D"] | None,
     ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq 1 D"]]:
-        """Return the positions as the residual, and the tokens as the first write (equation 1)."""
+        """Return the residual before the first write, and the vectors that are written first.
+
+        The residual has the positions' embeddings, and the tokens' embeddings are written first
+        (equation 1).
+        """
         shape = (*tokens.shape[:2], tokens.shape[-1])
         if positions is None:
             return jnp.zeros(shape, tokens.dtype), tokens
@@ -113,7 +117,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         site: Site,
     ) -> tuple[Float[Array, "batch seq D"], Read]:
-        """Write y to the residual at one site, then apply the norm and read."""
+        """Write the output y to the residual at one site, and read the next sublayer's input."""
         residual = self.write(residual, y, site.write)
         return residual, self.read(residual, site, y.dtype)
 
@@ -124,7 +128,10 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq held"]:
-        """Compute `h + W_O y`, or `h + y` if the writer is None."""
+        """Write the output y: compute `h + W_O y`, or `h + y` if the writer W_O is None.
+
+        h is the residual.
+        """
         return residual + self.tiles.pad(self.write_term(y, writer).astype(residual.dtype))
 
     def write_term(
@@ -138,13 +145,16 @@ class Store(nnx.Module):
             return y
         with jax.named_scope("projection"):
             write = sharding.gather(writer[...].astype(y.dtype), "fsdp", axis=1)
-            # y holds this device's heads for the tokens of all devices along `tensor`; the result
-            # holds only this device's tokens.
+            # y holds this device's heads, for the tokens of all devices along `tensor`. The sum
+            # over devices completes the product, and each device gets the sum for its own tokens.
             return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 
     @jax.named_scope("residual")
     def read(self, residual: Float[Array, "batch seq held"], site: Site, dtype: DTypeLike) -> Read:
-        """Compute `W_QKV norm(h)`, or `norm(h)` if the vector is read directly."""
+        """Read a sublayer's input: compute `W_QKV norm(h)`, with h the residual.
+
+        A sublayer without heads reads `norm(h)` directly.
+        """
         return self.project(self.apply_norm(residual[..., : self.tiles.size], site, dtype), site)
 
     @jax.named_scope("residual")
@@ -158,7 +168,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq held"], Read]:
-        """Run phase two of attention over depth at one site, then the norm and the projection.
+        """Finish attention over depth at one site (phase two), then norm and project the result.
 
         See `protocols.Store`.
         """
@@ -215,7 +225,7 @@ class Store(nnx.Module):
     def apply_norm(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
     ) -> Float[Array, "batch seq D"]:
-        """Compute `norm(h)` with the site's gain, or return h if the site has no gain."""
+        """Compute `norm(h)` with the site's gain; return the residual h if the site has no gain."""
         if site.gain is None:
             return residual.astype(dtype)
         gain = site.gain[...]

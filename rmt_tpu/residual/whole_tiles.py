@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
     padded: int
 
     def pad(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Return x padded with zeros at the end to width W."""
+        """Return vectors x with zeros appended to each, from width D to width W."""
         missing = self.padded - self.size
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
         return self.pad(x * math.sqrt(self.size / self.padded)) if padded else x
 
     def epsilon(self, epsilon: float) -> float:
-        """Return the epsilon rescaled for a mean square over the padded width W."""
+        """Return the epsilon of a norm, rescaled for a mean square over the padded width W."""
         return epsilon * self.size / self.padded
 
 
@@ -66,7 +66,7 @@ def without_padding(module: nnx.Module) -> nnx.Module:
 
 
 def width(config: cfg.ModelConfig) -> Choice:
-    """Choose the padded width of a vector in a model's bank."""
+    """Choose the width to which the vectors in a model's bank are padded."""
     vectors = not config.store.has_keys and getattr(config.mixer, "fused", False)
     by_kernels = vectors and config.norm == "rmsnorm"
     return padded_width(config.residual_shape[-1], by_kernels=by_kernels)
