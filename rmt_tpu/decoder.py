@@ -39,7 +39,7 @@ class Features(NamedTuple):
         returns any. The scalar named "loss" is part of the training objective.
     """
 
-    z: Float[Array, "part own_seq vectors size"]
+    z: Float[Array, "part local_seq vectors size"]
     aux: cores.Aux
 
 
@@ -203,7 +203,7 @@ class Decoder(nnx.Module):
         return self.unembedding(self._last(z, context)), Cache(caches, after)
 
     def _last(
-        self, z: Float[Array, "part own_seq vectors size"], context: cores.Context
+        self, z: Float[Array, "part local_seq vectors size"], context: cores.Context
     ) -> Float[Array, "batch vectors size"]:
         """Select each row's last token.
 
@@ -246,7 +246,7 @@ class Decoder(nnx.Module):
         context: cores.Context,
         caches: tuple | None,
         schedule: sharding.Schedule | None = None,
-    ) -> tuple[Float[Array, "part own_seq vectors size"], tuple | None, cores.Aux]:
+    ) -> tuple[Float[Array, "part local_seq vectors size"], tuple | None, cores.Aux]:
         if schedule is not None:
             z, aux = pipelined.run_layers(self, tokens, context, schedule)
             return z.residual, None, aux

@@ -156,7 +156,7 @@ def other_axes() -> tuple[str, ...]:
 
 def to_tokens(
     y: Float[Array, "batch seq heads head_dim"], layout: HeadsLayout, axes: tuple[str, ...]
-) -> Float[Array, "batch y_seq y_heads head_dim"]:
+) -> Float[Array, "batch seq_or_gathered local_heads head_dim"]:
     """Exchange heads for tokens between devices, before the store (the residual) writes the output.
 
     The input has this device's heads for all tokens. The result has all heads for this device's
@@ -205,7 +205,7 @@ class Core(nnx.Module):
 
     def __call__(
         self, z: Read, context: Context, index: Index
-    ) -> Float[Array, "batch y_seq vectors size"]:
+    ) -> Float[Array, "batch seq_or_gathered vectors size"]:
         """Return the core's output, in z's dtype.
 
         Args:
@@ -218,7 +218,7 @@ class Core(nnx.Module):
 
     def with_aux(
         self, z: Read, context: Context, index: Index
-    ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux]:
+    ) -> tuple[Float[Array, "batch seq_or_gathered vectors size"], Aux]:
         """Return the core's output, and its scalars as sums over this device's tokens.
 
         Training uses the scalars, for example as terms of the loss; decoding does not.
@@ -227,7 +227,7 @@ class Core(nnx.Module):
 
     def forward(
         self, z: Read, context: Context, index: Index, to: StackSlice
-    ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
+    ) -> tuple[Float[Array, "count batch seq_or_gathered vectors size"], Aux, Any]:
         """Run the core for a schedule that keeps the outputs y of all cores in one stacked array.
 
         Returns:
@@ -249,7 +249,7 @@ class Core(nnx.Module):
         saved: Any,
         context: Context,
         index: Index,
-        d_y: Float[Array, "batch y_seq vectors size"],
+        d_y: Float[Array, "batch seq_or_gathered vectors size"],
         d_aux: Aux,
     ) -> tuple[Any, Read]:
         """Return the cotangents of the core's parameters, as a pure dict, and of z.
@@ -275,7 +275,7 @@ class Core(nnx.Module):
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
-    ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache]:
+    ) -> tuple[Float[Array, "batch seq_or_gathered vectors size"], Cache]:
         """Run the core on tokens that follow the cached tokens, and add these tokens to the cache.
 
         `layer` is the index of the current repeat of the stack, which selects a part of the cache.

@@ -111,7 +111,7 @@ class Kda(Core):
 
     def __call__(
         self, z: Read, context: Context, index: Index
-    ) -> Float[Array, "batch y_seq heads head_dim"]:
+    ) -> Float[Array, "batch seq_or_gathered heads head_dim"]:
         """Return one data vector per head, in z's dtype; gates and states are at least float32."""
         return self._run(z, context, None, None)[0]
 

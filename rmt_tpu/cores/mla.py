@@ -94,7 +94,7 @@ class Mla(Core):
 
     def __call__(
         self, z: Read, context: Context, index: Index
-    ) -> Float[Array, "batch y_seq heads head_dim"]:
+    ) -> Float[Array, "batch seq_or_gathered heads head_dim"]:
         """Return one data vector per head, in z's dtype.
 
         Logits and softmax are computed in at least float32.

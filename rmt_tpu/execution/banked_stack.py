@@ -69,7 +69,7 @@ class SavedStack(NamedTuple):
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
     group_sums: Float[Array, "groups batch seq *shape"] | None = None
-    outputs: tuple[Float[Array, "repeat own_batch own_seq _ size"], ...] | None = None
+    outputs: tuple[Float[Array, "repeat local_batch local_seq _ size"], ...] | None = None
     cores: tuple[Any, Any] = (None, None)
 
 

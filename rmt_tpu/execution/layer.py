@@ -101,7 +101,9 @@ def start(
     tokens: Int[Array, "batch seq"],
     context: Context,
     dtype: jnp.dtype,
-) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "own_batch own_seq vectors size"]]:
+) -> tuple[
+    Float[Array, "key_batch local_seq *shape"], Float[Array, "local_batch local_seq vectors size"]
+]:
     """Return the residual before the first write, and the embedding, which is written first.
 
     Both are for this device's tokens.
@@ -164,7 +166,7 @@ def run_core(
     cache: Cache | None,
     layer: Index | None,
     aux: Aux,
-) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None, Aux]:
+) -> tuple[Float[Array, "batch seq_or_gathered vectors size"], Cache | None, Aux]:
     """Return a core's output, its cache, and the sums with the core's scalars added.
 
     If a cache is given, the core runs on tokens that follow the cached tokens, and its scalars are
@@ -181,7 +183,7 @@ def run_layer(
     mixer: StateMixer,
     store: Store,
     sublayers: Sequence[tuple[nnx.Module | StackSlice, Core]],
-    carry: tuple[Any, Float[Array, "batch y_seq vectors size"], Aux],
+    carry: tuple[Any, Float[Array, "batch seq_or_gathered vectors size"], Aux],
     context: Context,
     first: Index,
     caches: tuple[Cache, ...] | None = None,

@@ -31,7 +31,7 @@ from rmt_tpu.residual.protocols import ReversibleStore
 
 def run_layers(
     decoder: DecoderParts,
-    residual: Float[Array, "group seq own_D_k D_v"],
+    residual: Float[Array, "key_batch seq local_D_k D_v"],
     y: Float[Array, "batch seq R D_v"],
     context: Context,
 ) -> tuple[Read, Aux]:

@@ -348,7 +348,7 @@ class DepthAttention(nnx.Module):
     def unrolled(
         self,
         store: Store,
-        state: Float[Array, "group seq *shape"],
+        state: Float[Array, "key_batch seq *shape"],
         y: Written,
         sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,

@@ -95,7 +95,7 @@ class DepthLstm(nnx.Module):
         self,
         store: VectorStore,
         state: LstmState | LstmCell,
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,
         index: Index,
     ) -> tuple[LstmState | LstmCell, Read]:

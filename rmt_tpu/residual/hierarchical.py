@@ -111,7 +111,7 @@ class Hierarchical(nnx.Module):
         self,
         store: Store,
         state: HierarchicalState,
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,
         index: Index,
     ) -> tuple[HierarchicalState, Read]:

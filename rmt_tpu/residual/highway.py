@@ -69,7 +69,7 @@ class Highway(nnx.Module):
         self,
         store: VectorStore,
         state: HighwayState,
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,
         index: Index,
     ) -> tuple[HighwayState, Read]:

@@ -92,7 +92,7 @@ class HyperConnections(nnx.Module):
         self,
         store: VectorStore,
         state: StreamsState,
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,
         index: Index,
     ) -> tuple[StreamsState, Read]:

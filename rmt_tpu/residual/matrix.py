@@ -3,6 +3,9 @@
 Every sublayer writes R data vectors to the matrix as outer products with R storage keys, and reads
 data vectors with retrieval keys (Mak and Flanigan 2025, equations 12 to 27). These learned key
 vectors replace the weight matrices W_Q, W_K, W_V and W_O of a Transformer.
+
+In shapes, `local_D_k` is a device's slice of D_k, and `key_batch` is the batch of all devices along
+the mesh axis `key`, which hold the other slices.
 """
 
 import jax
@@ -132,7 +135,7 @@ class Store(nnx.Module):
         self,
         tokens: Float[Array, "batch seq R D_v"],
         positions: Float[Array, "batch_or_1 seq R D_v"] | None,
-    ) -> tuple[Float[Array, "group seq own_D_k D_v"], Float[Array, "batch seq R D_v"]]:
+    ) -> tuple[Float[Array, "key_batch seq local_D_k D_v"], Float[Array, "batch seq R D_v"]]:
         """Return the residual with only the positions in it, and the tokens as the first write.
 
         The residual is `X = w_PE^T P` (equation 19), with P the positions' data vectors, or zeros
@@ -158,8 +161,8 @@ class Store(nnx.Module):
         return jnp.moveaxis(last, -1, 1), tokens
 
     def hold(
-        self, residual: Float[Array, "group seq own_D_k D_v"]
-    ) -> Shaped[Array, "group seq own_D_k D_v"]:
+        self, residual: Float[Array, "key_batch seq local_D_k D_v"]
+    ) -> Shaped[Array, "key_batch seq local_D_k D_v"]:
         """Return the residual in the dtype in which layers pass it on, such as int16."""
         if self.dtype == jnp.int16:
             return pallas_kernels.to_fixed_point(residual, self.fraction_bits)
@@ -168,10 +171,10 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def add_and_read(
         self,
-        residual: Shaped[Array, "group seq own_D_k D_v"],
+        residual: Shaped[Array, "key_batch seq local_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
         site: Site | StackSlice,
-    ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
+    ) -> tuple[Shaped[Array, "key_batch seq local_D_k D_v"], Read]:
         """Write y with the site's storage keys, norm, and read with the retrieval keys.
 
         If `site` is a slice of a stack of sites, a kernel for decode steps reads the keys directly
@@ -196,10 +199,10 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def add_and_read_with_statistics(
         self,
-        residual: Shaped[Array, "group seq own_D_k D_v"],
+        residual: Shaped[Array, "key_batch seq local_D_k D_v"],
         y: StackSlice,
         site: Site | StackSlice,
-    ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
+    ) -> tuple[Shaped[Array, "key_batch seq local_D_k D_v"], Read, pallas_kernels.Statistics]:
         """Write y and read as `add_and_read` does, and also return the statistics of the norm."""
         store_keys, gain, read_keys = _parameters(site)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
@@ -210,23 +213,23 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def write(
         self,
-        residual: Float[Array, "group seq own_D_k D_v"],
+        residual: Float[Array, "key_batch seq local_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
-        writer: Float[Array, "R own_D_k"] | nnx.Param,
-    ) -> Float[Array, "group seq own_D_k D_v"]:
+        writer: Float[Array, "R local_D_k"] | nnx.Param,
+    ) -> Float[Array, "key_batch seq local_D_k D_v"]:
         """Write the output y: compute `X + w^T y`, with X the residual and w the storage keys."""
         return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
     def write_saved(
         self,
-        residual: Float[Array, "group seq own_D_k D_v"],
+        residual: Float[Array, "key_batch seq local_D_k D_v"],
         y: StackSlice,
-        writer: Float[Array, "R own_D_k"],
+        writer: Float[Array, "R local_D_k"],
         *,
         empty: Bool[Array, ""] | bool,
         in_place: bool = True,
-    ) -> Float[Array, "group seq own_D_k D_v"]:
+    ) -> Float[Array, "key_batch seq local_D_k D_v"]:
         """Write a saved output y: compute `X + w^T y`, or `w^T y` if `empty` is true.
 
         X is the residual and w the writer, the storage keys of y.
@@ -238,9 +241,9 @@ class Store(nnx.Module):
     def write_saved_backward(
         self,
         y: StackSlice,
-        writer: Float[Array, "R own_D_k"],
-        d_residual: Float[Array, "group seq own_D_k D_v"],
-    ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
+        writer: Float[Array, "R local_D_k"],
+        d_residual: Float[Array, "key_batch seq local_D_k D_v"],
+    ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R local_D_k"]]:
         """Compute the cotangents `dy = w dX`, and `dw = y dX^T` summed over tokens.
 
         They are the cotangents of the arguments of the write `X + w^T y`, with X the residual, y an
@@ -251,7 +254,7 @@ class Store(nnx.Module):
 
     @jax.named_scope("residual")
     def read(
-        self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
+        self, residual: Float[Array, "key_batch seq local_D_k D_v"], site: Site, dtype: DTypeLike
     ) -> Read:
         """Read a sublayer's input: compute `r norm(X)`.
 
@@ -290,7 +293,7 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def read_again(
         self,
-        residual: Shaped[Array, "group seq own_D_k D_v"],
+        residual: Shaped[Array, "key_batch seq local_D_k D_v"],
         site: Site | StackSlice,
         statistics: pallas_kernels.Statistics,
         dtype: DTypeLike,
@@ -308,16 +311,16 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def undo(
         self,
-        residual: Shaped[Array, "group seq own_D_k D_v"],
+        residual: Shaped[Array, "key_batch seq local_D_k D_v"],
         y: StackSlice,
         site: Site | StackSlice,
         z: Read,
         statistics: pallas_kernels.Statistics,
-        cotangents: tuple[Float[Array, "group seq own_D_k D_v"], Read],
+        cotangents: tuple[Float[Array, "key_batch seq local_D_k D_v"], Read],
         before: tuple[Site | StackSlice, pallas_kernels.Statistics] | None = None,
     ) -> tuple[
-        Shaped[Array, "group seq own_D_k D_v"],
-        Float[Array, "group seq own_D_k D_v"],
+        Shaped[Array, "key_batch seq local_D_k D_v"],
+        Float[Array, "key_batch seq local_D_k D_v"],
         Float[Array, "batch seq R D_v"],
         dict[str, Array],
         Read | None,
@@ -353,7 +356,7 @@ class Store(nnx.Module):
         z_before = None if before is None else _module(before[0]).split(g.retrieved)
         return g.rebuilt, g.residual, g.data, d_site, z_before
 
-    def reads_stacks(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
+    def reads_stacks(self, residual: Shaped[Array, "key_batch seq local_D_k D_v"]) -> bool:
         """Return whether the kernel for decode steps, which reads stacks, supports the residual."""
         return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 

@@ -24,9 +24,12 @@ from rmt_tpu.layers.stacks import Index
 # bank is a stack of rows.
 Row = Float[Array, "batch seq *shape"]
 Bank = Float[Array, "_ batch seq *shape"]
-# The output of a core (an attention or feed-forward sublayer) or of the embedding. An output with
-# heads may cover other tokens than the residual on the same device.
-Written = Float[Array, "_ y_seq vectors size"]
+# In shapes, `seq` counts a device's own tokens. For an output with heads, `seq_or_gathered` counts
+# the tokens of all devices along the mesh axis `tensor`; otherwise it equals `seq`. `key_batch` is
+# the batch of all devices along the mesh axis `key`, which shards D_k.
+#
+# The output of a core (an attention or feed-forward sublayer) or of the embedding.
+Written = Float[Array, "_ seq_or_gathered vectors size"]
 # The parameters with which the output of a core is written. They belong to the site after the core.
 Writer = Float[Array, "..."] | nnx.Param | None
 
@@ -47,31 +50,33 @@ class Store(Protocol):
         self,
         tokens: Float[Array, "batch seq vectors size"],
         positions: Float[Array, "batch_or_1 seq vectors size"] | None,
-    ) -> tuple[Float[Array, "group seq *shape"], Float[Array, "batch seq vectors size"]]:
+    ) -> tuple[Float[Array, "key_batch seq *shape"], Float[Array, "batch seq vectors size"]]:
         """Return the residual before the first write, and the data vectors that are written first.
 
         `tokens` and `positions` are embeddings; `positions` is None if positions are not learned.
         """
 
-    def hold(self, residual: Float[Array, "group seq *shape"]) -> Shaped[Array, "group seq *shape"]:
+    def hold(
+        self, residual: Float[Array, "key_batch seq *shape"]
+    ) -> Shaped[Array, "key_batch seq *shape"]:
         """Return the residual in the dtype (and padded width) in which layers pass it on."""
 
     def write(
-        self, residual: Float[Array, "group seq *shape"], y: Written, writer: Writer
-    ) -> Float[Array, "group seq *shape"]:
+        self, residual: Float[Array, "key_batch seq *shape"], y: Written, writer: Writer
+    ) -> Float[Array, "key_batch seq *shape"]:
         """Return the residual with the output y added to it.
 
         `writer` has the parameters of the write.
         """
 
     def read(
-        self, residual: Float[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
+        self, residual: Float[Array, "key_batch seq *shape"], site: nnx.Module, dtype: DTypeLike
     ) -> Read:
         """Apply the site's norm to the residual, and return the input of the site's sublayer."""
 
     def add_and_read(
-        self, residual: Shaped[Array, "group seq *shape"], y: Written, site: nnx.Module
-    ) -> tuple[Shaped[Array, "group seq *shape"], Read]:
+        self, residual: Shaped[Array, "key_batch seq *shape"], y: Written, site: nnx.Module
+    ) -> tuple[Shaped[Array, "key_batch seq *shape"], Read]:
         """Write the output y at one site, and then read the new residual there.
 
         Both residuals are in the dtype that `hold` returns.
@@ -118,7 +123,7 @@ class ReversibleStore(Store, Protocol):
     place of a site. Kernels then read the site's parameters directly from the stack.
     """
 
-    def reads_stacks(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
+    def reads_stacks(self, residual: Shaped[Array, "key_batch seq *shape"]) -> bool:
         """Return whether `add_and_read` should receive a `StackSlice` as its site while decoding.
 
         A kernel for few tokens then reads the site's parameters directly from the stacks.
@@ -126,15 +131,15 @@ class ReversibleStore(Store, Protocol):
 
     def add_and_read_with_statistics(
         self,
-        residual: Shaped[Array, "group seq *shape"],
+        residual: Shaped[Array, "key_batch seq *shape"],
         y: StackSlice,
         site: nnx.Module | StackSlice,
-    ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
+    ) -> tuple[Shaped[Array, "key_batch seq *shape"], Read, Statistics]:
         """Write y and read as `add_and_read` does, and also return the statistics of the norm."""
 
     def read_again(
         self,
-        residual: Shaped[Array, "group seq *shape"],
+        residual: Shaped[Array, "key_batch seq *shape"],
         site: nnx.Module | StackSlice,
         statistics: Statistics,
         dtype: DTypeLike,
@@ -146,16 +151,16 @@ class ReversibleStore(Store, Protocol):
 
     def undo(
         self,
-        residual: Shaped[Array, "group seq *shape"],
+        residual: Shaped[Array, "key_batch seq *shape"],
         y: StackSlice,
         site: nnx.Module | StackSlice,
         z: Read,
         statistics: Statistics,
-        cotangents: tuple[Float[Array, "group seq *shape"], Read],
+        cotangents: tuple[Float[Array, "key_batch seq *shape"], Read],
         before: tuple[nnx.Module | StackSlice, Statistics] | None = None,
     ) -> tuple[
-        Shaped[Array, "group seq *shape"],
-        Float[Array, "group seq *shape"],
+        Shaped[Array, "key_batch seq *shape"],
+        Float[Array, "key_batch seq *shape"],
         Written,
         dict[str, Any],
         Read | None,
@@ -179,13 +184,13 @@ class ReversibleStore(Store, Protocol):
 
     def write_saved(
         self,
-        residual: Float[Array, "group seq *shape"],
+        residual: Float[Array, "key_batch seq *shape"],
         y: StackSlice,
         writer: Array,
         *,
         empty: Array | bool,
         in_place: bool = True,
-    ) -> Float[Array, "group seq *shape"]:
+    ) -> Float[Array, "key_batch seq *shape"]:
         """Return the residual with a saved output y written to it.
 
         The result is the same as that of `write`. If `empty` is true, the residual counts as zeros,
@@ -194,7 +199,7 @@ class ReversibleStore(Store, Protocol):
         """
 
     def write_saved_backward(
-        self, y: StackSlice, writer: Array, d_residual: Float[Array, "group seq *shape"]
+        self, y: StackSlice, writer: Array, d_residual: Float[Array, "key_batch seq *shape"]
     ) -> tuple[Written, Array]:
         """Return the cotangents of y and of the writer.
 
@@ -252,7 +257,7 @@ class StateMixer(Protocol):
     """A mixer that passes a state, such as the residual, from site to site."""
 
     def start(
-        self, store: Store, state: Float[Array, "group seq *shape"], y: Written
+        self, store: Store, state: Float[Array, "key_batch seq *shape"], y: Written
     ) -> tuple[Any, Written]:
         """Return the mixer's state before the first write, and the output that is written first.
 
@@ -450,7 +455,7 @@ class BankMixer(Protocol):
     def unrolled(
         self,
         store: Store,
-        state: Float[Array, "group seq *shape"],
+        state: Float[Array, "key_batch seq *shape"],
         y: Written,
         sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,

@@ -18,7 +18,7 @@ class Sum(nnx.Module):
     """
 
     def start(
-        self, store: Store, state: Float[Array, "group seq *shape"], y: Written
+        self, store: Store, state: Float[Array, "key_batch seq *shape"], y: Written
     ) -> tuple[Any, Written]:
         """Return the residual before the first write, and the output that is written first."""
         return store.hold(state), y

@@ -114,7 +114,7 @@ class Store(nnx.Module):
     def add_and_read(
         self,
         residual: Float[Array, "batch seq D"],
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         site: Site,
     ) -> tuple[Float[Array, "batch seq D"], Read]:
         """Write the output y to the residual at one site, and read the next sublayer's input."""
@@ -125,7 +125,7 @@ class Store(nnx.Module):
     def write(
         self,
         residual: Float[Array, "batch seq held"],
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq held"]:
         """Write the output y: compute `h + W_O y`, or `h + y` if the writer W_O is None.
@@ -136,7 +136,7 @@ class Store(nnx.Module):
 
     def write_term(
         self,
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Float[Array, "batch seq_or_gathered vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
         """Return the term that a write of the output y adds to the residual."""
