@@ -43,8 +43,8 @@ from pallas_kernels.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
     "FRACTION_BITS",
-    "Reread",
     "Logits",
+    "Reread",
     "StackSlice",
     "Statistics",
     "UnsupportedImplementation",
@@ -66,7 +66,7 @@ __all__ = [
     "merged",
     "norm_retrieve",
     "norm_retrieve_again",
-    "write_slice",
+    "read_slices",
     "rows_of_tokens",
     "store",
     "store_backward",
@@ -75,7 +75,20 @@ __all__ = [
     "store_norm_retrieve_at",
     "store_norm_retrieve_with_statistics",
     "sums_of_rows",
-    "read_slices",
     "to_fixed_point",
     "undo",
+    "write_slice",
 ]
+
+# Maps former public names to the present ones.
+_RENAMED = {
+    "Again": "Reread",
+    "Slot": "StackSlice",
+    "placed": "write_slice",
+    "taken": "read_slices",
+}
+
+
+def __getattr__(name: str):
+    hint = f"; it is called {_RENAMED[name]} now" if name in _RENAMED else ""
+    raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}{hint}")

@@ -255,3 +255,12 @@ def test_a_prime_length_takes_whole_blocks_and_a_filled_one(monkeypatch):
     assert "length=3" in str(jax.make_jaxpr(in_blocks)(qkv))
     for got, expected in zip(in_blocks(qkv), whole, strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+def test_a_former_name_says_the_present_one():
+    for old, new in pallas_kernels._RENAMED.items():
+        assert new in pallas_kernels.__all__
+        with pytest.raises(AttributeError, match=f"no attribute '{old}'; it is called {new} now$"):
+            getattr(pallas_kernels, old)
+    with pytest.raises(AttributeError, match="no attribute 'stor'$"):
+        _ = pallas_kernels.stor
