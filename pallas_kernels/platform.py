@@ -181,7 +181,7 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """The platforms of the kernels that each implementation name selects, by name."""
+        """Maps each implementation name to the platforms of the kernels that it selects."""
         single = {name: (_PLATFORMS[name],) for name in self.kernels}
         return {"xla": (), **single, "pallas": tuple(self._on)}
 

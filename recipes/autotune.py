@@ -52,14 +52,14 @@ _BUDGET = flags.DEFINE_float(
 _LIMIT = flags.DEFINE_float(
     "limit_seconds",
     120.0,
-    "seconds after which a candidate that still compiles is skipped",
+    "seconds after which a candidate that is still compiling is skipped",
     lower_bound=1.0,
 )
 _OUT = flags.DEFINE_string(
     "out",
     None,
-    "file of the table, local or gs://; default $RMT_TPU_TUNED, or else tuned.json in the user's "
-    "cache folder",
+    "file for the table of block sizes, local or gs://; default $RMT_TPU_TUNED, or else "
+    "tuned.json in the user's cache folder",
 )
 _RESUME = flags.DEFINE_bool("resume", True, "reuse the outcomes in the log; otherwise start again")
 _REFRESH = flags.DEFINE_bool("refresh", False, "tune again kernels that the table already has")

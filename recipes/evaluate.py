@@ -137,7 +137,8 @@ def _check_hub_flags() -> None:
     runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
     if runs:
         raise UsageError(
-            f"--against={runs[0]} needs a --workdir with a run, which says how training began"
+            f"--against={runs[0]} needs a --workdir that is a run folder; the start of that run's "
+            "training is what is compared"
         )
 
 

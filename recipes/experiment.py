@@ -55,8 +55,8 @@ _OUTCOMES = flags.DEFINE_string(
     "line in it are not trained again"
 )  # fmt: skip
 _COMMANDS = flags.DEFINE_string(
-    "commands", None, "file for a shell script of the recipes.train commands of the next runs, for "
-    "example for every host of a pod; nothing is trained; after the script, repeat this command"
+    "commands", None, "instead of training, write the recipes.train commands of the next runs to "
+    "this shell script, for example for every host of a pod; repeat this command after the script"
 )  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", "hub", "data of the tasks: a folder with <task>.jsonl files, or hub"

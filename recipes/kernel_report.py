@@ -48,7 +48,7 @@ common.define_list_presets()
 
 
 def main() -> int:
-    """Estimate ops, or with --step train steps, write the reports, and return 0."""
+    """Estimate the cost of ops (with --step: of train steps), write reports, and return 0."""
     from rmt_tpu.estimator import CompilerError
 
     folder = Path(_OUTPUT.value)

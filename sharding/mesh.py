@@ -66,7 +66,7 @@ def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> n
         left //= between[axis]
     if left > 1:
         raise MeshError(
-            f"--mesh={spec!r} does not divide over {slices} slices; legal: the size of "
+            f"--mesh={spec!r} cannot be divided over {slices} slices; legal: the size of "
             f"{' or '.join(_BETWEEN_SLICES)} a multiple of {slices}"
         )
     within = tuple(size // between[axis] for axis, size in zip(AXES, shape, strict=True))

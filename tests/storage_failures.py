@@ -140,7 +140,9 @@ def _two_writers(place: Place, rng: random.Random) -> None:
         thread.join()
     assert ends.count("saved") == 1, ends
     (line,) = (end for end in ends if end != "saved")
-    assert "\n" not in line and "step 3" in line and "another writer committed it" in line, line
+    assert (
+        "\n" not in line and "step 3" in line and "another writer committed the step first" in line
+    ), line
     assert restore(place.checkpoints()) == 3
 
 

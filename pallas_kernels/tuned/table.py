@@ -129,7 +129,7 @@ def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
             raise ValueError(f'it is not a JSON object with "format": {_FORMAT}')
         listed = values.get("entries")
         if not isinstance(listed, list):
-            raise ValueError('it has no list "entries"')
+            raise ValueError('the file has no list "entries"')
     except (ValueError, RecursionError) as error:
         return Table(name, (), exact, (f"{name} is ignored: {error}",))
     entries, faults = {}, []

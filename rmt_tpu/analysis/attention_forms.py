@@ -20,7 +20,7 @@ class AttentionForm:
     """The implementation of attention for one kind of attention layer in a model.
 
     Attributes:
-      core: the config's name for the kind of attention, such as "attention" or "mla".
+      core: the name of the attention core in the config, such as "attention" or "mla".
       size: the head size of queries and keys.
       form: the implementation: "mosaic_tpu", "cudnn" or "xla". "xla" is plain JAX, which uses an
         online softmax if there are many logits.

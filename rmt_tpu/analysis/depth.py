@@ -46,7 +46,7 @@ from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import DepthWeights, SingleSublayer, Store, VectorStore
+from rmt_tpu.residual.protocols import DepthWeights, SingleSublayer, StepwiseStore, Store
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
@@ -257,7 +257,7 @@ class _TappedStore:
         self._store, self._taps = store, taps
         self.dtype, self.compute_dtype = store.dtype, store.compute_dtype
         names = ["start", "hold", "merge_and_read"]
-        if isinstance(store, VectorStore):
+        if isinstance(store, StepwiseStore):
             names += ["apply_norm", "project", "decode_params", "decode_merge_and_read"]
         for name in names:
             setattr(self, name, getattr(store, name))

@@ -240,7 +240,7 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 
 # Depth attention ------------------------------------------------------------------------------
 
-_READ = 12  # the number of vectors that a merge with a read retrieves
+_READ = 12  # the number of vectors retrieved by a merge that includes a read
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:

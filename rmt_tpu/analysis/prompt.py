@@ -93,7 +93,7 @@ def lower_prompt(
     devices = model.devices("batch")
     if rows is not None and rows % devices:
         raise MeshError(
-            f"--decode={rows} is not divisible over the {devices} devices of the axes data and "
+            f"--decode={rows} cannot be divided evenly over the {devices} devices of data and "
             f"fsdp; legal: multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():

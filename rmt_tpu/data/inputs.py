@@ -255,7 +255,7 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
-        raise Problem(f"{pattern!r} is a folder; name the files in the folder, such as {globs}")
+        raise Problem(f"{pattern!r} is a folder; legal: the files in it, such as {globs}")
     if os.path.exists(path):  # check the exact name before globbing, because it may have brackets
         return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
@@ -280,7 +280,7 @@ def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
         if encoding:
             raise Problem(
                 f"{url!r} is stored with the Content-Encoding {encoding!r}; legal: objects without "
-                "one, such as .gz files"
+                "a Content-Encoding, also compressed ones, such as .gz files"
             )
     return [Span(url, 0, size, (size, crc32c, number)) for url, size, crc32c, number, _ in found]
 

@@ -212,7 +212,9 @@ class PartWriter:
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
                 # Another process has written the part first. Its part is identical, so use it.
                 if (done := self._existing_part(job)) is None:
-                    raise RunError(f"{self._folder.url}/{name} is also written by another command")
+                    raise RunError(
+                        f"{self._folder.url}/{name} is being written by another command too"
+                    )
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
                 self._folder.delete_folder(f"{name}/{attempt.rstrip('/')}")

@@ -45,7 +45,7 @@ def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
 
 
 def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) -> int:
-    """Count the multiplications along a spatial axis of a convolution, without those by padding.
+    """Count the multiplications along a spatial axis of a convolution, except by padding.
 
     A multiplication is a pair of a kernel entry (tap) and an output entry.
     """

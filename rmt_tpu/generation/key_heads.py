@@ -73,7 +73,7 @@ def _repeat(
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 
     def repeat_columns(x: Array) -> Array:
-        """Repeat the key and value columns of [layers, 2, D, G * D_h]."""
+        """Repeat the columns of the key and value weights [layers, 2, D, G * D_h]."""
         x = jnp.repeat(x.reshape(*x.shape[:3], groups, -1), times, axis=3)
         return x.reshape(*x.shape[:3], -1)
 

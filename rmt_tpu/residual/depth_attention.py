@@ -39,8 +39,8 @@ from rmt_tpu.residual.protocols import (
     Index,
     Row,
     SingleSublayer,
+    StepwiseStore,
     Store,
-    VectorStore,
     Written,
 )
 from rmt_tpu.residual.whole_tiles import tiles
@@ -79,7 +79,7 @@ class DepthAttentionMix(nnx.Module):
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
-        """Return `gain * query`. Keys then need no gain, because logits are products of both."""
+        """Return `gain * query`. The keys then need no gain: a logit is a query times a key."""
         query = self.query[...]
         return query if self.key_gain is None else query * self.key_gain[...]
 
@@ -176,7 +176,7 @@ class DepthAttention(nnx.Module):
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
         """Return each site's parameters for decode steps: see `protocols.StackedScores`."""
-        if not isinstance(store, VectorStore):
+        if not isinstance(store, StepwiseStore):
             return ()
         return tuple(
             store.decode_params(scores[:, k], sublayer.site) for k, sublayer in enumerate(stack)

@@ -27,7 +27,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
-from rmt_tpu.residual.protocols import Index, VectorStore
+from rmt_tpu.residual.protocols import Index, StepwiseStore
 
 _GATES = 3
 
@@ -81,7 +81,7 @@ class DepthLstm(nnx.Module):
         self.norm, self.epsilon = config.norm, config.norm_epsilon
 
     def start(
-        self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
+        self, store: StepwiseStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[LstmState, Array]:
         """Return the LSTM's state before the first write, and the embedding y, written first.
 
@@ -93,7 +93,7 @@ class DepthLstm(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store: VectorStore,
+        store: StepwiseStore,
         state: LstmState | LstmCell,
         y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,

@@ -22,7 +22,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, parameter
-from rmt_tpu.residual.protocols import Index, VectorStore
+from rmt_tpu.residual.protocols import Index, StepwiseStore
 
 
 class HighwayState(NamedTuple):
@@ -57,7 +57,7 @@ class Highway(nnx.Module):
         self.activation = {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh}[self.mixer.activation]
 
     def start(
-        self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
+        self, store: StepwiseStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[HighwayState, Array]:
         """Return the mixer's state before the first write, and the embedding y, written first."""
         residual = store.hold(state)
@@ -67,7 +67,7 @@ class Highway(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store: VectorStore,
+        store: StepwiseStore,
         state: HighwayState,
         y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,

@@ -42,7 +42,7 @@ from jaxtyping import Array, Float, Int
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, gain, parameter
-from rmt_tpu.residual.protocols import Index, VectorStore
+from rmt_tpu.residual.protocols import Index, StepwiseStore
 
 # The streams are a tuple of arrays. With a single array, a TPU would copy all streams whenever they
 # are joined or split.
@@ -75,7 +75,7 @@ class HyperConnections(nnx.Module):
         self.streams = config.mixer.streams
 
     def start(
-        self, store: VectorStore, state: Float[Array, "batch seq D"], y: Array
+        self, store: StepwiseStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[StreamsState, Array]:
         """Return the initial state, with m equal streams, and the embedding y.
 
@@ -90,7 +90,7 @@ class HyperConnections(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store: VectorStore,
+        store: StepwiseStore,
         state: StreamsState,
         y: Float[Array, "batch seq_or_gathered vectors size"],
         site: nnx.Module,

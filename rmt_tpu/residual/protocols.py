@@ -1,9 +1,9 @@
 """The protocols of stores and mixers: the methods that schedules call.
 
 A *store* defines the format of a token's residual, and how the residual is written and read. A
-`ReversibleStore` can also undo a write. A `VectorStore` also offers the single steps of a write and
-of a read. A *mixer* forms a sublayer's input from earlier outputs. A `StateMixer` passes a state
-from site to site, where a *site* is the place before a sublayer or before the unembedding at which
+`ReversibleStore` can also undo a write. A `StepwiseStore` also offers the steps of a write and of a
+read. A *mixer* forms a sublayer's input from earlier outputs. A `StateMixer` passes a state from
+site to site, where a *site* is the place before a sublayer or before the unembedding at which
 the residual is written and read. With a `BankMixer`, sites read the rows of a *bank*, a stack of
 earlier residuals.
 """
@@ -208,7 +208,7 @@ class ReversibleStore(Store, Protocol):
 
 
 @runtime_checkable
-class VectorStore(Store, Protocol):
+class StepwiseStore(Store, Protocol):
     """The store of vectors, which also offers the steps of a write and of a read as methods.
 
     Mixers that run on vectors alone use these methods.

@@ -194,7 +194,7 @@ class Store(nnx.Module):
     def decode_params(
         self, queries: Float[Array, "repeat held"], site: Site
     ) -> Float[Array, "repeat 2 held"]:
-        """Return a site's parameters for decode steps: see `protocols.VectorStore`."""
+        """Return a site's parameters for decode steps: see `protocols.StepwiseStore`."""
         return jnp.stack([queries, self.tiles.scale_and_pad(site.gain[...])], axis=1)
 
     @jax.named_scope("residual")

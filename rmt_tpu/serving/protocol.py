@@ -73,7 +73,7 @@ class ServedModel:
 
     @property
     def with_start(self) -> str:
-        """The words that error messages add to a number of tokens, to say what it includes."""
+        """The words after a token count in error messages, which say what the count includes."""
         return " (with the start token)" if self.tokenizer.starts else ""
 
     @property

@@ -19,7 +19,7 @@ Copies = dict[str, Any]
 
 
 def copied_paths(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
-    """Return the paths of the weights in place of which a train step can read copies in `dtype`.
+    """Return the paths of the weights that a train step can read as copies in `dtype`.
 
     These are the weights of layers. The forward pass reads each weight of a layer once, so the
     gradient of its copy is not a sum of rounded terms. The set is empty if `dtype` has at least 32

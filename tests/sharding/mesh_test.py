@@ -85,7 +85,7 @@ def test_slices_of_a_pod_are_spanned_by_the_outer_axes():
     assert [{device.slice_index for device in row} for row in grid] == [{0}, {1}]
     with pytest.raises(
         MeshError,
-        match="'tensor=8' does not divide over 2 slices; legal: the size of data or stage",
+        match="'tensor=8' cannot be divided over 2 slices; legal: the size of data or stage",
     ):
         sharding.make_mesh("tensor=8", target)
 

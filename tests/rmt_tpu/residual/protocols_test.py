@@ -10,7 +10,7 @@ from rmt_tpu.residual import protocols
 from tests import models
 
 STORES = {
-    "vector": {protocols.Store, protocols.VectorStore},
+    "vector": {protocols.Store, protocols.StepwiseStore},
     "matrix": {protocols.Store, protocols.ReversibleStore},
 }
 MIXERS = [
@@ -43,7 +43,7 @@ def lacks(found: object, protocol: type) -> list[str]:
 @pytest.mark.parametrize("kind", STORES)
 def test_stores_have_what_is_asked_of_them(kind):
     store = models.abstract(models.model(kind)).store
-    every = (protocols.Store, protocols.ReversibleStore, protocols.VectorStore)
+    every = (protocols.Store, protocols.ReversibleStore, protocols.StepwiseStore)
     assert {protocol for protocol in every if not lacks(store, protocol)} == STORES[kind]
     assert {protocol for protocol in every if isinstance(store, protocol)} == STORES[kind]
 

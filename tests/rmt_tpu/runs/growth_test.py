@@ -422,7 +422,11 @@ def test_what_cannot_grow_is_refused_in_a_line(small, tmp_path):
             model("input query of heads", 21),
             "key_dim=7 cannot be grown with mixer.num_heads=3",
         ),
-        (models.model("vector"), models.model("vector"), "only the residual of a matrix store"),
+        (
+            models.model("vector"),
+            models.model("vector"),
+            "D_k can grow only in a model whose model.store is a matrix",
+        ),
     ],
 )
 def test_what_is_not_exact_is_refused(before, after, line):
