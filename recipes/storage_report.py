@@ -39,9 +39,7 @@ _ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; local folders only
 _STORE = flags.DEFINE_string("store", None, "token store to read, instead of checkpoints")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows per batch of --store")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens per window of --store")
-_SECONDS = flags.DEFINE_float(
-    "seconds", 10.0, "seconds to read --store, first without train steps and then with them"
-)
+_SECONDS = flags.DEFINE_float("seconds", 10.0, "seconds of reading without, and with, train steps")
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for the table, JSON and picture")
 
 

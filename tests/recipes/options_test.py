@@ -328,7 +328,9 @@ def test_a_hub_folder_as_a_run_folder(tmp_path):
     flags = [f"--workdir={tmp_path}", f"--text={cli.TEXT}"]
     assert "--workdir in Hugging Face format needs --output" in cli.fail("evaluate", *flags)
     flags += [f"--output={tmp_path}/out", "--against=untrained"]
-    assert "--against=untrained needs a --workdir with a run" in cli.fail("evaluate", *flags)
+    assert "--against=untrained needs a --workdir that is a run folder" in cli.fail(
+        "evaluate", *flags
+    )
     with pytest.raises(ArgumentError, match="is in Hugging Face format"):
         read_config(tmp_path)
 
