@@ -146,7 +146,8 @@ def _targets() -> tuple[list[Any], Any]:
     if target is None:
         kinds = ", ".join(t.kind for t in DEVICES.values())
         raise UsageError(
-            f"--device cannot tune on this machine's device, {device.device_kind}; legal: {kinds}"
+            f"--device: this machine's device, {device.device_kind}, cannot be tuned for; legal: "
+            f"{kinds}"
         )
     return [target], device
 

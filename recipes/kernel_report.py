@@ -36,13 +36,15 @@ _TARGETS = flags.DEFINE_list(
 )
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
 _STEP = flags.DEFINE_bool("step", False, "report whole train steps instead of ops")
-_PRESETS = flags.DEFINE_list("presets", ["rmt-305m", "gpt2-405m"], "names of presets, with --step")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences per step, with --step")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens per sequence, with --step")
+_PRESETS = flags.DEFINE_list(
+    "presets", ["rmt-305m", "gpt2-405m"], "presets whose train steps --step reports"
+)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences per train step, for --step")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens per sequence, for --step")
 _SET = flags.DEFINE_multi_string(
     "set",
     [],
-    "path=value to set in the config, with --step, or rmt-305m:path=value for that preset only",
+    "path=value to set in the configs for --step, or rmt-305m:path=value for that preset only",
 )
 common.define_list_presets()
 

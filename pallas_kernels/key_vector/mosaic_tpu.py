@@ -348,7 +348,7 @@ def _reread_operands(
 
 
 def _gradients_of(call: KeyVectorKernelCall, out: dict[str, Array]) -> Gradients:
-    """Return the kernel's outputs as the gradients of arrays with tokens first."""
+    """Return the gradients in the layout of the op's arguments, whose first axis is tokens."""
     d_store_keys = d_gain = d_read_keys = None
     if "d_store_keys" in out:
         d_store_keys = jnp.sum(out["d_store_keys"], axis=0)[: call.sizes.R]

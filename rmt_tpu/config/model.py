@@ -145,8 +145,8 @@ class ModelConfig(Checked):
             )
         if self.remat == "reversible" and dtype == "bfloat16":
             raise UsageError(
-                "MatrixStore.dtype='bfloat16' with remat='reversible' would drift by percents when "
-                "rebuilt; legal: auto, int16, float32, float64"
+                "MatrixStore.dtype='bfloat16' with remat='reversible' would let the rebuilt "
+                "residual drift by several percent; legal: auto, int16, float32, float64"
             )
         if self.remat != "reversible" and dtype == "int16":
             raise UsageError(

@@ -119,7 +119,9 @@ def read_errors(path: str) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Problem(f"{path!r} cannot be read: {reason}; legal: whole, readable files") from None
+        raise Problem(
+            f"{path!r} cannot be read: {reason}; legal: complete, readable files"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -200,7 +202,7 @@ def check_unchanged(span: Span) -> None:
       RunError: the file was edited or does not exist any more.
     """
     if span.in_bucket:
-        return  # an object is always read at the generation of the span
+        return  # an object is always read at the generation that its span records
     try:
         version = _version(os.stat(span.path))
     except OSError:

@@ -135,7 +135,7 @@ def prepare(
         edited during the call.
     """
     if not 0 < eval_fraction <= 0.5:
-        raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: above 0, to 0.5")
+        raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: 0 < x <= 0.5")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
     tokenizer = load_tokenizer(tokenizer_spec)

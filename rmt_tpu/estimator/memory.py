@@ -251,7 +251,7 @@ def _is_backward(op_name: str) -> bool:
 class _Names:
     """The names of a compiled module's arrays in terms of the JAX program.
 
-    They are op_names, which are JAX's paths of scopes, and paths of the program's arguments.
+    A name is either an op_name (a path of JAX's scopes) or the path of a program's argument.
     """
 
     def __init__(self, module: Module):

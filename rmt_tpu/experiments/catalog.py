@@ -12,7 +12,7 @@ _TARGET = "--targets=v5e"
 
 
 def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
-    """Return commands that report the cost by part and the memory of two presets' train steps."""
+    """Return commands that report each part's cost, and the memory, of two presets' steps."""
     report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
     memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
     return [report, *memory]

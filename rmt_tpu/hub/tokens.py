@@ -57,8 +57,8 @@ def _ends(
 
     The first of these sources that exists determines them: the config's `eos_token_id`, `eos_token`
     in tokenizer_config.json, the default end token of the model type, and the tokenizer's own end
-    tokens. The default end token counts only if the tokenizer has a name but no text for it,
-    because in another vocabulary the same id may be a word.
+    tokens. The default end token counts only if its id is a special token of the tokenizer, which
+    stands for no text. In another vocabulary the same id may be a word.
     """
     if described.ends:
         return described.ends

@@ -19,8 +19,8 @@ class HeadsLayout(NamedTuple):
     Attributes:
       rows: the order of heads in memory; see `pallas_kernels.causal_attention`.
       projected: the mesh axes over which the projections to and from heads are sharded by heads.
-        Each device projects only its own share of the heads, but for the tokens of all devices
-        along these axes.
+        Each device projects only its own share of the heads, and does so for the tokens of all
+        devices along these axes.
     """
 
     rows: Literal["size_major", "head_major"]

@@ -19,7 +19,7 @@ _HEADERS = 30  # maximum number of seconds that the server waits for a request's
 # With more connections than this, requests are answered with status 503, because the number of
 # files that a process may open is limited.
 _CONNECTIONS = 1000
-_POLL_SECONDS = 0.05  # seconds between checks for open texts while draining
+_POLL_SECONDS = 0.05  # seconds between checks for unfinished texts before the server ends
 
 
 def serve(
