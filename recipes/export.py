@@ -28,7 +28,7 @@ _DTYPE = flags.DEFINE_enum(
 def main() -> int:
     """Write a run folder's model in the hub's format, and return 0."""
     from rmt_tpu.hub.folder import export
-    from rmt_tpu.runs.workdir import load_step
+    from rmt_tpu.runs.loading import load_step
 
     with arguments_as_flags():
         loaded = load_step(_WORKDIR.value, _STEP.value)

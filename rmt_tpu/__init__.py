@@ -13,7 +13,7 @@ __all__ = ["Decoder", "load", "preset", "presets"]
 
 # These names are imported on first use, so that a command that only reports an illegal flag need
 # not load jax.
-_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.runs.workdir"}
+_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.runs.loading"}
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""Which implementation of attention a model uses on a device, and why, if it is not a kernel."""
+"""Reports of the attention implementation that a model uses on a device, with the reasons."""
 
 import dataclasses
 from types import ModuleType

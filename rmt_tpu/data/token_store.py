@@ -99,7 +99,7 @@ class Part(NamedTuple):
 
 
 class TokenizerOfStore(NamedTuple):
-    """What a store records of the tokenizer that made it, in fields like those of `Tokenizer`."""
+    """A store's record of the tokenizer that made it, in fields like those of `Tokenizer`."""
 
     name: str
     fingerprint: str

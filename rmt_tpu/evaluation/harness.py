@@ -28,7 +28,7 @@ from rmt_tpu.evaluation.documents import Source, Total, rolling
 from rmt_tpu.evaluation.draws import SAMPLED, request_sampling, unsupported_arguments
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
 from rmt_tpu.generation import complete
-from rmt_tpu.runs.workdir import identity
+from rmt_tpu.runs.loading import identity
 
 _LOG = logging.getLogger("rmt_tpu")
 

@@ -17,7 +17,8 @@ from rmt_tpu.evaluation.evaluate import Subject
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, fingerprint
 from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.generation import cast_once
-from rmt_tpu.runs.workdir import load_step, read_config
+from rmt_tpu.runs.loading import load_step
+from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Location, open_folder
 
 UNTRAINED, UNIGRAM = "untrained", "unigram"

@@ -55,7 +55,7 @@ def run_layers(
 
 
 class SavedSublayer(NamedTuple):
-    """What the forward pass saves of one sublayer, in addition to the sublayer's output.
+    """The arrays that the forward pass saves of one sublayer, in addition to the sublayer's output.
 
     Attributes:
       statistics: the statistics of the norm in the site before the sublayer.
@@ -67,7 +67,7 @@ class SavedSublayer(NamedTuple):
 
 
 class SavedStack(NamedTuple):
-    """What the forward pass saves of one stack of layers.
+    """The arrays that the forward pass saves of one stack of layers.
 
     Attributes:
       entry: the output from before the stack, which the stack's first site writes.

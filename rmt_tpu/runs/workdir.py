@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
@@ -17,9 +16,8 @@ from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.data.tokenizer_files import FILE as TOKENIZER
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.rendezvous import name_processes
-from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors, flag_errors
-from rmt_tpu.hub.models import describe, is_hub
-from rmt_tpu.runs import text_ends
+from rmt_tpu.errors import RunError, UsageError, argument_errors, flag_errors
+from rmt_tpu.hub.models import is_hub
 from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG = "config.json"
@@ -220,138 +218,6 @@ def find_warm_started_config(folder: Folder, depth: int = 5) -> RunConfig | None
                 if found is not None:
                     return found
     return None
-
-
-class Loaded(NamedTuple):
-    """A trained decoder with its tokenizer.
-
-    Attributes:
-      decoder: the decoder.
-      tokenizer: the tokenizer, with its end tokens.
-      step: the step of the checkpoint; None for a folder in Hugging Face format.
-      seq_len: number of tokens in a training window, or the maximum length of a Hugging Face model.
-    """
-
-    decoder: Any
-    tokenizer: Tokenizer
-    step: int | None
-    seq_len: int
-
-
-def load(workdir: Location, step: int | None = None, *, mesh: str | None = None):
-    """Load the trained decoder and the tokenizer from a run folder; see `load_step`."""
-    return load_step(workdir, step, mesh=mesh)[:2]
-
-
-def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = None) -> Loaded:
-    """Load a trained decoder from a run folder or from a folder in Hugging Face format.
-
-    Args:
-      workdir: a run folder that `recipes.train` wrote, local or gs://, or a local folder in Hugging
-        Face format (see `rmt_tpu.hub`).
-      step: step of the checkpoint; None is the newest undamaged one.
-      mesh: device mesh, like "tensor=2,sequence=4", over which the parameters are sharded for an
-        `Engine`; None loads them on one device.
-
-    Returns:
-      The decoder, with its tokenizer and step.
-
-    Raises:
-      ArgumentError: there is no run in the folder, or no such step.
-      MeshError: there are not enough devices, or the model cannot be sharded over the mesh.
-      RunError: no checkpoint of the run can be read, a weight is not finite, or there is not enough
-        memory.
-    """
-    import jax
-    from flax import nnx
-
-    import sharding
-    from rmt_tpu import kernel_tables
-    from rmt_tpu.decoder import Decoder
-    from rmt_tpu.generation.placement import parameter_shardings
-    from rmt_tpu.residual.fixed_point import with_float_residual
-    from rmt_tpu.runs.growth import restore_grown
-
-    kernel_tables.use_storage()
-    with argument_errors("workdir"):
-        folder = open_folder(workdir)
-    if is_hub(folder.local_path):
-        with memory.report_out_of_memory("the model's parameters do not fit"):
-            return _of_hub(folder, step, mesh)
-    config = read_config(workdir)
-    abstract = nnx.eval_shape(lambda: Decoder(with_float_residual(config.model), rngs=nnx.Rngs(0)))
-    graphdef, shapes = nnx.split(abstract, nnx.Param)
-    params = nnx.to_pure_dict(shapes)
-    if mesh is not None:
-        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        shardings = parameter_shardings(abstract, sharding.make_mesh(mesh))
-        params = jax.tree.map(placed, params, shardings)
-    checkpoints = open_checkpoints(folder)
-    like = {"params": params}
-    with memory.report_out_of_memory("the model's parameters do not fit"):
-        step, state, meta = restore_grown(checkpoints, like, config.model, step, partial=True)
-    with argument_errors("workdir"):
-        check_config_meta(folder, config, step, meta, "model.")
-    _check_finite(state["params"], f"step {step} of {folder}")
-    decoder = nnx.merge(graphdef, state["params"])
-    tokenizer = load_saved(folder)
-    tokenizer.ends = text_ends.load(folder, tokenizer)
-    return Loaded(decoder, tokenizer, step, config.data.seq_len)
-
-
-def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any]:
-    """Return an identifier of the weights in a folder, without reading the weights.
-
-    Args:
-      workdir: the folder, as for `load_step`.
-      step: step of the checkpoint; None is the newest undamaged one.
-
-    Returns:
-      The step, or "hub" for a folder in Hugging Face format, and a value that changes whenever the
-      weights change.
-
-    Raises:
-      ArgumentError: there is no run in the folder, or no such step.
-    """
-    with argument_errors("workdir"):
-        folder = open_folder(workdir)
-    if not is_hub(folder.local_path):
-        read_config(workdir)  # raises an error if the folder has no run
-        return open_checkpoints(folder).identity(step)
-    if step is not None:
-        raise _no_step(step, folder)
-    files = sorted(p for p in folder.local_path.iterdir() if p.suffix in (".json", ".safetensors"))
-    return "hub", [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-
-
-def _no_step(step: int, folder: Folder) -> ArgumentError:
-    return ArgumentError(f"step={step} needs a run folder, and {folder} is in Hugging Face format")
-
-
-def _check_finite(params: Any, where: str) -> None:
-    """Check that all parameters are finite, with one program on the devices that hold them.
-
-    Raises:
-      RunError: a parameter has a number that is not finite.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
-    for path, good in jax.tree_util.tree_leaves_with_path(jax.device_get(finite)):
-        if not good:
-            name = "/".join(str(key.key) for key in path)
-            raise RunError(
-                f"{where}: {name} has numbers that are not finite; open another --step of the run"
-            )
-
-
-def _of_hub(folder: Folder, step: int | None, mesh: str | None) -> Loaded:
-    from rmt_tpu.hub.folder import load
-
-    if step is not None:
-        raise _no_step(step, folder)
-    return Loaded(*load(folder.local_path, mesh=mesh), None, describe(folder.local_path).max_length)
 
 
 def _parsed(folder: Folder, content: bytes) -> RunConfig:

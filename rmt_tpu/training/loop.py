@@ -31,7 +31,7 @@ class Int16Overflow(Exception):
 
 
 class Outcome(NamedTuple):
-    """How far a training run came, and what ended it.
+    """The last step of a training run, and the reason why it ended.
 
     Attributes:
       step: number of steps done.

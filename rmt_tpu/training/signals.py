@@ -85,7 +85,7 @@ def _is_handled(number: int) -> bool:
 
 
 class ExitNotice:
-    """What a process prints and returns if a signal ends it outside of the training loop.
+    """The message and exit code of a process if a signal ends it outside of the training loop.
 
     Attributes:
       ending: the end of the printed line, which says what state the run is left in.

@@ -43,7 +43,7 @@ class Shared:
 
 
 def together(calls: list) -> list:
-    """What each of the calls, given a group, returns or raises; one that fails ends all."""
+    """Return what each call, run with a group, returns or raises; a failing call ends all."""
     shared = Shared(len(calls))
 
     def call(number: int):

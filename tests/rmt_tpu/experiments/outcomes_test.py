@@ -256,7 +256,7 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
 
 
 def test_a_run_that_another_process_recorded_is_not_recorded_twice(tmp_path):
-    """With --jobs, each process reads the file at its start, before its neighbours end."""
+    """Each process of --jobs reads the file at its start, before the other processes end."""
     folder = open_folder(tmp_path)
     config = resolve_auto(residual_size.growth("tiny").arms[0].config)
     run = runs.PlannedRun("a/seed-0", folder.child("a"), config, None)

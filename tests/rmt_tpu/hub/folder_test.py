@@ -23,7 +23,7 @@ from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import Description, config_values, describe, is_hub, model_config
 from rmt_tpu.hub.tokens import read_tokenizer
-from rmt_tpu.runs.workdir import identity, load_step
+from rmt_tpu.runs.loading import identity, load_step
 from rmt_tpu.training import trainer
 from tests import cli, models
 from tests.tiers import later

@@ -14,7 +14,7 @@ import pytest
 import rmt_tpu
 import sharding
 from rmt_tpu.errors import RunError
-from rmt_tpu.runs import growth, workdir
+from rmt_tpu.runs import loading, workdir
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training.run import prepare
 
@@ -41,7 +41,7 @@ def test_its_model_is_the_same_function(run):
 
 
 def test_weights_that_are_not_finite_are_told_by_name(run, monkeypatch):
-    restored = growth.restore_grown
+    restored = loading.restore_grown
 
     def damaged(*given, **how):
         step, state, meta = restored(*given, **how)
@@ -50,7 +50,7 @@ def test_weights_that_are_not_finite_are_told_by_name(run, monkeypatch):
         )
         return step, state, meta
 
-    monkeypatch.setattr(growth, "restore_grown", damaged)
+    monkeypatch.setattr(loading, "restore_grown", damaged)
     with pytest.raises(RunError, match="step 4 of .*: final_site/.* numbers that are not finite; "):
         rmt_tpu.load(run)
 
