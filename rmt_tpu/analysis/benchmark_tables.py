@@ -271,6 +271,10 @@ def main() -> int:
         help=f"run these parts' recipes first, any of {', '.join(parts)}",
     )
     flags = parser.parse_args()
+    if not any(flags.folder.glob("*.md")):
+        parser.error(
+            f"{flags.folder} has no pages; legal: a folder with .md files: docs/benchmarks"
+        )
     pages = Pages(flags.folder)
     environment = describe()  # before the first file is written, which would change the checkout
     for name in flags.take:

@@ -131,3 +131,10 @@ def test_dates_commits_and_versions_are_said_once():
 def test_storage_has_the_share_of_a_save_that_blocks():
     row = {"name": "Orbax", "save": 2.0, "blocked": 0.01, "restore": 1.5, "stored_bytes": 9.24e8}
     assert "| Orbax | 2.00 | 0.0100 | 0.50% | 1.50 | 0.924 |" in storage({"local": {"rows": [row]}})
+
+
+def test_a_folder_without_pages_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmark_tables", str(tmp_path)])
+    with pytest.raises(SystemExit, match="^2$"):
+        benchmark_tables.main()
+    assert "has no pages; legal: a folder with .md files" in capsys.readouterr().err
