@@ -246,7 +246,7 @@ def rmt_variants(scale: Scale) -> Plan:
     }  # fmt: skip
     note = (
         "The paper prints training losses. It gives no code of the last three systems; "
-        "`rmt_tpu/config/mixers.py` says how they are read here."
+        "`rmt_tpu/residual` says how they are read here."
     )
     if scale == "tiny":
         plain = f"transformer-{HEADS * HEAD_DIM}"

@@ -115,7 +115,7 @@ FILES = {
     "rmt_tpu/config/mixers.py": [
         _before("Mixer = (\n", MIXER_CONFIG),
         _before("    | FullAttention\n", "    | Damped\n"),
-        ("Positive, Size\n", "Positive, Share, Size\n"),
+        _before("from rmt_tpu.config.depth_mixers", "from rmt_tpu.config.checks import Share\n"),
     ],
     "rmt_tpu/residual/damped.py": MIXER,
     "rmt_tpu/residual/__init__.py": [

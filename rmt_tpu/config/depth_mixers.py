@@ -1,0 +1,277 @@
+"""Configs of mixers whose sublayers read a weighted sum of several earlier outputs.
+
+Each mixer is implemented in its own file in `rmt_tpu/residual/`, which has its equations and their
+sources.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rmt_tpu.config.checks import Positive, Size
+from rmt_tpu.config.mixer_base import BankedSystem, Sizes, System
+from rmt_tpu.errors import UsageError
+
+
+@dataclass(frozen=True)
+class _DepthAttention(BankedSystem):
+    """The base class of Full and Block Attention Residuals.
+
+    At each site a learned query attends over sources, which are the embedding and earlier outputs
+    or sums of outputs. Options other than the defaults are the ablations in Table 4 of the paper.
+
+    Attributes:
+      query: how a site scores its sources. "static" uses a learned query vector, "input" adds a
+        projection of the last output to it, and "scalars" replaces the query by one learned logit
+        per source.
+      weights: how logits become weights: by a "softmax" over the sources, or by a "sigmoid" of each
+        logit.
+      key_norm: whether keys are RMS-normalised.
+      key_gain: whether the norm of the keys has a learned gain.
+      num_heads: number of equal parts into which the residual is split; each part has its own
+        softmax over the sources.
+      epsilon: constant added to the mean square in the norm of the keys.
+    """
+
+    note: ClassVar[str] = (
+        "queries start at zero, so that sites first read a plain mean, and do not decay"
+    )
+    query: Literal["static", "input", "scalars"] = "static"
+    weights: Literal["softmax", "sigmoid"] = "softmax"
+    key_norm: bool = True
+    key_gain: bool = True
+    num_heads: Size = 1
+    epsilon: Positive = 1e-6
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raise UsageError if the blocks do not fit the depth, or the heads the residual."""
+        self.sublayers_a_block(num_sublayers)
+        if residual_size % self.num_heads:
+            raise UsageError(
+                f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
+                f"residual's {residual_size} numbers; legal: a divisor of {residual_size}"
+            )
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters: by default a query and a key gain per site.
+
+        A site is the place where a sublayer or the unembedding reads the residual.
+        """
+        size = model.residual_size
+        if self.query == "scalars":
+            return sum(self.sources(model.num_sublayers))
+        projection = size**2 if self.query == "input" else 0
+        key_gain = size if self.key_norm and self.key_gain else 0
+        return (model.num_sublayers + 1) * (size + key_gain + projection)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the logits, the weighted sums of sources, and any projections."""
+        size, scored = model.residual_size, self.query != "scalars"
+        projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
+        return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
+
+    def logit_terms(self, residual_size: int) -> dict[str, int]:
+        """Return how many terms of order 1 are summed in a logit, by parameter name.
+
+        For queries and key gains, the number is the size of the residual divided by `num_heads`.
+        For projections, it is the same number times the size of the residual. For learned logits,
+        it is 1.
+        """
+        if self.query == "scalars":
+            return {"logits": 1}
+        terms = residual_size // self.num_heads
+        terms_by_name = {"query": terms}
+        if self.key_norm and self.key_gain:
+            terms_by_name["key_gain"] = terms
+        if self.query == "input":
+            terms_by_name["project"] = terms * residual_size
+        return terms_by_name
+
+    def sources(self, num_sublayers: int) -> list[int]:
+        """Return the number of sources (what attention over depth attends to) at each site.
+
+        Sites, the inputs of sublayers and of the unembedding, are in the order of depth.
+        """
+        block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
+        completed = [-(-site // block) for site in range(num_sublayers + 1)]
+        return [1 + (count if window is None else min(count, window)) for count in completed]
+
+    def chunk_multiple(self, num_sublayers: int) -> int | None:
+        """Return the number of sublayers per block, or None if an ablation rules out pipelines."""
+        return self.sublayers_a_block(num_sublayers) if self.fused else None
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels can compute this mixer: only if all options have their default values."""
+        options = (self.query, self.weights, self.key_norm, self.num_heads)
+        return options == ("static", "softmax", True, 1)
+
+
+@dataclass(frozen=True)
+class FullAttention(_DepthAttention):
+    """Full Attention Residuals: attention over the embedding and every sublayer's output.
+
+    Attributes:
+      window: number of most recent outputs that are sources, in addition to the embedding; None
+        uses all outputs.
+      phase_layers: number of layers whose sites share one pass over the earlier outputs. The number
+        affects memory traffic but not results. None chooses the number automatically.
+    """
+
+    kind: ClassVar[str] = "full_attention"
+    window: Size | None = None
+    phase_layers: Size | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels can compute this mixer: only with default options and no window."""
+        return super().fused and self.window is None
+
+    def sublayers_a_block(self, num_sublayers: int) -> int:
+        """Return the number of sublayers per block (S): 1, because every output is its own block.
+
+        Raises:
+          UsageError: the window or phase does not fit the depth.
+        """
+        num_layers = num_sublayers // 2
+        if self.window is not None and self.window > num_sublayers:
+            raise UsageError(
+                f"FullAttention.window={self.window} is more than the {num_sublayers} sublayers "
+                f"of num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all"
+            )
+        if self.phase_layers is not None and self.phase_layers > num_layers:
+            raise UsageError(
+                f"FullAttention.phase_layers={self.phase_layers} is more than num_layers="
+                f"{num_layers}; legal: 1 to {num_layers}, or null to pick"
+            )
+        return 1
+
+
+@dataclass(frozen=True)
+class BlockAttention(_DepthAttention):
+    """Block Attention Residuals: attention over the embedding and sums of outputs within blocks.
+
+    At most one of the three sizes may be given. The last block has the remaining sublayers and may
+    be smaller. If no size is given, there are 8 blocks, or one per sublayer in a model with fewer
+    than 8 sublayers.
+
+    Attributes:
+      num_blocks: number of blocks (N), with `ceil(2L / N)` sublayers per block.
+      sublayers_per_block: number of sublayers per block (S), the block size in the paper.
+      layers_per_block: number of layers per block, with two sublayers per layer. The configs of
+        released models have this number as `attn_res_block_size`.
+    """
+
+    kind: ClassVar[str] = "block_attention"
+    num_blocks: Size | None = None
+    sublayers_per_block: Size | None = None
+    layers_per_block: Size | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        sizes = ("num_blocks", "sublayers_per_block", "layers_per_block")
+        set_sizes = [name for name in sizes if getattr(self, name) is not None]
+        if len(set_sizes) > 1:
+            assignments = " and ".join(f"{name}={getattr(self, name)}" for name in set_sizes)
+            raise UsageError(
+                f"BlockAttention.{assignments} both set the blocks' size; give one of them"
+            )
+
+    def sublayers_a_block(self, num_sublayers: int) -> int:
+        """Return the number of sublayers per block (S) in a model of this depth.
+
+        Raises:
+          UsageError: the blocks do not fit the depth.
+        """
+        sublayers, num_layers = num_sublayers, num_sublayers // 2
+        for name, size in (
+            ("sublayers_per_block", self.sublayers_per_block),
+            ("layers_per_block", self.layers_per_block and 2 * self.layers_per_block),
+        ):
+            if size is not None:
+                if size > sublayers:
+                    limit = sublayers if name == "sublayers_per_block" else num_layers
+                    raise UsageError(
+                        f"BlockAttention.{name}={getattr(self, name)} is more than the depth of "
+                        f"num_layers={num_layers}; legal: 1 to {limit}"
+                    )
+                return size
+        blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks
+        size = -(-sublayers // min(blocks, sublayers))
+        if -(-sublayers // size) != blocks and self.num_blocks is not None:
+            legal = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
+            nearest = sorted(legal, key=lambda n: abs(n - blocks))[:2]
+            raise UsageError(
+                f"BlockAttention.num_blocks={blocks} does not divide {sublayers} sublayers into "
+                f"equal blocks and a last one that is no larger; nearest legal: "
+                f"{' or '.join(map(str, sorted(nearest)))}"
+            )
+        return size
+
+
+@dataclass(frozen=True)
+class Dense(BankedSystem):
+    """DenseFormer: the input of a layer is a learned weighted sum of all earlier layers' outputs.
+
+    Attributes:
+      dilation: only every k-th earlier output is summed, with k this number.
+      period: a weighted sum is computed only after every p-th layer, with p this number.
+    """
+
+    kind: ClassVar[str] = "dense"
+    by_layers: ClassVar[bool] = True
+    note: ClassVar[str] = "starts as the plain model; its weights over depth do not decay"
+    dilation: Size = 1
+    period: Size = 1
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of weights in all sums; a sum has one weight per earlier output."""
+        ends = range(self.period, model.num_layers + 1, self.period)
+        return sum((end + self.dilation) // self.dilation for end in ends)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the weighted sums."""
+        return 2 * model.residual_size * self.parameters(model)
+
+
+@dataclass(frozen=True)
+class Hierarchical(System):
+    """Hierarchical aggregation: after every few layers, a node combines their outputs.
+
+    The output of a node is the input of the next layers.
+
+    Attributes:
+      hidden_dim: hidden size of a node. With the default, 128, and the published D_FF, the model
+        has the parameter count that the RMT paper prints.
+      every: number of layers per node.
+      shared: whether nodes with the same number of inputs share their weights.
+    """
+
+    kind: ClassVar[str] = "hierarchical"
+    by_layers: ClassVar[bool] = True
+    note: ClassVar[str] = "nodes, which norm the sum, decay and have no biases"
+    hidden_dim: Size = 128
+    every: Size = 2
+    shared: bool = False
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raise UsageError if the model has fewer layers than one node combines."""
+        if self.every > num_sublayers // 2:
+            raise UsageError(
+                f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}; "
+                f"legal: 1 to {num_sublayers // 2}"
+            )
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters in all nodes, counting shared weights once."""
+        nodes, size = self.node_inputs(model.num_layers), model.residual_size
+        distinct = set(nodes) if self.shared else nodes
+        return sum((inputs + 1) * size * self.hidden_dim + size for inputs in distinct)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of all nodes."""
+        nodes = self.node_inputs(model.num_layers)
+        return sum(2 * (inputs + 1) * model.residual_size * self.hidden_dim for inputs in nodes)
+
+    def node_inputs(self, num_layers: int) -> list[int]:
+        """Return the number of inputs of each node, in the order of depth."""
+        return [self.every + (node > 0) for node in range(num_layers // self.every)]

@@ -1,0 +1,78 @@
+"""The base classes of the configs of mixers.
+
+A mixer forms a sublayer's input from the outputs of earlier sublayers. A model of `L` layers has
+`2L` sublayers.
+"""
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from rmt_tpu.config.checks import Checked
+
+
+@runtime_checkable
+class Sizes(Protocol):
+    """The fields of a `ModelConfig` on which the parameters and FLOPs of a mixer depend."""
+
+    num_sublayers: int
+    num_layers: int
+    residual_size: int
+
+
+class System(Checked):
+    """The base class for the configs of mixers.
+
+    Attributes:
+      note: differences between models with this mixer and the plain model that do not follow from
+        the mixer's equations, such as other initial values; for reports.
+      on_matrix: whether the mixer is defined for a matrix store.
+      remats: legal values of `ModelConfig.remat` with this mixer.
+      by_layers: whether the mixer treats two consecutive sublayers as one layer.
+      banked: whether the mixer keeps earlier outputs in a bank, an array with one row per output or
+        per sum of outputs.
+      adds_up: whether outputs are summed over depth. If so, the weights that write to the residual
+        have smaller initial values in deeper models, and the input of each sublayer is normalised.
+      second_input: input width of the second sublayer in a layer, as a multiple of the model's
+        width. If this multiple exceeds 1, the hidden layer of that sublayer is normalised.
+    """
+
+    note: ClassVar[str] = ""
+    on_matrix: ClassVar[bool] = False
+    remats: ClassVar[tuple[str, ...]] = ("none", "dots", "full")
+    by_layers: ClassVar[bool] = False
+    banked: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
+    second_input: ClassVar[int] = 1
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raise UsageError if the mixer's options do not fit the depth or the residual's size."""
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters that the mixer adds to a model."""
+        return 0
+
+    def flops(self, model: Sizes) -> int:
+        """Return the mixer's forward FLOPs per token; see `rmt_tpu.cost`."""
+        return 0
+
+    def logit_terms(self, residual_size: int) -> dict[str, int]:
+        """Return how many terms of order 1 are summed in a logit over depth, by parameter name.
+
+        A logit over depth scores an earlier output as a source for a sublayer's input. The result
+        is empty for a mixer without such logits.
+        """
+        return {}
+
+    def chunk_multiple(self, num_sublayers: int) -> int | None:
+        """Return a number that must divide the number of sublayers in each pipeline chunk.
+
+        The result is None if the mixer does not support pipelines.
+        """
+        return 2 if self.by_layers else 1
+
+
+class BankedSystem(System):
+    """A base class for mixers that keep earlier outputs in a bank."""
+
+    on_matrix: ClassVar[bool] = True
+    remats: ClassVar[tuple[str, ...]] = ("full", "blocks")
+    banked: ClassVar[bool] = True

@@ -1,0 +1,203 @@
+"""Configs of mixers that pass a state, such as several residual streams, from sublayer to sublayer.
+
+Each mixer is implemented in its own file in `rmt_tpu/residual/`, which has its equations and their
+sources.
+"""
+
+from dataclasses import dataclass
+from math import factorial
+from typing import ClassVar, Literal
+
+from rmt_tpu.config.checks import Finite, Size
+from rmt_tpu.config.mixer_base import Sizes, System
+from rmt_tpu.errors import UsageError
+
+
+@dataclass(frozen=True)
+class HyperConnections(System):
+    """Hyper-connections: several residual vectors, with learned reads, writes and mixing.
+
+    Attributes:
+      streams: number of residual vectors (m).
+      dynamic: whether the coefficients also depend on the streams.
+      tanh: whether the part of the coefficients that depends on the streams is bounded by a tanh.
+    """
+
+    kind: ClassVar[str] = "hyper_connections"
+    note: ClassVar[str] = (
+        "starts as the plain model; no sqrt(m) on outputs, unlike its paper; projections decay, "
+        "static coefficients and scales do not"
+    )
+    streams: Size = 4
+    dynamic: bool = True
+    tanh: bool = True
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters in all sublayers.
+
+        A sublayer has static coefficients and, if `dynamic`, a gain, a projection and two scales.
+        """
+        m, size = self.streams, model.residual_size
+        return model.num_sublayers * (m * (m + 2) + (size + size * (m + 2) + 2) * self.dynamic)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the projections and of reading, writing and mixing streams."""
+        m, size = self.streams, model.residual_size
+        projection = 2 * m * size * (m + 2) if self.dynamic else 0
+        return model.num_sublayers * (projection + _streams_flops(m, size))
+
+
+def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
+    """Return the number of parameters of a mixer that projects all streams at once.
+
+    Each sublayer has a gain, a projection to `coefficients` numbers with biases, and three scales.
+    """
+    per_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
+    return model.num_sublayers * per_site
+
+
+def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
+    """Return the FLOPs of the projections and of reading, writing and mixing streams."""
+    size = model.residual_size
+    return model.num_sublayers * (2 * m * size * coefficients + _streams_flops(m, size))
+
+
+@dataclass(frozen=True)
+class Mhc(System):
+    """mHC: hyper-connections with doubly stochastic mixing matrices, by Sinkhorn's iteration.
+
+    Attributes:
+      streams: number of residual vectors (m).
+      rounds: number of Sinkhorn iterations.
+    """
+
+    kind: ClassVar[str] = "mhc"
+    note: ClassVar[str] = (
+        "starts as the plain model; no sqrt(m) on outputs; projections decay, biases do not"
+    )
+    streams: Size = 4
+    rounds: Size = 20
+
+    @property
+    def _coefficients(self) -> int:
+        """Number of coefficients per sublayer: for reading, writing and mixing the streams."""
+        return self.streams * (2 + self.streams)
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters in gains, projections, their biases, and scales."""
+        return _projected_parameters(self.streams, self._coefficients, model)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the projections and of reading, writing and mixing streams."""
+        return _projected_flops(self.streams, self._coefficients, model)
+
+
+@dataclass(frozen=True)
+class MhcLite(System):
+    """mHC-lite: hyper-connections whose mixing matrix is a convex combination of permutations.
+
+    Attributes:
+      streams: number of residual vectors (m); there are m! permutations.
+      init: "paper" initialises as the paper's code does. "prenorm" initialises the model to compute
+        the same function as the plain residual stream.
+    """
+
+    kind: ClassVar[str] = "mhc_lite"
+    streams: Size = 4
+    init: Literal["paper", "prenorm"] = "paper"
+
+    @property
+    def note(self) -> str:
+        """The differences from the plain model, in one line for reports."""
+        starts = {
+            "paper": "starts as its paper's code does, not as the plain model",
+            "prenorm": "starts as the plain model",
+        }
+        return f"{starts[self.init]}; no sqrt(m) on outputs; projections decay, biases do not"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.streams > 6:
+            raise UsageError(
+                f"MhcLite.streams={self.streams} would take {self.streams}! permutations; "
+                "legal: 1 to 6"
+            )
+
+    @property
+    def _coefficients(self) -> int:
+        """Number of coefficients per sublayer: for reading, for writing and for permutations."""
+        return 2 * self.streams + factorial(self.streams)
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters in gains, projections, their biases, and scales."""
+        return _projected_parameters(self.streams, self._coefficients, model)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the projections, the streams, and the sums of permutations."""
+        permutations = 2 * factorial(self.streams) * self.streams**2
+        flops = _projected_flops(self.streams, self._coefficients, model)
+        return flops + model.num_sublayers * permutations
+
+
+@dataclass(frozen=True)
+class Highway(System):
+    """Highway Transformer: a self-gating unit in parallel with every sublayer.
+
+    Attributes:
+      input: input of the unit, which is either the normed input of the sublayer ("normed") or the
+        residual ("raw").
+      activation: activation function of the gate.
+      form: how the unit's output `T * v`, with gate T and value v, is used. It is always added to
+        the residual. "carry" also multiplies the old residual by `1 - T`, and "gated" multiplies
+        the sublayer's output by `1 - T`.
+    """
+
+    kind: ClassVar[str] = "highway"
+    note: ClassVar[str] = "gates and values are drawn like other weights, decay and have no biases"
+    input: Literal["normed", "raw"] = "normed"
+    activation: Literal["sigmoid", "tanh"] = "sigmoid"
+    form: Literal["add", "carry", "gated"] = "add"
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of weights in the matrices W_1 and W_2 of all units."""
+        return model.num_sublayers * 2 * model.residual_size**2
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the products with W_1 and W_2."""
+        return 2 * self.parameters(model)
+
+
+@dataclass(frozen=True)
+class DepthLstm(System):
+    """Depth-wise LSTM: an LSTM cell per layer, run over depth, replaces the residual stream.
+
+    The cell includes the layer's feed-forward sublayer.
+
+    Attributes:
+      forget_offset: constant added to the logits of the forget gate.
+      cell_start: initial cell state, either "zero" or the "embedding".
+    """
+
+    kind: ClassVar[str] = "depth_lstm"
+    by_layers: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+    second_input: ClassVar[int] = 2
+    note: ClassVar[str] = (
+        "W_O and W_2 do not start smaller by depth; gates decay and have no biases"
+    )
+    forget_offset: Finite = 0.0
+    cell_start: Literal["zero", "embedding"] = "zero"
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters in gates, their norms, and the feed-forward norms."""
+        size = model.residual_size
+        return model.num_layers * (6 * size**2 + 3 * size + model.feed_forward.hidden_dim)
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the gates."""
+        return model.num_layers * 12 * model.residual_size**2
+
+
+def _streams_flops(streams: int, size: int) -> int:
+    """Return the FLOPs per sublayer of reading, writing and mixing `streams` vectors of `size`."""
+    return 2 * size * (streams**2 + 2 * streams)
