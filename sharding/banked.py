@@ -32,21 +32,24 @@ ChunkBackward = Callable[[Any, Any, Int[Array, ""], Bank, Any, Bank, Any], tuple
 class BankPipeline(Pipeline):
     """A pipeline whose C chunks of layers together complete a bank of `1 + C * chunk_rows` rows.
 
-    A row is an array that later chunks read, such as a sum of sublayers' outputs. A message between
-    stages has one slot per chunk: slot 0 holds the rows of the chunk that was just completed,
-    slot 1 the rows of the chunk before that chunk, and so on.
+    A row is an array that later chunks read, such as a sum of sublayers' outputs. One row, the
+    first or the last, is the start that `first` returns. Chunks complete the other rows. A message
+    between stages has one slot per chunk: slot 0 holds the rows of the chunk that was just
+    completed, slot 1 the rows of the chunk before that chunk, and so on.
 
     Args:
-      first: a function `first(params, context)` that returns row 0 of a microbatch's bank.
+      first: a function `first(params, context)` that returns the start of a microbatch's bank.
       chunk: a function `chunk(params, shared, index, bank, context) -> rows, terms` for chunk
-        `index`. The rows are [chunk_rows, ...] and depend only on the rows before them, whose
-        indices are below `1 + index * chunk_rows`. The other rows of the bank are zeros or left
-        over from an earlier microbatch.
+        `index`. The rows are [chunk_rows, ...] and depend only on the start and on the rows of
+        earlier chunks, whose indices are below `first_chunk_row + index * chunk_rows`. The other
+        rows of the bank are zeros or left over from an earlier microbatch.
       last: a function `last(params, bank, context)` that returns terms of the objective, or any
         tree in `results`. All stages call `last` at the same time, but the bank is complete only on
         the last stage; see `on_last`.
       schedule: the schedule of the stages.
       chunk_rows: the number of rows that a chunk completes.
+      first_chunk_row: the index of the first row that chunk 0 completes: 1 if the start is row 0,
+        and 0 if the start is the last row.
       chunk_backward: a function
         `chunk_backward(params, shared, index, bank, context, d_bank, d_terms)` that returns the
         gradients of `params` and `shared`, and d_bank with the gradients of the rows before the
@@ -66,6 +69,7 @@ class BankPipeline(Pipeline):
         schedule: Schedule,
         *,
         chunk_rows: int,
+        first_chunk_row: int = 1,
         chunk_backward: ChunkBackward | None = None,
         sums: Any = (),
         axis: str = "stage",
@@ -73,9 +77,11 @@ class BankPipeline(Pipeline):
     ):
         super().__init__(first, chunk, last, schedule, sums, axis, schedule.spans(caching))
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
+        self.first_chunk_row = first_chunk_row
+        self.start_row = 0 if first_chunk_row else schedule.chunks * chunk_rows
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[Shape, Shape]:
-        """Return the shapes of row 0, the result of `first`, and of the bank that `last` takes."""
+        """Return the shapes of the start, the result of `first`, and of the bank for `last`."""
         start = jax.eval_shape(self.first, parameters.first, slice_at(context, 0))
         rows = 1 + self.schedule.chunks * self.chunk_rows
         return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
@@ -109,8 +115,8 @@ class BankPipeline(Pipeline):
         slot = here.microbatch % len(banks)
         begins = here.active & (here.virtual == 0)
         begin = lambda: self.first(parameters.first, microbatch)
-        row = jax.lax.cond(begins, begin, lambda: banks[slot, 0])
-        banks = banks.at[slot, 0].set(row)
+        row = jax.lax.cond(begins, begin, lambda: banks[slot, self.start_row])
+        banks = banks.at[slot, self.start_row].set(row)
 
         def run():
             rows, terms = self.chunk(
@@ -150,8 +156,9 @@ class BankPipeline(Pipeline):
             d_chunk, d_shared, d_earlier = self._pull_back(
                 chunk_params, parameters.shared, here, bank, microbatch, d_bank, d_sums
             )
+            d_start = d_earlier[self.start_row]
             d_first = self._add_first(
-                here.virtual == 0, parameters.first, microbatch, d_earlier[0], gradients.first
+                here.virtual == 0, parameters.first, microbatch, d_start, gradients.first
             )
             return d_earlier, d_first, add(so_far, d_chunk), add(gradients.shared, d_shared)
 
@@ -226,10 +233,10 @@ class BankPipeline(Pipeline):
         return d_banks
 
     def _start(self, banks: Banks, place: StageWork, before: int) -> tuple:
-        row = 1 + (place.chunk - before) * self.chunk_rows
+        row = self.first_chunk_row + (place.chunk - before) * self.chunk_rows
         # A slot may stand for a chunk before the first chunk, with a negative row. Such slots are
         # never sent, so any legal row will do.
-        place = (place.microbatch % len(banks), jnp.maximum(row, 1))
+        place = (place.microbatch % len(banks), jnp.maximum(row, self.first_chunk_row))
         return (*place, *(0,) * (banks.ndim - 2))
 
     def _rows(self, banks: Banks, place: StageWork, *, before: int = 0) -> Rows:

@@ -19,6 +19,7 @@ MIXERS = {
     "blocks": cfg.BlockAttention(num_blocks=2),
     "input query": cfg.BlockAttention(num_blocks=2, query="input"),
     "full": cfg.FullAttention(),
+    "delta": cfg.DeltaAttention(num_blocks=2),
     "dense": cfg.Dense(),
     "hc": cfg.HyperConnections(streams=2),
     "mhc": cfg.Mhc(streams=2),

@@ -31,6 +31,7 @@ from rmt_tpu.config.experts import (
 )
 from rmt_tpu.config.mixers import (
     BlockAttention,
+    DeltaAttention,
     Dense,
     DepthLstm,
     FullAttention,
@@ -88,6 +89,7 @@ __all__ = [
     "Core",
     "DType",
     "DataConfig",
+    "DeltaAttention",
     "Dense",
     "DepthLstm",
     "Experts",

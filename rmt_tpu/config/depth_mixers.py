@@ -7,7 +7,7 @@ sources.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import Positive, Size
+from rmt_tpu.config.checks import Finite, Positive, Size
 from rmt_tpu.config.mixer_base import BankedSystem, Sizes, System
 from rmt_tpu.errors import UsageError
 
@@ -147,8 +147,8 @@ class FullAttention(_DepthAttention):
 
 
 @dataclass(frozen=True)
-class BlockAttention(_DepthAttention):
-    """Block Attention Residuals: attention over the embedding and sums of outputs within blocks.
+class _Blocks(BankedSystem):
+    """The base class of mixers that attend over sums of outputs within blocks of sublayers.
 
     At most one of the three sizes may be given. The last block has the remaining sublayers and may
     be smaller. If no size is given, there are 8 blocks, or one per sublayer in a model with fewer
@@ -161,7 +161,6 @@ class BlockAttention(_DepthAttention):
         released models have this number as `attn_res_block_size`.
     """
 
-    kind: ClassVar[str] = "block_attention"
     num_blocks: Size | None = None
     sublayers_per_block: Size | None = None
     layers_per_block: Size | None = None
@@ -173,7 +172,7 @@ class BlockAttention(_DepthAttention):
         if len(set_sizes) > 1:
             assignments = " and ".join(f"{name}={getattr(self, name)}" for name in set_sizes)
             raise UsageError(
-                f"BlockAttention.{assignments} both set the blocks' size; give one of them"
+                f"{type(self).__name__}.{assignments} both set the blocks' size; give one of them"
             )
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
@@ -191,8 +190,8 @@ class BlockAttention(_DepthAttention):
                 if size > sublayers:
                     limit = sublayers if name == "sublayers_per_block" else num_layers
                     raise UsageError(
-                        f"BlockAttention.{name}={getattr(self, name)} is more than the depth of "
-                        f"num_layers={num_layers}; legal: 1 to {limit}"
+                        f"{type(self).__name__}.{name}={getattr(self, name)} is more than the "
+                        f"depth of num_layers={num_layers}; legal: 1 to {limit}"
                     )
                 return size
         blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks
@@ -201,11 +200,80 @@ class BlockAttention(_DepthAttention):
             legal = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
             nearest = sorted(legal, key=lambda n: abs(n - blocks))[:2]
             raise UsageError(
-                f"BlockAttention.num_blocks={blocks} does not divide {sublayers} sublayers into "
-                f"equal blocks and a last one that is no larger; nearest legal: "
+                f"{type(self).__name__}.num_blocks={blocks} does not divide {sublayers} sublayers "
+                f"into equal blocks and a last one that is no larger; nearest legal: "
                 f"{' or '.join(map(str, sorted(nearest)))}"
             )
         return size
+
+
+@dataclass(frozen=True)
+class BlockAttention(_Blocks, _DepthAttention):
+    """Block Attention Residuals: attention over the embedding and sums of outputs within blocks.
+
+    The size of blocks is set as in `_Blocks`.
+    """
+
+    kind: ClassVar[str] = "block_attention"
+
+
+@dataclass(frozen=True)
+class DeltaAttention(_Blocks):
+    """Delta Attention Residuals: the plain residual, plus attention over sums of outputs in blocks.
+
+    The sum of a block's outputs is the block's delta, the change of the plain residual over the
+    block. A learned gate per site scales what attention over the deltas adds.
+
+    Attributes:
+      gate: initial value of every site's gate. With 0 the model starts as the plain one. The paper
+        has no gate, which is the constant 1.
+      null_source: initial value of the logit of a source whose value is 0, one learned logit per
+        site; None if there is no such source.
+      key_gain: whether the norm of the keys has a learned gain.
+      epsilon: constant added to the mean square in the norm of the keys.
+    """
+
+    kind: ClassVar[str] = "delta_attention"
+    note: ClassVar[str] = "a learned gate per site, which starts at zero, as the plain model"
+    # The options of attention over depth that delta attention does not have, at their defaults.
+    key_norm: ClassVar[bool] = True
+    num_heads: ClassVar[int] = 1
+    fused: ClassVar[bool] = True
+    gate: Finite = 0.0
+    null_source: Finite | None = None
+    key_gain: bool = True
+    epsilon: Positive = 1e-6
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raise UsageError if the blocks do not fit the depth."""
+        self.sublayers_a_block(num_sublayers)
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of parameters: a query, a gate and, if set, a key gain and a logit."""
+        a_site = model.residual_size * (1 + self.key_gain) + 1 + (self.null_source is not None)
+        return (model.num_sublayers + 1) * a_site
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the logits, the weighted sums of deltas, and the gated sums."""
+        size = model.residual_size
+        return sum(4 * size * deltas + 2 * size for deltas in self.sources(model.num_sublayers))
+
+    def logit_terms(self, residual_size: int) -> dict[str, int]:
+        """Return the size of the residual for queries and key gains.
+
+        Gates and the logits of null sources learn at the rate of the model's other gains.
+        """
+        names = ("query", "key_gain") if self.key_gain else ("query",)
+        return dict.fromkeys(names, residual_size)
+
+    def sources(self, num_sublayers: int) -> list[int]:
+        """Return the number of deltas at each site, in the order of depth."""
+        block = self.sublayers_a_block(num_sublayers)
+        return [-(-site // block) for site in range(num_sublayers + 1)]
+
+    def chunk_multiple(self, num_sublayers: int) -> int:
+        """Return the number of sublayers per block, which must divide a pipeline chunk's."""
+        return self.sublayers_a_block(num_sublayers)
 
 
 @dataclass(frozen=True)

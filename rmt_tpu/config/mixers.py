@@ -7,7 +7,13 @@ the configs of all mixers.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rmt_tpu.config.depth_mixers import BlockAttention, Dense, FullAttention, Hierarchical
+from rmt_tpu.config.depth_mixers import (
+    BlockAttention,
+    DeltaAttention,
+    Dense,
+    FullAttention,
+    Hierarchical,
+)
 from rmt_tpu.config.mixer_base import System
 from rmt_tpu.config.stream_mixers import DepthLstm, Highway, HyperConnections, Mhc, MhcLite
 
@@ -25,6 +31,7 @@ Mixer = (
     Sum
     | FullAttention
     | BlockAttention
+    | DeltaAttention
     | Dense
     | HyperConnections
     | Mhc

@@ -20,6 +20,7 @@ from rmt_tpu.config import (
     Attention,
     BlockAttention,
     DataConfig,
+    DeltaAttention,
     Dense,
     DepthLstm,
     Experts,
@@ -94,6 +95,7 @@ _MIXERS = {
     "hc": HyperConnections(),
     "mhc": Mhc(),
     "mhc-lite": MhcLite(),
+    "delta": DeltaAttention(),
 }
 _MODELS |= {
     f"{name}-{size}": replace(_MODELS["gpt2-160m"], mixer=_MIXERS[name])
@@ -104,6 +106,7 @@ _MODELS |= {
         "hc": "160m",
         "mhc": "160m",
         "mhc-lite": "160m",
+        "delta": "160m",
     }.items()
 }
 
@@ -223,6 +226,7 @@ _DEPTH_MIXERS = {
     "attnres": BlockAttention(num_blocks=4),
     "attnres-full": FullAttention(),
     "denseformer": Dense(),
+    "delta": DeltaAttention(num_blocks=4),
 }
 _TINY |= {f"{n}-tiny": replace(_TINY["gpt2-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 _TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
@@ -292,6 +296,7 @@ _ABOUT = {
     "hc": "hyper-connections",
     "mhc": "manifold-constrained hyper-connections",
     "mhc-lite": "hyper-connections that mix by permutations",
+    "delta": "Delta Attention Residuals: the plain residual plus attention over changes to it",
     "denseformer": "DenseFormer: weighted sums of layers' outputs",
     "attnres": "Block Attention Residuals",
     "attnres-full": "Full Attention Residuals",
@@ -308,6 +313,7 @@ _ABOUT = {
     "rmt-llama-attnres": "Block Attention Residuals on a residual matrix, with Llama-style cores",
     "rmt-attnres": "Block Attention Residuals on a residual matrix",
     "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
+    "rmt-delta": "Delta Attention Residuals on a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",
 }
 

@@ -63,7 +63,8 @@ def run_layers(
     def forward(arrays, first, context, caches, *, keep=False):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
         aux = no_aux(decoder.config, y.dtype)
-        carry = (stacks.update_at(bank, first, 0), jnp.zeros_like(first), aux)
+        bank = stacks.update_at(bank, first, mixer.embedding_row)
+        carry = (bank, jnp.zeros_like(first), aux)
         (carry, _), new, saved = vary_alike((carry, arrays)), [], []
         for runner, of_stack, stack_caches in zip(runners, arrays, caches, strict=True):
             carry, stack_caches, saved_stack = runner.forward(
@@ -94,7 +95,7 @@ def run_layers(
         for runner, of_stack, saved_stack in stacks_backwards:
             carry, gradient = runner.backward(of_stack, saved_stack, bank, carry, context, d_aux)
             gradients.insert(0, gradient)
-        return gradients, carry[0][0], None
+        return gradients, carry[0][mixer.embedding_row], None
 
     differentiable.defvjp(save, at_current_precision(backward))
     bank, aux = differentiable(*vary_alike((arrays, first)), context)

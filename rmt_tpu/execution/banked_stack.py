@@ -465,13 +465,13 @@ class StackRunner:
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
-        over_layers = (stacks.empty_like(group.prior), *ends, gradients, summed)
+        over_layers = (self.mixer.empty_cotangent(group.prior), *ends, gradients, summed)
         over_layers = vary_alike((arrays, over_layers))[1]
         scanned = (jnp.arange(group.layers), saved.cores)
         over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
-        if isinstance(group.first_row, int) and group.first_row == 0:
-            d_bank = d_rows  # all rows belong to the group, which does not complete row 0
+        if count == len(bank):
+            d_bank = d_rows  # all rows belong to the group
         d_bank, gradients = self._prior_backward(arrays, group, bank, d_prior, d_bank, gradients)
         return BackwardCarry(d_bank, d_current if self.grouping.open else None, gradients, summed)
 

@@ -288,7 +288,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     runner = banked_stack.StackRunner(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
     # A chunk consists of whole blocks, so its only input is the rows before it.
-    num_rows = mixer.first_row(size) - 1
+    num_rows = mixer.first_row(size) - mixer.first_row(0)
     first_params, to_start = _parameters(decoder.embedding, decoder.store)
     last_params, to_read = _parameters(decoder.store, mixer, decoder.final_site)
 
@@ -323,6 +323,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
 
     options = {
         "chunk_rows": num_rows,
+        "first_chunk_row": mixer.first_row(0),
         "chunk_backward": rows_backward,
         "sums": jax.eval_shape(lambda: no_aux(config, dtype)),
     }

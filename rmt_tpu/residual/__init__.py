@@ -29,6 +29,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout
 from rmt_tpu.layers.parameters import Seed
 from rmt_tpu.residual import (
+    delta_attention,
     depth_ablations,
     depth_attention,
     depth_lstm,
@@ -80,6 +81,8 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
             if config.mixer.fused:
                 return depth_attention.DepthAttention(config)
             return depth_ablations.DepthAblation(config, seed)
+        case cfg.DeltaAttention():
+            return delta_attention.DeltaAttention(config)
         case cfg.Dense():
             return Dense(config)
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
@@ -103,6 +106,8 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
             fused = config.mixer.fused
             mix = depth_attention.DepthAttentionMix if fused else depth_ablations.DepthAblationMix
             site.mix = mix(config, seed / "mix")
+        case cfg.DeltaAttention():
+            site.mix = delta_attention.DeltaAttentionMix(config, seed / "mix")
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
             make_mix, at = hyper_connections.make_mix, {"index": place.index}
             site.mix = None if place.last else make_mix(config, seed / "mix", **at)

@@ -42,6 +42,7 @@ class Dense(nnx.Module):
     """
 
     keeps_sum = False
+    embedding_row = 0
 
     def __init__(self, config: cfg.ModelConfig):
         self.num_layers, self.num_rows = config.num_layers, config.num_layers + 1
@@ -92,6 +93,10 @@ class Dense(nnx.Module):
         the group.
         """
         return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
+
+    def empty_cotangent(self, prior: Array) -> Array:
+        """Return an uninitialised array, because each layer writes its own slice."""
+        return stacks.empty_like(prior)
 
     def prior_backward(
         self,

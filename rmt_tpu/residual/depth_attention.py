@@ -90,6 +90,8 @@ class DepthAttention(nnx.Module):
     A mixer forms a sublayer's input from earlier outputs.
     """
 
+    embedding_row = 0
+
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
         self.block = config.mixer.sublayers_a_block(config.num_sublayers)
@@ -193,6 +195,10 @@ class DepthAttention(nnx.Module):
         `scores` has the sites' queries, and `count` is the number of rows before the group.
         """
         return Prior(*self._partial(scores, bank, count))
+
+    def empty_cotangent(self, prior: Prior) -> Prior:
+        """Return uninitialised arrays, because each site writes its own slice."""
+        return stacks.empty_like(prior)
 
     def prior_backward(
         self,
@@ -398,12 +404,17 @@ class DepthAttention(nnx.Module):
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
         """Return the attention weights over `values` of the site before sublayer `index`."""
+        return jax.nn.softmax(self.plain_logits(site, values), axis=0)
+
+    def plain_logits(
+        self, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
+    ) -> Float[Array, "sources batch seq 1"]:
+        """Return the logits of a site's query and `values`."""
         query = site.mix.folded().reshape(-1)
         flat = values.reshape(*values.shape[:3], -1)[..., : query.size]
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
         normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
-        logits = jnp.sum(query * normed, axis=-1, keepdims=True)
-        return jax.nn.softmax(logits, axis=0)
+        return jnp.sum(query * normed, axis=-1, keepdims=True)
 
 
 def _shaped(

@@ -357,10 +357,12 @@ class BankMixer(Protocol):
     Attributes:
       num_rows: the number of rows in a bank, including the embedding's row.
       keeps_sum: whether layers pass on a running sum of outputs, which is not a row yet.
+      embedding_row: the index of the row that holds the embedding: the first or the last row.
     """
 
     num_rows: int
     keeps_sum: bool
+    embedding_row: int
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return the division of a stack of layers into groups.
@@ -388,6 +390,13 @@ class BankMixer(Protocol):
         """Run phase one: compute what the first `count` rows contribute to each site of a group.
 
         `scores` are the scoring parameters of the group's sites.
+        """
+
+    def empty_cotangent(self, prior: Any) -> Any:
+        """Return the cotangent of the result of phase one before any site has been undone.
+
+        What every site adds to must be zeros. What exactly one site writes, as the gradient of
+        `layers.stacks.slice_once` does, may be uninitialised.
         """
 
     def prior_backward(

@@ -44,7 +44,7 @@ def is_over_depth(config: RunConfig, path: tuple) -> bool:
     Such a parameter determines the weights with which a sublayer reads earlier outputs.
     """
     names = [str(getattr(part, "key", part)) for part in path]
-    return bool(factors(config)) and ("mix" in names or names[0] == "mixer")
+    return names[-1] in factors(config) and ("mix" in names or names[0] == "mixer")
 
 
 def factors(config: RunConfig) -> dict[str, float]:

@@ -72,6 +72,7 @@ MORE = [
     ("vector", cfg.BlockAttention(num_blocks=2), "stage=2,sequence=2", {"microbatches": 4}),
     ("matrix", cfg.FullAttention(), "stage=2,key=2,fsdp=2", {"virtual_stages": 2}),
     ("matrix", cfg.BlockAttention(num_blocks=4), "stage=2,key=2", {"virtual_stages": 2}),
+    ("matrix", cfg.DeltaAttention(num_blocks=4), "stage=2,key=2", {"virtual_stages": 2}),
 ]
 
 

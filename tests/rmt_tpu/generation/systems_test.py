@@ -13,11 +13,12 @@ pytestmark = pytest.mark.slow
 
 MIXERS = models.MIXERS | {
     "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
+    "delta, null": cfg.DeltaAttention(sublayers_per_block=1, null_source=0.0),
     "full, passes of one layer": cfg.FullAttention(phase_layers=1),
     "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
 }
 ON_MATRICES = ("sum", "blocks", "odd blocks", "full", "full, passes of one layer")
-ON_MATRICES += ("scores without norm", "dense")
+ON_MATRICES += ("scores without norm", "dense", "delta", "delta, null")
 STORES = {"vector": tuple(MIXERS), "matrix": ON_MATRICES}
 POSITIONS = {"learned": cfg.Learned(40), "alibi": cfg.Alibi(), "rope": cfg.Rope()}
 CORES = {

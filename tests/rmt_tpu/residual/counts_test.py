@@ -28,6 +28,7 @@ TOTALS = [
     (cfg.MhcLite(), 164_975_688),
     (cfg.FullAttention(), 162_580_224),
     (cfg.BlockAttention(), 162_580_224),
+    (cfg.DeltaAttention(), 162_580_249),
 ]
 OPTIONS = [
     cfg.FullAttention(key_gain=False),
@@ -37,6 +38,8 @@ OPTIONS = [
     cfg.FullAttention(key_norm=False),
     cfg.BlockAttention(sublayers_per_block=4, query="scalars"),
     cfg.BlockAttention(num_blocks=3, query="input"),
+    cfg.DeltaAttention(num_blocks=3, null_source=0.0),
+    cfg.DeltaAttention(sublayers_per_block=1, key_gain=False),
     cfg.Dense(dilation=2),
     cfg.Dense(dilation=4, period=5),
     cfg.HyperConnections(streams=2),
@@ -170,4 +173,8 @@ def test_flops_of_depth_attention():
     # Sites of 4 sublayers see 1 source more each time, and the first of a block no running sum.
     blocks = [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
     assert flops(cfg.BlockAttention(sublayers_per_block=4)) == 4 * D * sum(blocks)
+    # A term of the sum and a logit for each delta, and the gate.
+    sites = 2 * L + 1
+    deltas = sum(blocks) - sites
+    assert flops(cfg.DeltaAttention(sublayers_per_block=4)) == 4 * D * deltas + 2 * D * sites
     assert flops(cfg.Dense()) == 2 * D * 27

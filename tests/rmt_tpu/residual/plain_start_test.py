@@ -46,6 +46,8 @@ ATTENTION = {
     "heads, no key norm": cfg.FullAttention(num_heads=2, key_norm=False),
 }
 OTHERS = {
+    "delta, 3 sublayers": cfg.DeltaAttention(sublayers_per_block=3),
+    "delta, 1 sublayer": cfg.DeltaAttention(sublayers_per_block=1, null_source=0.0),
     "dense": cfg.Dense(),
     "hc, static": cfg.HyperConnections(streams=2, dynamic=False),
     "hc": cfg.HyperConnections(),
@@ -53,7 +55,8 @@ OTHERS = {
     "mhc-lite": cfg.MhcLite(init="prenorm"),
 }
 BEGINS = ATTENTION | OTHERS
-STORES = {"vector": BEGINS, "matrix": ATTENTION | {"dense": cfg.Dense()}}
+BANKED = {name: mixer for name, mixer in OTHERS.items() if mixer.banked}
+STORES = {"vector": BEGINS, "matrix": ATTENTION | BANKED}
 FAST = [("vector", "3 sublayers", "full")]
 EVERY = [
     (store, name, remat)

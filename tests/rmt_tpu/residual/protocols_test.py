@@ -17,6 +17,7 @@ MIXERS = [
     cfg.Sum(),
     cfg.FullAttention(),
     cfg.BlockAttention(num_heads=2),  # an ablation
+    cfg.DeltaAttention(),
     cfg.Dense(),
     cfg.HyperConnections(),
     cfg.Mhc(),

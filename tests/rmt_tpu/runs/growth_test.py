@@ -30,6 +30,7 @@ MIXERS = {
     "scalars": cfg.FullAttention(query="scalars", window=2),
     "heads": cfg.FullAttention(num_heads=2),
     "input query of heads": cfg.BlockAttention(num_blocks=2, query="input", num_heads=3),
+    "delta": cfg.DeltaAttention(num_blocks=2),
     "dense": cfg.Dense(),
 }
 PRESETS = (

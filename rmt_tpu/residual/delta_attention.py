@@ -1,0 +1,201 @@
+"""Delta Attention Residuals: the plain residual, plus attention over what blocks added to it.
+
+Delta Attention Residuals (arXiv 2605.18855, 2026). The plain residual `h_l = h_{l-1} + y_l` is
+kept. The delta of a block is the change of h over the block, which is the sum of the outputs of the
+block's sublayers. A site (the place before sublayer l, or before the unembedding) reads h and a
+softmax-weighted mean of deltas:
+
+    D_b = sum of the outputs of block b      D' = sum of the outputs since the last complete block
+    logit_b = <gain * w_l, D_b> / rms(D_b)   a = softmax(logit)
+    u_l = h_{l-1} + g_l sum_b a_b D_b        z_l = read(u_l)
+
+Every site has a gain and a query w_l, which starts at zero. The embedding is part of h but is not a
+delta. With a matrix store, deltas and queries are matrices `D_k x D_v`. Our reading adds two
+options:
+- g_l, a learned gate per site. It starts at zero, so that the model starts as the plain one. The
+  paper has the constant 1.
+- a null source with value 0 and a learned logit n_l. It takes the share `1 - sigmoid(L - n_l)` of
+  the weight, where L is the log-sum-exp of the deltas' logits.
+
+The bank has the deltas in its first rows, as in Block AttnRes (`depth_attention`), and the
+embedding in its last row, which kernels therefore do not attend to. An additional query of zeros
+gives the mean of the rows that a kernel reads. Times their number, the mean is their sum, and h
+needs no other pass over the bank.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers import stacks
+from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.parameters import Seed
+from rmt_tpu.residual.depth_attention import DepthAttention, DepthAttentionMix, Prior
+from rmt_tpu.residual.protocols import Bank, DepthIndex, DepthWeights, Index, Row, Store
+
+
+class DeltaPrior(NamedTuple):
+    """The result of phase one: attention from each site of a group to the deltas before the group.
+
+    Attributes:
+      mixed: the softmax-weighted means of these deltas, one per site; and last their plain mean.
+      log_sums: the log-sum-exps of the sites' logits; and last the logarithm of the deltas' number.
+      residual: h before the group, which is the sum of the embedding and these deltas.
+    """
+
+    mixed: Float[Array, "*sites_batch_seq_shape"]
+    log_sums: Float[Array, "*sites batch seq"]
+    residual: Row
+
+
+class DeltaAttentionMix(DepthAttentionMix):
+    """The parameters of delta attention at one site, which include a query and a key gain.
+
+    Attributes:
+      gate: the factor g_l of what attention over deltas adds, [1].
+      null_logit: the logit n_l of the null source, [1]; None if there is no null source.
+    """
+
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
+        super().__init__(config, seed)
+        scalar = lambda x: nnx.Param(jnp.full(1, x, jnp.float32), role="gain", axes=("source",))
+        null = config.mixer.null_source
+        self.gate = scalar(config.mixer.gate)
+        self.null_logit = None if null is None else scalar(null)
+
+    def add(self, residual: Row, mean: Row, log_sums: Float[Array, "batch seq"]) -> Row:
+        """Return u, the residual h plus the gated mean of deltas.
+
+        `log_sums` is L, the log-sum-exp of the deltas' logits, which is -inf without deltas.
+        """
+        weight = self.gate[...] * jnp.ones_like(log_sums)
+        if self.null_logit is not None:
+            weight = weight * jax.nn.sigmoid(log_sums - self.null_logit[...])
+        weight = jnp.expand_dims(weight, range(weight.ndim, residual.ndim))
+        return (residual + weight * mean).astype(residual.dtype)
+
+
+class DeltaAttention(DepthAttention):
+    """The mixer for `config.DeltaAttention`, run by `execution.banked`."""
+
+    @property
+    def embedding_row(self) -> int:
+        """The bank's last row, so that the rows before it are all deltas."""
+        return self.num_rows - 1
+
+    def _row(self, sublayer: Index) -> Index:
+        """Return the index of the row to which a sublayer's output is added."""
+        return sublayer // self.block
+
+    def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
+        """Return an empty tuple: no kernel for decode steps computes h plus attention."""
+        return ()
+
+    def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> DeltaPrior:
+        """Run phase one: attend from all sites of a group to the `count` deltas before the group.
+
+        `scores` has the sites' queries.
+        """
+        mixed, log_sums = self._partial(_with_zeros(scores), bank, count)
+        wide = jnp.result_type(bank, jnp.float32)
+        h = bank[self.embedding_row].astype(wide) + count * mixed[-1].astype(wide)
+        return DeltaPrior(mixed, log_sums, h.astype(bank.dtype))
+
+    def empty_cotangent(self, prior: DeltaPrior) -> DeltaPrior:
+        """Return zeros for h, to which every site adds; see `protocols.BankMixer`."""
+        empty = stacks.empty_like(prior)
+        return empty._replace(residual=jnp.zeros_like(prior.residual))
+
+    def prior_backward(
+        self,
+        scores: Float[Array, "sites scored"],
+        bank: Bank,
+        count: Index,
+        prior: DeltaPrior,
+        d_prior: DeltaPrior,
+        d_bank: Bank,
+    ) -> tuple[Float[Array, "sites scored"], Bank]:
+        """Run phase one backwards: see `protocols.BankMixer`."""
+        d_mixed, d_log_sums, d_h = d_prior
+        # No site reads the last mean and log-sum-exp: only h depends on that mean.
+        d_mixed = stacks.update_at(d_mixed, count * d_h, len(scores))
+        d_log_sums = stacks.update_at(d_log_sums, jnp.zeros_like(d_log_sums[0]), len(scores))
+        prior, d_prior = Prior(*prior[:2]), Prior(d_mixed, d_log_sums)
+        d_queries, d_bank = super().prior_backward(
+            _with_zeros(scores), bank, count, prior, d_prior, d_bank
+        )
+        d_embedding = d_bank[self.embedding_row] + d_h
+        return d_queries[:-1], stacks.update_at(d_bank, d_embedding, self.embedding_row)
+
+    def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
+        """Return the input of the unembedding, which the final site reads from all rows."""
+        query = self.tiles.scale_and_pad(final_site.mix.folded()).reshape(1, -1)
+        (mean, _), (log_sums, _), h = self.prior(query, bank, self.embedding_row)
+        u = final_site.mix.add(h, mean, log_sums)
+        return store.read(u, final_site, store.compute_dtype)
+
+    def read(
+        self,
+        store: Store,
+        site: nnx.Module,
+        score: Float[Array, " scored"],
+        prior: DeltaPrior,
+        rows: Bank | None,
+        current: Row,
+        at: DepthIndex,
+    ) -> tuple[DeltaPrior, Bank | None, Row, Read]:
+        """Run phase two at one site: attend to the group's own deltas too, and read u.
+
+        See `protocols.BankMixer`.
+        """
+        place, h = at.sublayer - at.group, prior.residual
+        mixed, mean = stacks.slice_once(prior.mixed, place)
+        of_sites, log_sums = stacks.slice_once(prior.log_sums, place)
+        prior = prior._replace(mixed=mixed, log_sums=of_sites)
+        if rows is not None:
+            count = self._row(at.sublayer) - self.first_row(at.group)
+            before = (_with_zeros(mean[None]), _with_zeros(log_sums[None], -jnp.inf))
+            rows, means, of_both = self._of_rows(_with_zeros(score[None]), rows, count, before)
+            mean, log_sums, h = means[0], of_both[0], h + count * means[1]
+        if self.block > 1:
+            active = jnp.asarray(at.sublayer % self.block > 0)
+            before, running = (mean[None], log_sums[None]), active.astype(jnp.int32)
+            (mean,), (log_sums,) = self._partial(score[None], current[None], running, before)
+            # Before a block's first output, the running sum may hold anything.
+            h = h + jnp.where(active, current, 0)
+        u = site.mix.add(h, mean, log_sums)
+        return prior, rows, current, store.read(u, site, store.compute_dtype)
+
+    # For analysis --------------------------------------------------------------------------------
+
+    def plain_weights(
+        self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
+    ) -> Float[Array, "sources batch seq 1"]:
+        """Return the weights over `values` of the site before sublayer `index`.
+
+        The embedding has the weight 1, and a delta the weight `1 + g a`, with g the gate and a its
+        attention weight.
+        """
+        embedding, deltas = jnp.ones((1, *values.shape[1:3], 1), values.dtype), values[1:]
+        if not len(deltas):
+            return embedding
+        logits = self.plain_logits(site, deltas)
+        if site.mix.null_logit is not None:
+            null = jnp.broadcast_to(site.mix.null_logit[...], (1, *logits.shape[1:]))
+            logits = jnp.concatenate([logits, null])
+        attention = jax.nn.softmax(logits, axis=0)[: len(deltas)]
+        return jnp.concatenate([embedding, 1 + site.mix.gate[...] * attention])
+
+    def depth_weights(self, names, means) -> DepthWeights:
+        """Return the mean weight of each source at each site: see `protocols.BankMixer`."""
+        weights = super().depth_weights(names, means)
+        return DepthWeights(weights.sites, weights.sources, weights.mean, signed=True)
+
+
+def _with_zeros(rows: Float[Array, "rows *shape"], value: float = 0.0) -> Array:
+    """Return the rows and, after them, a row of zeros or of another value."""
+    return jnp.concatenate([rows, jnp.full_like(rows[:1], value)])
