@@ -24,6 +24,7 @@ MIXERS = {
     "hc": cfg.HyperConnections(streams=2),
     "mhc": cfg.Mhc(streams=2),
     "mhc-lite": cfg.MhcLite(streams=2),
+    "wide": cfg.WideStreams(streams=2, forget=0.1),
     "highway": cfg.Highway(),
     "lstm": cfg.DepthLstm(),
     "hierarchical": cfg.Hierarchical(hidden_dim=10),

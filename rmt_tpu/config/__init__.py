@@ -42,6 +42,7 @@ from rmt_tpu.config.mixers import (
     MhcLite,
     Mixer,
     Sum,
+    WideStreams,
 )
 from rmt_tpu.config.model import (
     Kernels,
@@ -126,6 +127,7 @@ __all__ = [
     "Sum",
     "TrainConfig",
     "VectorStore",
+    "WideStreams",
     "resume_rule",
     "stacks",
 ]

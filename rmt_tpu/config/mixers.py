@@ -15,7 +15,14 @@ from rmt_tpu.config.depth_mixers import (
     Hierarchical,
 )
 from rmt_tpu.config.mixer_base import System
-from rmt_tpu.config.stream_mixers import DepthLstm, Highway, HyperConnections, Mhc, MhcLite
+from rmt_tpu.config.stream_mixers import (
+    DepthLstm,
+    Highway,
+    HyperConnections,
+    Mhc,
+    MhcLite,
+    WideStreams,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ Mixer = (
     | HyperConnections
     | Mhc
     | MhcLite
+    | WideStreams
     | Highway
     | DepthLstm
     | Hierarchical

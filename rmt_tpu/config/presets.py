@@ -45,6 +45,7 @@ from rmt_tpu.config import (
     Store,
     TrainConfig,
     VectorStore,
+    WideStreams,
     stacks,
 )
 from rmt_tpu.errors import UsageError, unknown
@@ -96,6 +97,7 @@ _MIXERS = {
     "mhc": Mhc(),
     "mhc-lite": MhcLite(),
     "delta": DeltaAttention(),
+    "wide": WideStreams(),
 }
 _MODELS |= {
     f"{name}-{size}": replace(_MODELS["gpt2-160m"], mixer=_MIXERS[name])
@@ -107,6 +109,7 @@ _MODELS |= {
         "mhc": "160m",
         "mhc-lite": "160m",
         "delta": "160m",
+        "wide": "160m",
     }.items()
 }
 
@@ -231,6 +234,8 @@ _DEPTH_MIXERS = {
 _TINY |= {f"{n}-tiny": replace(_TINY["gpt2-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 _TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 
+_TINY["rmt-wide-tiny"] = replace(_TINY["rmt-tiny"], mixer=WideStreams())
+
 _LLAMA_TINY = replace(_llama(4, VectorStore(128), 4, 2, 32, 352), vocab_size=_BYTES)
 _TINY |= {
     "llama-tiny": _LLAMA_TINY,
@@ -297,6 +302,7 @@ _ABOUT = {
     "mhc": "manifold-constrained hyper-connections",
     "mhc-lite": "hyper-connections that mix by permutations",
     "delta": "Delta Attention Residuals: the plain residual plus attention over changes to it",
+    "wide": "wide streams: several residuals with learned read and write weights",
     "denseformer": "DenseFormer: weighted sums of layers' outputs",
     "attnres": "Block Attention Residuals",
     "attnres-full": "Full Attention Residuals",
@@ -314,6 +320,7 @@ _ABOUT = {
     "rmt-attnres": "Block Attention Residuals on a residual matrix",
     "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
     "rmt-delta": "Delta Attention Residuals on a residual matrix",
+    "rmt-wide": "wide streams, each a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import factorial
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import Finite, Size
+from rmt_tpu.config.checks import Decay, Finite, NonNegative, Size
 from rmt_tpu.config.mixer_base import Sizes, System
 from rmt_tpu.errors import UsageError
 
@@ -137,6 +137,44 @@ class MhcLite(System):
         permutations = 2 * factorial(self.streams) * self.streams**2
         flops = _projected_flops(self.streams, self._coefficients, model)
         return flops + model.num_sublayers * permutations
+
+
+@dataclass(frozen=True)
+class WideStreams(System):
+    """Wide streams: several residuals per token, which differ in their read and write weights.
+
+    Attributes:
+      streams: number of residuals (K).
+      spread: initial range of the write weights (s): `2 sigmoid(beta)`, with beta in equal steps
+        from -spread to spread. The project's choice, 1, gives weights from 0.54 to 1.46.
+      forget: the largest share of a stream that a site may forget before a write (c), at least
+        0.002; 0 forgets nothing.
+    """
+
+    kind: ClassVar[str] = "wide_streams"
+    on_matrix: ClassVar[bool] = True
+    note: ClassVar[str] = "starts as the plain model if `forget` is 0; its weights do not decay"
+    streams: Size = 4
+    spread: NonNegative = 1.0
+    forget: Decay = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if 0 < self.forget < 0.002:
+            raise UsageError(
+                f"WideStreams.forget={self.forget} is too small for streams that keep 0.999 of "
+                "themselves at the start; legal: 0, or at least 0.002 and below 1"
+            )
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of read weights, write weights and, if set, logits of forgetting."""
+        return model.num_sublayers * self.streams * (2 + (self.forget > 0))
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the weighted reads and writes, and of forgetting."""
+        forgetting = (self.forget > 0) * model.num_sublayers
+        reads = writes = 2 * (model.num_sublayers + 1)
+        return (reads + writes + forgetting) * self.streams * model.residual_size
 
 
 @dataclass(frozen=True)

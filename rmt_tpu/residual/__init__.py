@@ -47,6 +47,7 @@ from rmt_tpu.residual.hyper_connections import HyperConnections
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.protocols import BankMixer, StateMixer
 from rmt_tpu.residual.sum import Sum
+from rmt_tpu.residual.wide_streams import WideMix, WideStreams
 
 __all__ = [
     "Place",
@@ -87,6 +88,8 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
             return Dense(config)
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
             return HyperConnections(config)
+        case cfg.WideStreams():
+            return WideStreams(config)
         case cfg.Highway():
             return Highway(config)
         case cfg.DepthLstm():
@@ -111,6 +114,8 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
             make_mix, at = hyper_connections.make_mix, {"index": place.index}
             site.mix = None if place.last else make_mix(config, seed / "mix", **at)
+        case cfg.WideStreams():
+            site.mix = None if place.last else WideMix(config.mixer)
         case cfg.Highway():
             site.mix = None if place.last else highway.HighwayMix(config, seed / "mix")
         case cfg.DepthLstm():

@@ -53,10 +53,11 @@ OTHERS = {
     "hc": cfg.HyperConnections(),
     "mhc": cfg.Mhc(),
     "mhc-lite": cfg.MhcLite(init="prenorm"),
+    "wide": cfg.WideStreams(),
 }
 BEGINS = ATTENTION | OTHERS
-BANKED = {name: mixer for name, mixer in OTHERS.items() if mixer.banked}
-STORES = {"vector": BEGINS, "matrix": ATTENTION | BANKED}
+ON_MATRICES = {name: mixer for name, mixer in OTHERS.items() if mixer.on_matrix}
+STORES = {"vector": BEGINS, "matrix": ATTENTION | ON_MATRICES}
 FAST = [("vector", "3 sublayers", "full")]
 EVERY = [
     (store, name, remat)

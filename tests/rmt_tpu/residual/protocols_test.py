@@ -22,6 +22,7 @@ MIXERS = [
     cfg.HyperConnections(),
     cfg.Mhc(),
     cfg.MhcLite(),
+    cfg.WideStreams(),
     cfg.Highway(),
     cfg.DepthLstm(),
     cfg.Hierarchical(hidden_dim=5),

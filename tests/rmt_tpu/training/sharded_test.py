@@ -56,7 +56,7 @@ LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
 BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
-ON_MATRICES += ("delta", "delta, null")
+ON_MATRICES += ("delta", "delta, null", "wide")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
 # One of each kind: what is carried from layer to layer, a bank, an ablation of it, and what is
