@@ -80,7 +80,7 @@ __all__ = [
     "write_slice",
 ]
 
-# Maps former public names to the present ones.
+# Maps former public names of this package to the present names, for the error message below.
 _RENAMED = {
     "Again": "Reread",
     "Slot": "StackSlice",

@@ -97,9 +97,9 @@ def tpu_call(
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,
     )
-    # `jax.vmap` batches a kernel by adding a grid dimension. An array without blocks and a
-    # prefetched array cannot be indexed by that dimension, so if one of these is batched, the
-    # kernel is called once per batch element in a loop.
+    # `jax.vmap` batches a kernel by adding a grid dimension. That dimension cannot index a
+    # prefetched array, nor an array that is not divided into blocks. If `jax.vmap` maps over such
+    # an array, a loop therefore calls the kernel once per batch element.
     without_blocks = lambda blocked: {
         k: spec.block_shape is None for k, (_, spec) in blocked.items()
     }
@@ -113,12 +113,12 @@ def tpu_call(
 
 
 def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
-    """Return `run` with a batching rule that adds a grid dimension where it can, or else loops.
+    """Return `run` with a rule for `jax.vmap`: add a grid dimension if possible, or else loop.
 
     Args:
       run: the kernel call.
-      forces_loop: a tree with the structure of the arguments. An argument is True if a `jax.vmap`
-        over this argument forces a loop.
+      forces_loop: a tree of booleans with the structure of the arguments. True means that the
+        kernel must be called in a loop if `jax.vmap` maps over this argument.
     """
 
     def narrow(*args: Any) -> Any:

@@ -52,8 +52,8 @@ def choose(
       portable: the function that is used on all other platforms.
       args: arrays, or trees of arrays.
       refused: maps a platform to the reason why its kernel does not support this call, or to None
-        if it does. If there is a reason and the call is lowered for that platform, `portable` is
-        used and a warning gives the reason.
+        if the kernel supports it. If there is a reason and the call is lowered for that platform,
+        `portable` is used and a warning gives the reason.
     """
     refused = {platform: why for platform, why in refused.items() if why is not None}
     if (only := only_platform()) in kernels and only not in refused:
@@ -445,7 +445,8 @@ def _map_kernel(args, axes, *, jaxpr, platform):
 def _lower_kernel(context, *args, jaxpr, platform):
     module = context.module_context
     if len(module.platforms) > 1:
-        # The cache holds lowerings of equal calls outside of this branch, made for all platforms.
+        # The cache is replaced by an empty one, because it holds lowerings for all platforms of
+        # equal calls outside of this branch.
         module = module.replace(cached_primitive_lowerings={})
         context = context.replace(module_context=module, platforms=(platform,))
     return mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr))(context, *args)

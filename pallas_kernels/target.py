@@ -11,8 +11,8 @@ import jax
 
 Platform = Literal["tpu", "cuda"]
 
-# A number of bytes. On every chip, kernels use at most the 64 MiB of VMEM that a TPU v5p has, less
-# a share that is left to XLA.
+# 64 MiB in bytes, the VMEM of a TPU v5p. On chips with more VMEM, too, kernels use at most this
+# much, less a share that is left to XLA.
 _MOST_VMEM = 2**26
 
 # Maps other names that JAX has for a chip to the chip's slug.

@@ -187,8 +187,10 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
     out, sums = _part_forward(call, PartOperands(q, kv, scale, most, slopes, segments))
     if slopes is not None:
-        # `PartOperands.shift` is `most` in every batch row. ALiBi's distances are therefore too
-        # large by `most - filled`, which the log-sum-exps are corrected for.
+        # `PartOperands.shift`, the position of the first new token, is the same for all batch rows:
+        # `most`. In a row with fewer earlier tokens, ALiBi's distances are therefore too large by
+        # `most - filled`. This lowers all logits of the row equally, so only the log-sum-exps need
+        # a correction.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 
@@ -345,7 +347,7 @@ def _backward(call, operands, results):
 
 
 def _ops(call):
-    """Return the attention functions of a single device, for sequences sharded over devices."""
+    """Return the functions that compute attention on one device, which ring attention calls."""
     ops = _whole_forward, _whole_backward, _part_forward, _part_backward
     return divided.DeviceOps(*(functools.partial(op, call) for op in ops))
 

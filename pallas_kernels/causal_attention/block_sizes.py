@@ -15,14 +15,14 @@ from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 from pallas_kernels.target import target
 
-# VMEM budget, in MiB of a total of 60 MiB, for data that stays in VMEM for all blocks of a sequence
-# or of a span (a range of queries that one kernel call processes).
+# VMEM budget, in sixtieths of the VMEM limit, for data that stays in VMEM for all blocks of a
+# sequence or of a span (a range of queries that one kernel call processes).
 _KEPT = 32
 # Bytes of SMEM for the tables of pairs of blocks. Every chip has 1 MiB of SMEM.
 TABLES = 15 * 2**16
-# Number of tables for size-major rows. Each table holds one int32 per pair of blocks.
+# Number of these tables for size-major arrays. A table holds one int32 per pair of blocks.
 _TABLES_OF_ROWS = 4
-# Number of rows in a register tile. A block of size-major rows has whole tiles, or all rows.
+# Number of rows in a register tile. A block of a size-major array has whole tiles, or all rows.
 _TILE = 8
 # Maps the number of tokens per block to the cost of computing one logit, relative to the best block
 # size; see `_costs`.
@@ -77,15 +77,15 @@ class KernelWork(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The number of blocks of size-major rows that a grid step reads.
+        """The number of blocks of a size-major array [B, D, P, N] that a grid step reads.
 
-        It is 3 if queries, keys and values have separate blocks, and 1 if one block has all rows.
+        It is 3 if queries, keys and values have separate blocks, and 1 if one block has all P rows.
         """
         return 3 if self.heads == self.kv_heads and self.step % _TILE == 0 else 1
 
     @property
     def block_rows(self) -> int:
-        """The number of rows in a block of size-major rows."""
+        """The number of heads (of queries, keys and values) in a block of a size-major array."""
         return self.step if self.parts == 3 else self.heads + 2 * self.kv_heads
 
     @property
@@ -183,8 +183,8 @@ def default_blocks(
 ) -> Blocks:
     """Return the block sizes that a rule chooses for the device that the program is lowered for.
 
-    If any head-major blocks fit in VMEM (`KernelWork.fits`), the chosen blocks do. Arguments in
-    `others` do not affect the choice.
+    For head-major arrays, the chosen blocks fit in VMEM (`KernelWork.fits`) if any blocks do. The
+    arguments in `others` are ignored.
     """
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
 
@@ -195,8 +195,8 @@ def default_blocks(
         return rows == "size_major" or work(blocks).fits
 
     def of(tokens: int) -> Blocks:
-        # Prefer many heads, because work on one head hides another's latency, and blocks whose span
-        # covers all queries.
+        # Prefer blocks whose span covers all queries. Of these, prefer blocks with many heads,
+        # because work on one head hides another's latency.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         whole_span = [blocks for blocks in fitting if has_room(blocks) and work(blocks).span >= N]
@@ -213,14 +213,16 @@ def default_blocks(
 
 
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
-    """Return a kernel's cost per logit by block size, and its relative cost with a single head.
+    """Return a kernel's cost per logit by block size, and the factor of this cost for one head.
 
-    The costs have the form of `_BLOCKS`. They come from the schedules of TPU compilers: see
-    docs/benchmarks/kernels.md.
+    The cost is multiplied by the factor if a block has only one query head. The costs have the form
+    of `_BLOCKS`. They come from the schedules of TPU compilers: see docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
-    if target().chip.unit == LANES:  # Smaller blocks compute fewer masked logits.
+    # On chips whose matrix units have 128 rows, blocks of 256 tokens cost less than in `_BLOCKS`,
+    # because smaller blocks compute fewer masked logits.
+    if target().chip.unit == LANES:
         of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
     return _BLOCKS | {256: of_256}, alone
 

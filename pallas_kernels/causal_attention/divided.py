@@ -106,7 +106,7 @@ def backward(
 
 
 def _queries_and_others(qkv, kv, kv_heads: int):
-    """Return the queries, and then the keys and values, as one array or as a pair."""
+    """Return the queries; and the keys and values, as one array or, if `kv` is given, as `kv`."""
     if kv is not None:
         return qkv, kv
     heads = qkv.shape[3] - 2 * kv_heads
@@ -118,13 +118,14 @@ def _at(tree: Any, index: Any) -> Any:
 
 
 class _RingPair(NamedTuple):
-    """One call of part attention in a ring step.
+    """One call, in a ring step, of attention from one part of the sequence to another.
 
     Attributes:
-      query: which of this device's two parts has the queries: 0 for the low part, 1 for the high
-        part.
-      key: the index of the part with the keys, among the two parts that the device currently holds.
-      parts: the numbers of the queries' part and of the keys' part within the sequence.
+      query: the part of this device that has the queries: 0 for its low part, 1 for its high part.
+      key: the index of the part with the keys, among the two parts whose keys the device currently
+        holds.
+      parts: the indices, within the sequence, of the part with the queries and of the part with the
+        keys.
     """
 
     query: Any
@@ -133,9 +134,10 @@ class _RingPair(NamedTuple):
 
 
 class _Ring:
-    """A sequence in two parts per device.
+    """A sequence that is cut into two parts per device, and the ring that passes keys around.
 
-    Device i of `count` processes its low part, number i, and its high part, number 2 count - 1 - i.
+    Of the 2 count parts, device i of `count` processes part i (its low part) and part
+    2 count - 1 - i (its high part).
     """
 
     def __init__(self, axis: str, operands: AttentionOperands):
@@ -148,21 +150,24 @@ class _Ring:
         return device, 2 * self.count - 1 - device
 
     def balanced(self, x: Float[Array, "B N *rest"]) -> Float[Array, "2 B half_N *rest"]:
-        """Exchange this device's two consecutive parts for its low and its high part."""
+        """Return this device's low and high part, given its two consecutive parts in x."""
         halves = jnp.split(x, 2, axis=1)
         even, odd = (self._move(x, self._homes(n)) for n, x in enumerate(halves))
         swapped = self.me % 2 == 1
         return jnp.stack([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)])
 
     def natural(self, x: Float[Array, "2 B half_N *rest"]) -> Float[Array, "B N *rest"]:
-        """Return the two parts to the devices that hold them in token order; undo `balanced`."""
+        """Return this device's two consecutive parts; undo the exchange of `balanced`."""
         swapped = self.me % 2 == 1
         halves = jnp.where(swapped, x[1], x[0]), jnp.where(swapped, x[0], x[1])
         back = ([(home, own) for own, home in self._homes(n)] for n in range(2))
         return jnp.concatenate([self._move(*pair) for pair in zip(halves, back, strict=True)], 1)
 
     def _homes(self, half: int) -> list[tuple[int, int]]:
-        """Return (device, home) for each part `2 device + half`; the home processes the part."""
+        """Return a pair (device, home) for each part `2 device + half`.
+
+        `device` holds the part in token order, and `home` is the device that processes it.
+        """
         parts = (2 * device + half for device in range(self.count))
         return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]
 
@@ -177,7 +182,7 @@ class _Ring:
         return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
     def own(self, qkv: Float[Array, "2 B half_N P D"], kv: Any) -> AttentionOperands:
-        """Return the operands of causal attention within each of this device's two parts."""
+        """Return the operands of causal attention within each of the two parts, as batch rows."""
         ids = None
         if self._operands.segment_ids is not None:
             ids = jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
@@ -193,11 +198,11 @@ class _Ring:
         return PartOperands(q, kv, operands.scale, shift, operands.slopes, segments)
 
     def pairs(self, step: Int[Array, ""]) -> list[_RingPair]:
-        """Return the pairs of queries and keys that see each other after `step` ring steps.
+        """Return the two pairs of parts, queries and keys, to process after `step` ring steps.
 
-        If the current keys come from an earlier device, both of this device's parts see the low
-        part of the keys. If they come from a later device, this device's high part sees both parts
-        of the keys.
+        If the keys that are held now belong to an earlier device, both of this device's parts see
+        the low part of the keys. If they belong to a later device, only this device's high part
+        sees keys, in both parts.
         """
         other = (self.me - step) % self.count
         low, high = self._parts_of(other)
@@ -234,6 +239,6 @@ def merged(
 
 
 def _add(state, query, found):
-    """Merge new outputs and log-sum-exps into the state of this device's part number `query`."""
+    """Merge new outputs and log-sum-exps into those of this device's part `query` (0 or 1)."""
     after = merged(tuple(x[query] for x in state), found)
     return tuple(x.at[query].set(new) for x, new in zip(state, after, strict=True))

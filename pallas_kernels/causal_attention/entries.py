@@ -55,7 +55,7 @@ def of_segments(
 
 
 def code_size(length: int) -> int:
-    """Return the number of signs in a segment's code, one less than the number of extra entries."""
+    """Return the number of signs in a segment's code. `of_segments` adds one more entry."""
     return length.bit_length()
 
 

@@ -63,7 +63,7 @@ class _BlocksCall(NamedTuple):
     keys: int
     alibi: bool
     segments: bool
-    offset: int | None  # Query i is at position `offset + i`; None means that it sees all keys.
+    offset: int | None  # Query i is at position `offset + i`; None if every query sees all keys.
     by_keys: bool  # Whether pairs are ordered by key block, as in the backward pass.
 
     blocks = property(lambda self: self.work.blocks)
@@ -86,7 +86,7 @@ class _BlocksCall(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The layout of a block of size-major rows: of queries, keys or values, or of all three."""
+        """The layout of a size-major block, which holds queries, keys or values, or all three."""
         return Layout(self.work.block_rows, self.size, self.blocks.queries, self.dtype)
 
     @property
@@ -290,7 +290,8 @@ def _forward_kernel(call: _BlocksCall, ref):
     @pl.when(at.is_(_LAST))
     def _():
         for head in range(call.step * call.each):
-            # The total is 0 if the query saw no key. The maximum makes the output 0, not NaN.
+            # `total`, the sum of the weights, is 0 for a query that saw no key. With the maximum,
+            # the output of such a query is 0, not NaN.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
@@ -360,7 +361,7 @@ class _BlockPair:
 
 
 def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
-    """Extract heads from size-major rows if a block of the pair is new, and return all refs."""
+    """Return all refs, after extracting heads of size-major blocks that are not in scratch yet."""
     if not call.size_major:
         return ref
     own, others, slot = ("q",), ("k", "v"), at.key_block
@@ -393,7 +394,7 @@ def _where_seen(call: _BlocksCall, ref, at: _BlockPair, attend) -> None:
 
 
 def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
-    """Run `attend` for all heads of the grid step, with `blocks.heads` key heads at a time."""
+    """Run `attend` for all heads of the grid step, for `blocks.heads` key heads at a time."""
     count, each = call.blocks.heads, call.each
 
     def part(n, _):
@@ -408,7 +409,7 @@ def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
 
 
 def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
-    """Return log2(e) times the logits [keys, queries] of a pair of blocks, plus `_left_out`."""
+    """Return log2(e) times the logits [keys, queries], which are too large by `_left_out`."""
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
     logits = dot_rows(k, q) * (ref["scalars"][0] * LOG2_E)
@@ -532,7 +533,7 @@ def _pairs(call: _BlocksCall) -> int:
 
 
 def _seen(call: _BlocksCall, block: int) -> int:
-    """Return the number of key blocks that a block of queries sees."""
+    """Return the number of blocks of keys in which some query of a block of queries sees a key."""
     if call.offset is None:
         return call.keys // call.blocks.keys
     last = call.offset + (block + 1) * call.blocks.queries - 1
@@ -604,7 +605,7 @@ def _of_out(call: _BlocksCall, table: str) -> pl.BlockSpec:
 
 
 def _of_rows(call: _BlocksCall, part: int, table: str) -> pl.BlockSpec:
-    """Return the block spec for the size-major rows of queries, keys or values, or of all three."""
+    """Return the block spec for a size-major block of queries, keys or values, or of all three."""
     layout = call.layout
     index = lambda b, g, p, tables: (b, 0, part, g, tables[table][p])
     return _spec(call, (1, layout.size, 1, layout.rows, layout.tokens), index)

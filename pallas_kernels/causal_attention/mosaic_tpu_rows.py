@@ -20,16 +20,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, round_up
 
-# Number of words per entry that a view shows. A view starts at a multiple of this number.
+# Number of words per entry that `Layout.view` returns. A view starts at a multiple of this number.
 VIEWED = 4
 
 
 class Layout(NamedTuple):
     """The layout of a block of size-major rows, and of its 32-bit words in scratch.
 
-    The words are arranged in tiles of 128 tokens.
-
-    An entry is one of the D components of a head's vectors.
+    The words are arranged in tiles of 128 tokens. In this class, an entry is one of the D
+    components of a head's vectors.
     """
 
     rows: int
@@ -95,7 +94,7 @@ class Layout(NamedTuple):
         )
 
     def read_heads_of_tiles(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
-        """Return what `read_heads` returns, from a list with the words of each 128 tokens."""
+        """Read heads like `read_heads`, from a list with the words of each tile of 128 tokens."""
         found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
             return [found]
@@ -192,7 +191,7 @@ _ALL_ROWS = {"q": "rows_q", "k": "rows_k", "v": "rows_k"}
 
 
 def _first_rows(call: Any) -> dict[str, int]:
-    """Return the index of the first row of queries, of keys and of values among all rows."""
+    """Return the indices, in the axis of all P rows, of the first query, key and value row."""
     return {"q": 0, "k": call.heads, "v": call.heads + call.kv_heads}
 
 

@@ -33,8 +33,8 @@ from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 from pallas_kernels.target import target
 
 _SUBLANES = 8
-# Maximum number of heads whose work the compiler can interleave, and number of blocks of logits
-# that are computed ahead.
+# `_TOGETHER`: maximum number of heads per loop iteration, whose work the compiler can interleave.
+# `_AHEAD`: number of blocks of logits that are computed in advance.
 _TOGETHER, _AHEAD = 4, 2
 
 
@@ -61,7 +61,7 @@ class _WholeCall(NamedTuple):
         return self.rows == "size_major" and self.layout(self.heads).direct
 
     def layout(self, vectors: int) -> Layout:
-        """Return the layout of size-major rows of `vectors` data vectors per token."""
+        """Return the layout of a size-major array with `vectors` data vectors per token."""
         return Layout(vectors, self.size, self.length, self.dtype)
 
 
@@ -267,10 +267,10 @@ def _logits(call: _WholeCall, ref, head, q, k, start):
 
 
 def _for_each_group(call: _WholeCall, ref, attend):
-    """Run `attend(groups)` for all groups of heads that share words, a few groups at a time.
+    """Run `attend(groups)` for all groups of heads, a few groups at a time.
 
-    `attend` receives each group as a pair of numbers whose sum is the group's index. The second
-    number is known at compile time.
+    The heads of a group share 32-bit words. `attend` receives a list of groups, each as a pair of
+    numbers whose sum is the group's index. The second number is known at compile time.
     """
     if call.segments:
         ids = jnp.broadcast_to(ref["segment_rows"][0], (_SUBLANES, call.length))
@@ -300,9 +300,9 @@ def _deliver(call: _WholeCall, ref, name: str, scratch: str, vectors: int):
 
 
 def _each_head(call: _WholeCall, groups, *arrays, ref) -> list[tuple]:
-    """Return the number and the [D, N] arrays of each head in `groups`, one array per `arrays`.
+    """Return a tuple for each head in `groups`: the head's index, and its rows in each array.
 
-    An element of `arrays` is a pair (name of an array, part).
+    `arrays` are pairs (name, part), as in `_heads`. The rows in one array have the shape [D, N].
     """
     heads = []
     for group in groups:
@@ -313,9 +313,9 @@ def _each_head(call: _WholeCall, groups, *arrays, ref) -> list[tuple]:
 
 
 def _heads(call: _WholeCall, ref, name: str, part: int, group):
-    """Return the [D, N] arrays of a group of heads that share 32-bit words.
+    """Return the [D, N] arrays of a group of heads (those that share 32-bit words).
 
-    `part` selects queries, keys or values: 0, 1 or 2.
+    `name` is the name of the input. `part` selects its queries (0), keys (1) or values (2).
     """
     first, n = part * (call.heads // call.packed) + group[0], group[1]
     if call.rows == "head_major":
@@ -427,7 +427,7 @@ def _shared_inputs(call: _WholeCall, operands: AttentionOperands):
 
 
 def _read(call: _WholeCall, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
-    """Return the named input, as one input per 128 tokens if heads are extracted in place."""
+    """Return the input `name` as kernel inputs: one per 128 tokens if `call.direct`, else one."""
     if not call.direct:
         return {name: (rows, block)}
 
@@ -479,7 +479,10 @@ def _of_sums(call: _WholeCall) -> pl.BlockSpec:
 
 
 def _of_slot(call: _WholeCall, slot: StackSlice, vectors: int):
-    """Return the stack of a `StackSlice` with a block spec, and the prefetched slice index."""
+    """Return the operand for a `StackSlice` (its stack with a block spec), and arrays to prefetch.
+
+    The only prefetched array is the index of the slice.
+    """
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
     stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))
     return stack, {"slot": index}

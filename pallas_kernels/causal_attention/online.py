@@ -111,8 +111,8 @@ def _forward(
         found = out / sums[..., None], largest + jnp.log(sums)
         return _write_at(state, i, merged(_at(state, i), found)), None
 
-    # Initialize the log-sum-exps to the smallest float, so that the first block gets all the
-    # weight.
+    # The initial log-sum-exps are the lowest finite float, so that the zeros which the outputs
+    # start with get no weight when the first block is merged.
     rows = q.shape[:-1]
     state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
     (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)

@@ -97,7 +97,7 @@ def forward(q, k, v, scale, slopes, shift, mask):
     Args:
       q, k, v: queries [B, N, H, D], keys [B, M, G, D] and values [B, M, G, Dv].
       scale: the factor of the logits.
-      slopes: the slope of each query head's bias by distance, or None.
+      slopes: the slope of ALiBi for each query head, or None.
       shift: the position of the first query, relative to the first key.
       mask: a function from the positions of a block's queries to the mask of the visible keys.
 

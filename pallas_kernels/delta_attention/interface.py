@@ -53,8 +53,8 @@ class DeltaGradients(NamedTuple):
 def chunk_size(keys: int) -> int:
     """Return the number of tokens per chunk, for a key size.
 
-    One state is saved per chunk, and chunks are processed in sequence. About half of the work
-    between tokens grows with the chunk size. With keys of size 128 or more, saving fewer states is
-    worth this work.
+    With larger chunks, fewer states are saved and fewer chunks are processed in sequence, but each
+    token takes more work: about `2 C (K + V)` FLOPs per head grow with the chunk size C. For keys
+    of size 128 or more, larger chunks are worth this work.
     """
     return 128 if keys >= 128 else 64

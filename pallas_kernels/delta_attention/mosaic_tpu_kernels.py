@@ -121,7 +121,7 @@ def backward(
     masks: Masks,
     narrow: jnp.dtype,
 ) -> tuple[Chunk, Float[Array, "G V K"]]:
-    """Return the cotangents of the chunk and of the state before it."""
+    """Return the cotangents of the chunk's operands and of the state before the chunk."""
     narrow_state, d_after = state.astype(narrow), d_state.astype(narrow)
     own = _shared(chunk, narrow_state, masks, narrow)
     q, k, v, _, beta = chunk

@@ -129,7 +129,8 @@ def _chunk(chunk: _Chunks, state, scale):
     of_queries, of_keys = jnp.where(same, products, 0)
     of_queries = of_queries + own[0][..., None] * jnp.eye(q.shape[-2], dtype=dtype)
 
-    # Only tokens in the document of the token before the chunk read the earlier state.
+    # The earlier state belongs to the document of the last token before the chunk. Only that
+    # document's tokens read it.
     sees = (documents == before[:, None])[:, None, :, None]
     decay = jnp.where(sees, jnp.exp(total), 0)
     narrow_state = state.astype(narrow)
@@ -147,16 +148,16 @@ def _chunk(chunk: _Chunks, state, scale):
 
 
 def _scores(x, k, log_decay, narrow):
-    """Return the decayed products of rows x and keys between tokens, and the sums of log decays.
+    """Compute the inner products of x with decayed keys, and sums of the log decays g.
 
     Returns:
-      `sum_c x_ic k_jc e^(G_ic - G_jc)` for i > j and 0 elsewhere, for each of several x; the same
-      sum for i = j, without an exponential; G; and for each token, the sum of g over the later
-      tokens of the chunk.
+      For each of several x, the products `sum_c x_ic k_jc e^(G_ic - G_jc)` of tokens i > j, as a
+      matrix that is 0 elsewhere; and the products of each token with itself (i = j), where the
+      exponential is 1. Then G; and for each token, the sum of g over the later tokens of the chunk.
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Initially, a block is one token.
+    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Blocks of one token, which are joined below.
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
         in_halves = (*k.shape[:-2], size // (2 * half), 2, half, width)
@@ -217,7 +218,8 @@ def _solve_backward(saved, d_solved):
     inverse, solved = saved
     d_right = jnp.einsum("...ij,...iv->...jv", inverse, d_solved, precision=_EXACT)
     d_lower = -jnp.einsum("...iv,...jv->...ij", d_right, solved, precision=_EXACT)
-    return d_lower, d_right  # Callers ignore d_lower on and above the diagonal.
+    # On and above the diagonal, d_lower is not set to 0, because callers ignore it there.
+    return d_lower, d_right
 
 
 solve.defvjp(_solve_forward, _solve_backward)

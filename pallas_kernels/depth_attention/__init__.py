@@ -260,9 +260,10 @@ def depth_attention_merge(
     Returns:
       `mixed`, `current`, and `z = norm_gain * norm(h)` in the dtype of `current`, where h is the
       mix of this site over all sources. The caller must use the returned `mixed` and `current` in
-      place of the arguments, so that the gradients of their later uses pass through this op. In one
-      pass, the op's backward pass adds its own gradient to that of `current`, and replaces this
-      site's row in that of `mixed`. A site may therefore be merged only once.
+      place of the arguments, so that the gradients of their later uses pass through this op. The
+      op's backward pass adds this site's gradient of `current` to the gradient of those uses, and
+      overwrites this site's row in the gradient of `mixed`. A site may therefore be merged only
+      once.
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
@@ -384,7 +385,8 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
     cotangents = PartialCotangents(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, cotangents, **call.scores)
     if prior is not None:
-        # The sum over all sources of weight * g is <d_mixed, mixed>.
+        # `total` is the sum of weight * g over all sources. It equals <d_mixed, mixed>, so the
+        # sources need not be read for it.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
         d_prior_mixed = jnp.expand_dims(weight, entries) * wide(d_mixed)

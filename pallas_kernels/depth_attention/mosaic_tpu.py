@@ -58,8 +58,8 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
-# With at most this many sources, a group of tokens takes more time for latency than for
-# computation.
+# With at most this many sources (and few sites), the kernel waits longer for a group of tokens than
+# it computes, so more groups are unrolled into one loop body.
 _FEW_SOURCES = 4
 # Chips with enough registers to unroll eight token groups when mixing for more than two sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
@@ -309,7 +309,7 @@ def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """Return the block sizes with tiles of at most T tokens, rounded up to whole groups.
+    """Return the block sizes, with no more tokens per tile than T rounded up to whole groups.
 
     In the interpreter, loops are not unrolled, because unrolling would only cost compile time.
     """
@@ -440,7 +440,8 @@ def _refused(
 ) -> str | None:
     op = kernel.removeprefix(_NAME)
     rule = default_block_sizes(op, T=tokens, **key)
-    # Other values of `lanes` or `weight_pieces` than the heuristic's would change the rounding.
+    # `lanes` and `weight_pieces` must be the heuristic's, because other values would change the
+    # rounding.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
     if not same:
         return (

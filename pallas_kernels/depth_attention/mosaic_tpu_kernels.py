@@ -55,7 +55,7 @@ class VectorsCall:
     """The static parameters of a depth-attention kernel for vectors, constant during tracing.
 
     Attributes:
-      N, S: the numbers of rows of sources and of sites.
+      N, S: the number of rows in the bank of sources, and the number of sites.
       tokens: the number of tokens.
       size: D, the number of entries of a source.
       width: D padded to a multiple of 128, the number of lanes.
@@ -422,7 +422,7 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
     relative error of their product is 2^-16.
     """
     weights, d_logits = {}, {}
-    # Beyond the last token, d_mixed may hold arbitrary values.
+    # Beyond the last token, d_mixed may hold arbitrary values, so weights and d_logits are 0 there.
     exist = (tile.at(0) * call.groups + group) * GROUP < call.tokens
 
     def meant(first, sources):
@@ -443,7 +443,7 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
             d = jnp.where(meant(first, sources), weights[c, s] * (g - total), 0)
             d_logits[c, s] = jnp.sum(d, axis=0, keepdims=True)
     for c, (first, sources) in enumerate(call.chunks):
-        # For empty rows, the scratch buffers may hold arbitrary values.
+        # The scratch buffers may hold arbitrary values for empty rows, so 0 is used there.
         active = _active(call, first, sources, count)
         rstd = jnp.where(active, scratch["rstd"][c][group], 0)
         shrink = jnp.zeros_like(rstd)
@@ -592,7 +592,7 @@ def _products(call, bank, first, sources, group, lhs):
 
 
 def _sum_pieces(call, products):
-    """Sum the rows of a product that belong to the queries over the queries' pieces: [S, ..]."""
+    """Return the queries' rows of a product, summed over each query's pieces: [S, ..]."""
     S = call.S
     if not call.narrow:
         return products[:S]
@@ -611,7 +611,7 @@ def group_rows(group):
 
 
 def _operand_pieces(call, x):
-    """Return weights as operands of matrix products: two pieces, or one array cast to the dtype."""
+    """Return weights as operands of products: two pieces, or one array in the sources' dtype."""
     return pieces(x, 2) if call.weight_pieces == 2 else [x.astype(call.dtype)]
 
 
@@ -698,6 +698,6 @@ def _dot_transposed(call, a, b):
 
 def contract(call, a, b, axis):
     """Multiply a by b: contract axis 1 of a with `axis` of b, accumulating in float32."""
-    if call.interpret:  # Some matrix products do not support bfloat16 on a CPU.
+    if call.interpret:  # On a CPU, some products of bfloat16 matrices are not supported.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return dot(a, b, (1, axis))

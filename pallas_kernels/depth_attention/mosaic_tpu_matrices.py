@@ -56,7 +56,8 @@ _BUDGET = 44
 # Maximum VMEM for the blocks of `merge_backward`, in sixtieths of the VMEM limit. This kernel has
 # six arrays and cannot be split into parts.
 _LARGEST = 52
-# Maximum number of sources per kernel: each is an operand, and the loop over them is unrolled.
+# Maximum number of sources per kernel. It is small because each source is a separate operand and
+# the loop over sources is unrolled.
 _MOST_SOURCES = 16
 # Maximum number of sites per kernel: the sums for one step's rows must fit in registers for all
 # sites.
@@ -143,7 +144,7 @@ def _over_tiles(call: MatricesCall, kernel, name, inputs, outputs, scratch, move
     Args:
       call: the static parameters.
       kernel, name, inputs, outputs, scratch: as in `tpu_call`.
-      moved: the number of arrays of a source's size that are moved.
+      moved: the number of source-sized arrays that are moved to or from HBM.
       count: the number of active sources.
     """
     tokens = call.batch * call.tokens
@@ -456,7 +457,7 @@ def _joined(parts, axis=0):
 
 
 def _each_source(call: MatricesCall, bank, first):
-    """Return `call.N` rows of the bank, starting at row `first`, as one operand each."""
+    """Return one operand for each of `call.N` rows of the bank, from row `first` on."""
 
     def row(i, b, t, count):
         """Return the block index for row i, which is constant if the row is empty.

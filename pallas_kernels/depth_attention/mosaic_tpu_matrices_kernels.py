@@ -30,7 +30,7 @@ class MatricesCall:
     """The static parameters of a depth-attention kernel for matrices, constant during tracing.
 
     Attributes:
-      N, S: the numbers of rows of sources and of sites.
+      N, S: the number of rows in the bank of sources, and the number of sites.
       batch, tokens: the number of sequences and the length of a sequence.
       size: D, the number of entries of a source.
       dtype: the sources' dtype.
@@ -128,7 +128,7 @@ def partial(inputs, outputs, scratch, *, call: MatricesCall):
             priors = [inputs["prior"][s, 0, rows].astype(jnp.float32) for s in range(S)]
             sums = [weights[N, s : s + 1] * prior for s, prior in enumerate(priors)]
         for i, values in enumerate(sources):
-            # An empty row may hold arbitrary values, even NaN.
+            # An empty row may hold NaN, which a weight of 0 would not remove, so 0 is used instead.
             x = jnp.where(i < count, values[rows].astype(jnp.float32), 0)
             for s in range(S):
                 part = weights[i, s : s + 1] * x

@@ -235,7 +235,7 @@ def _read(
     compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     s = Sizes(K, V, 0, read_keys.shape[0], current.dtype.name, compute)
     if K % sublanes(s.residual_dtype):
-        return None  # The K rows at an index along V would not be whole register tiles.
+        return None  # No tile fits, as the K rows per index along V are not whole register tiles.
     for lanes in (512, 256, 128):
         blocks = of_slab(s, lanes, V) if lanes <= call.tokens else None
         if blocks is None:
@@ -243,7 +243,7 @@ def _read(
         for keep in (True, False) if op == "backward" else (False,):
             blocks = dataclasses.replace(blocks, keep=keep)
             if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
-                if call.interpret:  # In the interpreter, unrolled loops compile slowly.
+                if call.interpret:  # Loops are not unrolled, because that would compile slowly.
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
                 return KeyVectorKernelCall(s, blocks, norm, epsilon, call.interpret)
     return None

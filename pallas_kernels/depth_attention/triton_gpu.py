@@ -55,7 +55,8 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
 from pallas_kernels.triton import no_triton
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
-# Maximum number of sites per backward kernel. Another call adds the gradients of further sites.
+# Maximum number of sites per call of a backward kernel. Further calls add the gradients of the
+# other sites.
 MOST_SITES = 16
 _MOST_SIZE = 16384
 

@@ -323,7 +323,7 @@ def backward_kernel(call, blocks, ref):
         totals = _scores(
             call, blocks, ref, count, t, sites, columns, always(queries), always(d_mixed)
         )
-        ref.barrier()  # Threads go on to read values that other threads have stored.
+        ref.barrier()  # Wait, because threads next read values that other threads have stored.
         return _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries)
 
     zeros = [jnp.zeros(columns.width, jnp.float32)] * call.S

@@ -257,8 +257,8 @@ def _store_norm_retrieve(call, site):
 
 def _store_norm_retrieve_forward(call, site):
     _refuse_integers(site.residual)
-    # The write is not in place, because a caller that is differentiated often needs the old
-    # residual as well.
+    # The write is not in place: code that is differentiated often needs the old residual too, so
+    # that a write over it would cost a copy.
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
     stored, retrieved, statistics, read = calls.forward(call, False, site)
     return (stored, retrieved), (site._replace(residual=stored), statistics, read)
@@ -271,7 +271,7 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 
 
 def _of_parameters(site, d_residual, d_data, g):
-    """Return the cotangents of `site`; the parameters' cotangents are cast to their dtypes."""
+    """Return the cotangents of `site`; a parameter's cotangent is cast to the parameter's dtype."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
     return SiteOperands(
         d_residual,

@@ -133,7 +133,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
     of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
-    # The keys and the gain as passed, and a second copy of the gain, transposed to [V, K].
+    # Bytes of the keys, of the gain, and of a copy of the gain that is transposed to [V, K].
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
     if op == "forward":

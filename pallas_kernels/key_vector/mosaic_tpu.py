@@ -67,7 +67,8 @@ from pallas_kernels.platform import UnsupportedImplementation
 def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) -> str | None:
     """Return the reason, in one line, why the kernels do not support these operands, or None."""
     site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
-    # The backward pass of a store alone has no residual; its cotangent has the same shape.
+    # The backward pass of a store alone is not passed the residual. Its cotangent, which has the
+    # same shape, is checked instead.
     residual = operands.d_residual if site.residual is None else site.residual
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, StackSlice))
     N, K = residual.shape[1:3]
@@ -84,7 +85,7 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) ->
         dtype = operands.d_retrieved.dtype
     sizes = _sizes_of(site, residual, dtype, operands.again if op == "backward" else None)
     needed = ("forward",)
-    if op == "backward":  # A backward pass in slabs also runs a forward read.
+    if op == "backward":  # In slabs, it also runs a forward read, whose blocks must fit too.
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return (

@@ -259,7 +259,7 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
         x = None if as_it_is else _shifted(call, residual, v, shift)
         d_folded = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
-            # This yields sum_tokens dz (x - mean).
+            # After this subtraction, d_folded is sum_tokens dz (x - mean).
             d_folded = d_folded - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
         keys.add_gradients(outputs, v, d_folded)
         if "means" in inputs:
@@ -348,7 +348,8 @@ def _statistics(call, sums, shift):
     """Compute the statistics from the sums of differences from `shift` and of their squares.
 
     Returns:
-      The mean in units of X, the mean relative to the shift of the products' operands, and rstd.
+      The mean in units of X; the mean of the operands of matrix products, from which the shift is
+      subtracted if `call.shifted`; and rstd.
     """
     count = call.sizes.K * call.sizes.V
     total, squares = sums[0] / count, sums[1] / count
@@ -460,7 +461,7 @@ def _zero_tail(call, inputs, tail, core, j):
 def _fold(x):
     """Sum the rows in groups so that 8 partial sums remain, without crossing sublanes.
 
-    If the number of rows is not a multiple of 8, one row remains.
+    If the number of rows is not a multiple of 8, the result is a single row, the total.
     """
     if x.shape[0] % 8:
         return jnp.sum(x, axis=0, keepdims=True)

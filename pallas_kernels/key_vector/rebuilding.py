@@ -110,11 +110,12 @@ def norm_retrieve_again(
     """Repeat the read of `store_norm_retrieve_with_statistics`.
 
     Args:
-      residual, statistics: the stored residual and the statistics which that op returned. Passing
-        the statistics saves a pass over the residual. They are not used with a `key_axis`, because
-        they belong to the whole residual, whereas each device reads its slice of K relative to the
-        slice's mean.
-      gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to that op.
+      residual, statistics: the stored residual and its statistics, both as returned by the first
+        read's op. With these statistics, the read saves a pass over the residual. They are not used
+        with a `key_axis`, because they belong to the whole residual, whereas each device reads its
+        slice of K relative to the slice's mean.
+      gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to the
+        first read's op.
       dtype: the dtype of the result.
 
     Returns:
@@ -188,7 +189,9 @@ def undo(
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)
     operands = SiteBackward(site, statistics, d_residual, d_retrieved, None, again)
-    if key_axis is None:  # With an axis, `calls.backward` computes the means over all slices.
+    # With a key axis, `calls.backward` itself computes the means from the retrieved vectors, which
+    # it takes from `read`.
+    if key_axis is None:
         operands = operands._replace(retrieved=retrieved)
     g = calls.backward(call, operands, read, rebuild=True)
     if again is None:

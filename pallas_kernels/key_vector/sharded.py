@@ -88,8 +88,9 @@ def all_slices(
     """Combine the devices' reads of their slices of K into the read of the whole residual.
 
     Args:
-      retrieved: A_d of the module's docstring: what the batch rows of all devices read from this
-        device's slice, relative to the slice's mean and without the factor rstd.
+      retrieved: A_d of the module's docstring: the vectors that are read from this device's slice
+        of K for the batch rows of all devices, relative to the slice's mean and without the factor
+        rstd.
       statistics: the statistics of this device's slice, with the epsilon of the whole read.
       gain, read_keys: this device's slices of the parameters.
       key_axis: the mesh axis over which K is sharded.

@@ -217,7 +217,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            ref.barrier()  # Threads go on to read elements that other threads have stored.
+            ref.barrier()  # Wait, because threads next read elements that others have stored.
 
         def scaled(c):
             values = single if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -393,7 +393,7 @@ def backward_tokens_kernel(site, blocks, ref):
                 _save(ref.rebuilt, (t,), rows(c), columns, _undone(site, x, _written(keys, data)))
 
         _each_chunk(chunks, write, None)
-        ref.barrier()  # Threads go on to read elements that other threads have stored.
+        ref.barrier()  # Wait, because threads next read elements that others have stored.
         for group in stores:
 
             def add(c, dy, group=group):

@@ -75,8 +75,8 @@ def forward(
     stored = _store(residual, store_keys, data, fraction_bits)
     if not site.reads:
         return SiteResults(stored.residual)
-    # The shift is computed from a slice of the inputs, because computing it from the stored
-    # residual would need another pass over the residual.
+    # The shift, a number near the mean, is computed from a slice of the inputs, because computing
+    # it from the stored residual would need another pass over the residual.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
     return SiteResults(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 

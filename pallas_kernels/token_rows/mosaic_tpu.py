@@ -19,7 +19,7 @@ from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
-# Rows per grid step. The rows of a step that spans two groups of 128 tokens are read twice.
+# Rows per grid step. If they belong to two groups of 128 tokens, they are read once for each group.
 _TILE = 256
 # Maximum number of bytes per row of a tile. The kernel does not request VMEM, so it gets the
 # default of 16 MiB even if a core has more.
@@ -36,7 +36,10 @@ def unsupported(op: str, rows, order, places) -> str | None:
 
 
 def wins(op: str, rows, order, places) -> bool:
-    """Return whether the kernel is estimated to be faster; XLA reads a row for every choice."""
+    """Return whether the kernel is estimated to be faster than XLA.
+
+    XLA reads a row for every choice, so the kernel is faster if there are few rows.
+    """
     fewer_rows = 2 * len(rows) <= len(places) and len(places) >= _CHOICES
     wide = rows.shape[1] >= LANES
     return fewer_rows and wide and unsupported(op, rows, order, places) is None

@@ -15,8 +15,8 @@ Items = tuple[tuple[str, Value], ...]  # The (name, value) pairs of a mapping, s
 Source = Literal["measured", "estimated", "heuristic"]
 
 _FORMAT = 1
-# The maximum ratio between an entry's number of tokens and the requested one: for a larger ratio,
-# the best blocks for one number say little about the other.
+# Maximum ratio between an entry's number of tokens and the requested number. At a larger ratio, the
+# entry is not used, because its blocks say little about the best blocks for the requested number.
 _NEAR = 4
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
@@ -97,7 +97,11 @@ class Table:
     faults: tuple[str, ...] = ()
 
     def candidates(self, device: str, kernel: str, key: Items, tokens: int) -> list[Entry]:
-        """Return the entries that may fit, those with the most similar number of tokens first."""
+        """Return a kernel's entries for a device, a key and a similar number of tokens.
+
+        The entries with the most similar number come first. If the table is `exact`, only entries
+        with the same number are returned.
+        """
         found = [e for e in self.entries if (e.device, e.kernel, e.key) == (device, kernel, key)]
         if self.exact:
             return [e for e in found if e.tokens == tokens]
