@@ -16,7 +16,7 @@ FRACTION_BITS_RANGE = range(0, 21)
 
 
 class StackSlice(NamedTuple):
-    """The slice `stack[index]` of a stacked array, which is passed in place of the slice.
+    """A reference to the slice `stack[index]` of a stacked array, passed in place of the slice.
 
     An op that accepts a `StackSlice` returns the same result as for the slice itself. A kernel
     reads the slice directly from the stack, so a loop over the slices need not copy each slice

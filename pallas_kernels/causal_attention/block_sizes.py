@@ -119,7 +119,7 @@ class KernelWork(NamedTuple):
         return count if count * need <= target().vmem_part(_KEPT) else 1
 
     def supports_rows(self, tokens: int) -> bool:
-        """Return whether the kernels support size-major rows for sequences of this many tokens."""
+        """Return whether the kernels support size-major arrays for sequences of this length."""
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
         fit = tokens <= self.span and self.vmem_bytes(tokens) <= target().vmem_limit

@@ -45,7 +45,7 @@ def most_entries(capability: int) -> int:
     """Return the maximum head size for which cuDNN has both a forward and a backward kernel.
 
     On Blackwell, cuDNN's support table (9.18) lists 256 for the forward and 128 for the backward
-    pass. A training step with 136 or more would be refused at run time.
+    pass. A training step with heads of 136 entries or more would be refused at run time.
     """
     return 256 if capability // 10 == 9 else 128
 
@@ -60,7 +60,7 @@ def refused(
     length: int,
     dtype: jnp.dtype | str,
 ) -> str | None:
-    """Return the reason, in one line, if cuDNN does not support such heads, else None.
+    """Return the reason, in one line, if cuDNN does not support such a call, else None.
 
     Args:
       capability: ten times the device's compute capability: 80 is sm_80.
@@ -156,7 +156,7 @@ def part_backward(
 
 
 def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
-    """Return the whole sequence as one part; the kernel's causal mask hides later keys."""
+    """Return operands with the whole sequence as one part; a causal mask hides later keys."""
     q, kv = operands.qkv, operands.kv
     if kv is None:
         q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
@@ -176,7 +176,7 @@ def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
 def _backward(
     operands: PartOperands, results: ResultsAndCotangent, *, causal: bool, interpret: bool
 ):
-    """Return the cotangents of q and kv of attention to one part."""
+    """Return the cotangents of the queries, and of the keys and values, of one part."""
     arrays = _with_entries(operands)
     sums = results.log_sums.astype(jnp.float32)
     if operands.slopes is not None:

@@ -60,7 +60,7 @@ def code_size(length: int) -> int:
 
 
 def append_entries(x: Float[Array, "B N H D"], *entries: Float[Array, "#B #N #H _"]) -> Array:
-    """Append extra entries to those of x, and zeros up to a multiple of 8."""
+    """Append `entries` to each vector of x, and zeros up to a multiple of 8 entries."""
     entries = (jnp.broadcast_to(e, (*x.shape[:3], e.shape[-1])) for e in entries)
     return pad_vectors(jnp.concatenate([x, *entries], axis=-1))
 

@@ -28,7 +28,7 @@ def form(
     length: int = 2048,
     dtype: str = "bfloat16",
 ) -> Form:
-    """Return the implementation that attention uses by default, in both passes.
+    """Return the implementation that attention uses by default, forward and backward.
 
     Args:
       capability: ten times the device's compute capability: 80 is sm_80.

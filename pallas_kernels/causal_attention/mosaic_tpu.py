@@ -169,7 +169,7 @@ def _delta(results: ResultsAndCotangent) -> Float[Array, "B Q H"]:
 
 
 def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands, Blocks]:
-    """Return operands for the blockwise kernels, and block sizes that divide Q and K."""
+    """Return operands for the blockwise kernels, and block sizes that divide their lengths."""
     k, v = operands.keys_and_values
     heads, kv_heads = operands.q.shape[2], k.shape[2]
     blocks = _blocks(kernel, operands, _key(operands, (heads, kv_heads), "head_major"))

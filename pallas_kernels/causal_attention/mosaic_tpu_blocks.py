@@ -215,9 +215,9 @@ def attention_backward_of_rows(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B D P N"]:
-    """Return the cotangent of size-major rows.
+    """Return the cotangent of queries, keys and values in one size-major array.
 
-    `KernelWork.supports_rows` says whether the kernels support size-major rows.
+    `KernelWork.supports_rows` says whether the kernels support such an array.
     """
     call = _call_of(operands, blocks, by_keys=True)
     B, rows = operands.q.array.shape[0], operands.q.array.shape[2]
@@ -598,7 +598,7 @@ def _of_keys(call: _BlocksCall, size: int, first: int = 0) -> pl.BlockSpec:
 
 
 def _of_out(call: _BlocksCall, table: str) -> pl.BlockSpec:
-    """Return the block spec for the size-major rows of an output or of its cotangent."""
+    """Return the block spec for a size-major block of the output or of its cotangent."""
     layout = call.layout_out
     index = lambda b, g, p, tables: (b, 0, g, tables[table][p])
     return _spec(call, (1, layout.size, layout.rows, layout.tokens), index)

@@ -88,7 +88,7 @@ class Layout(NamedTuple):
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
 
     def read_heads(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
-        """Return the heads (one or two) that share word number `row` of every entry."""
+        """Return the heads (one or two) whose entries are stored in word `row` of each entry."""
         return self.read_heads_of_tiles(
             [words.at[tile] for tile in range(self.tokens // LANES)], row
         )
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
     def write_heads(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """Write the heads that share word number `row` of every entry, the inverse of `read_heads`.
+        """Write heads to word `row` of each entry, the inverse of `read_heads`.
 
         The heads may have a wider dtype than the rows.
         """

@@ -78,7 +78,7 @@ def part_backward(
 
 
 def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
-    """Return the whole sequence as one part; a causal mask hides later keys."""
+    """Return operands with the whole sequence as one part; a causal mask hides later keys."""
     q, *kv = reference.split(operands, kv_heads)
     return _separated(
         PartOperands(q, tuple(kv), operands.scale, 0, operands.slopes, operands.segments)
@@ -233,7 +233,7 @@ class _OnlineBlocks:
     ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"]]:
         """Return a pair's logits, and the mask of visible keys.
 
-        Masked logits are the smallest finite float instead of -inf.
+        Masked logits are the lowest finite float instead of -inf.
         """
         operands = self._operands
         ranges = zip(pair, self._sizes, strict=True)

@@ -174,7 +174,7 @@ def of_part(length: int, segments: Segments | None):
 def _logits(q, k, scale, slopes, positions, shift, mask):
     """Return the logits [B, H, queries, keys] of the queries at `positions`.
 
-    Masked logits are the smallest finite float instead of -inf.
+    Masked logits are the lowest finite float instead of -inf.
     """
     dtype = jnp.result_type(q, jnp.float32)
     logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)

@@ -128,7 +128,7 @@ def _backward_kernel(call: "_ChunksCall", inputs, outputs, scratch):
 
 
 def _load(call: "_ChunksCall", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
-    """Load chunk n for the step's group of heads, and the masks of its tokens."""
+    """Load the operands of chunk n for the grid step's group of heads, and the chunk's masks."""
     wide = lambda name: inputs[name][0].astype(jnp.float32)
     beta = inputs["beta"][0, 0]
     beta = jnp.stack([beta[:, head : head + 1] for head in range(call.group)])

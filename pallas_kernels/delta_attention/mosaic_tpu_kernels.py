@@ -216,11 +216,11 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
-    """Return three kinds of sums of x, built only from smaller sums and never from differences.
+    """Return three kinds of sums of x over tokens, built from smaller sums and not differences.
 
     Returns:
-      For every level, the sums between a token and the middle of its block; the sum up to and
-      including each token; and the sum over the tokens after it.
+      For every level and token, the sum between the token and the middle of its block; for each
+      token, the sum up to and including it; and for each token, the sum over the tokens after it.
     """
     before, behind, total, between = x, jnp.zeros_like(x), x, []
     for half in _halves(x.shape[1]):
@@ -253,7 +253,7 @@ def _lower(shape, half):
 
 
 def _sibling(x, half):
-    """Return, for each token i, the row of token `i xor half`."""
+    """Return x with the row of each token i replaced by the row of token `i xor half`."""
     heads, size, width = x.shape
     if half >= _SUBLANES:
         x = x.reshape(heads * size // (2 * half), 2, half, width)

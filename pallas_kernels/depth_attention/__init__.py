@@ -253,7 +253,7 @@ def depth_attention_merge(
       norm_gain: the gain of the output's norm; None if `norm` is None.
       active: whether there is a running sum. Before the first sublayer of a block there is none.
       norm: the norm of the output, "layernorm" or "rmsnorm", or None for no norm. For matrices, no
-        kernel supports a norm, because the read with keys that follows normalises.
+        kernel supports a norm, because a later op reads the mix with keys and normalises it.
       epsilon, norm_epsilon: the epsilons of the keys' norm and of the output's norm.
       implementation: None selects the fastest one for the platform that the program is lowered for.
 

@@ -21,7 +21,7 @@ from pallas_kernels.depth_attention.interface import (
 
 
 class MatricesAsVectors:
-    """An implementation of the depth-attention ops for matrices that calls one for vectors.
+    """An implementation of the depth-attention ops for matrices, by ops for vectors.
 
     The methods are the functions of `interface`.
     """

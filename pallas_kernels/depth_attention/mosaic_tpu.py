@@ -557,9 +557,9 @@ def _parameter(call: VectorsCall, x):
 
 
 def _tiled(call: VectorsCall, x):
-    """Convert [S, T] to float32 tiles [tiles, S, tokens], and pair these with their block spec.
+    """Convert x [S, T] to float32 tiles [tiles, S, tokens], and pair the tiles with a block spec.
 
-    If x is None, the shape of such tiles is returned in their place, for an output.
+    If x is None, the operand is an output: the shape of the tiles is returned in their place.
     """
     tokens = call.blocks.tokens
     shape = (call.tiles, call.S, tokens)

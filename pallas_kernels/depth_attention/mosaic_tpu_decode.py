@@ -48,7 +48,7 @@ def serves(operands: Partial) -> bool:
 
 
 def _tokens(operands: Partial) -> int | None:
-    """Return the number of tokens per grid step; None if they do not fit in VMEM."""
+    """Return the number of tokens per grid step; None if no such number fits in VMEM."""
     S, (N, T, D) = operands.queries.shape[0], operands.sources.shape
     each = 2 * (N + S) * D * jnp.dtype(operands.sources.dtype).itemsize
     fitting = (

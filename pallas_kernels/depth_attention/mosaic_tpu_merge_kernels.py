@@ -60,7 +60,7 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
 
     def existing(x, group):
-        """Zero x beyond the last token, where memory may hold arbitrary values."""
+        """Return x with 0 beyond the last token, where memory may hold arbitrary values."""
         if call.tokens % call.blocks.tokens == 0:
             return x
         token = jax.lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0)

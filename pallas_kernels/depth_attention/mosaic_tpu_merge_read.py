@@ -47,7 +47,7 @@ from pallas_kernels.target import target
 # Maximum VMEM for blocks and scratch, in sixtieths of the VMEM limit. The remainder is left to the
 # compiler.
 _BUDGET = 46
-# If a matrix exceeds the budget, the merge and the read run as separate kernels.
+# The fallback if `_read` finds no tile that fits: the merge and the read run as separate kernels.
 _SEPARATE = SeparateMergeRead(matrices, key_vector)
 
 

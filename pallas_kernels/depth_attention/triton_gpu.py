@@ -381,8 +381,8 @@ def _blocks_of(call: GpuCall, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# The kernels that must sum logits in the same order. The backward pass then computes the same bits
-# as the forward pass.
+# Kernels that must sum the terms of a logit in the same order, so that the backward pass computes
+# bitwise the same logits as the forward pass.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 
 

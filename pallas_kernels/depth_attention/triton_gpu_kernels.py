@@ -263,7 +263,8 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     mixes = _each_tile(blocks, count, load, tile, mixes)
     totals = [mix.mean for mix in mixes]
     if not hasattr(ref, "delta"):
-        # Without `delta` there is no prior, so the weights of these sources sum to exactly 1.
+        # Without `delta` there is no prior, so the weights of the sources alone sum to 1, and
+        # `totals` needs no correction.
         return totals
     for k, (s, mix) in enumerate(zip(sites, mixes, strict=True)):
         share = jnp.where(mix.total == 0, 0.0, jnp.exp(mix.log_sum - ref.log_sums[s, t]))

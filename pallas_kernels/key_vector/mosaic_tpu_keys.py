@@ -64,11 +64,14 @@ class ReadKeys:
         return self.gain[pl.ds(self.first + v, 1)]
 
     def folded(self, v):
-        """Return `G` [P, K] at index v of the slab, in the data's dtype."""
+        """Return `G[v]` [P, K], the read keys times the gain, in the data's dtype.
+
+        v is an index within the slab.
+        """
         return (self.read_keys[...] * self.of_gain(v)).astype(self.call.sizes.data_dtype)
 
     def sums(self, v):
-        """Return the sums over K of `G` at index v of the slab: [P, 1]."""
+        """Return the sums over K of `G[v]` (see `folded`), for index v of the slab: [P, 1]."""
         return jnp.sum(self.folded(v).astype(jnp.float32), axis=1, keepdims=True)
 
     def add_gradients(self, outputs, v, d_folded):

@@ -65,7 +65,7 @@ def store_norm_retrieve(
     norm: Norm,
     epsilon: float,
 ) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
-    """Compute `store`, and then `norm_retrieve` from its result, in the data's dtype.
+    """Compute `store`, and then `norm_retrieve`, which returns vectors in the data's dtype.
 
     The stored residual is rounded to its dtype before it is read.
     """

@@ -133,7 +133,7 @@ def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether plain JAX is used: for the backward pass of a store alone or a read alone."""
+    """Return whether `op` is the backward pass of a store alone or a read alone: plain JAX."""
     return op == "backward" and not (site.stores and site.reads)
 
 

@@ -124,7 +124,7 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
         )
         outputs["values"][at, :] = values
         pieces = [values[:, start : start + LANES] for start in starts]
-        if vocab % columns:  # Mask columns past the end of the vocabulary, which are undefined.
+        if vocab % columns:  # Columns past the end of the vocabulary are undefined; mask them.
             inside = [lane < left - start for start in starts]
             pieces = [jnp.where(*one, _NONE) for one in zip(inside, pieces, strict=True)]
         before = outputs["most"][at, :]
@@ -132,7 +132,7 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
         outputs["most"][at, :] = most
         sums = [jnp.exp(piece - most) for piece in pieces]
         outputs["sum"][at, :] = sum(sums, outputs["sum"][at, :] * jnp.exp(before - most))
-        # A target in another block of columns matches no lane here.
+        # A target in another block of columns matches no lane here and leaves `chosen` unchanged.
         word = jnp.broadcast_to(inputs["words"][at, :] - block * columns, (rows, LANES))
         chosen = outputs["chosen"][at, :]
         for start, piece in zip(starts, pieces, strict=True):

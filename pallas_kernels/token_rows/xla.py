@@ -1,4 +1,4 @@
-"""Sums of rows in plain JAX: choices without a row read zeros, and all choices are added up."""
+"""Sums of rows in plain JAX: all choices are added up, and a choice without a row counts as 0."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

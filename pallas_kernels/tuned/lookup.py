@@ -354,7 +354,7 @@ def shipped() -> Iterator[tuple[str, str]]:
 def fingerprint() -> str:
     """Return a hash of the package's tables and the user's table.
 
-    Equal hashes mean that equal look-ups return equal blocks, apart from the tables of `tuned`.
+    If the hash is equal, equal look-ups return equal blocks, unless `with tuned(table)` is used.
     """
     texts = [package_table(*where).text() for where in sorted(shipped())]
     return hashlib.sha256("".join((*texts, user_table().text())).encode()).hexdigest()[:12]

@@ -22,7 +22,7 @@ _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
 
 def items(values: Mapping[str, Value]) -> Items:
-    """Return the (name, value) pairs of a mapping, sorted by name, which can be a dict key."""
+    """Return the (name, value) pairs of a mapping as a sorted tuple, which can be a dict key."""
     return tuple(sorted(values.items()))
 
 
@@ -88,7 +88,7 @@ class Table:
       name: the name of the source, for messages.
       entries: the entries, at most one per identity.
       exact: whether an entry is used only for exactly its own number of tokens.
-      faults: messages of one line, one per entry that was skipped, that say why it is invalid.
+      faults: for each entry that was skipped, a one-line message that says why it is invalid.
     """
 
     name: str
