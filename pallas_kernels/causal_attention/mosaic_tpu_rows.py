@@ -196,7 +196,7 @@ def _first_rows(call: Any) -> dict[str, int]:
 
 
 def write_out(layout: Layout, ref) -> None:
-    """Write the heads of the output "out" to the output's block of size-major rows."""
+    """Write the heads of the output, `ref["out"]`, to its size-major block, `ref["rows_out"]`."""
     _write_heads(layout, ref, ref["out"].at[0], 0)
     layout.deliver(ref["words"], ref["rows_out"].at[0])
 

@@ -1,4 +1,4 @@
-"""Checks of the depth-attention ops' arguments, which run before an op is traced."""
+"""Checks that run on the arguments of a depth-attention op before the op is traced."""
 
 import jax.numpy as jnp
 
