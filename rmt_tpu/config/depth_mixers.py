@@ -105,6 +105,11 @@ class _DepthAttention(BankedSystem):
         options = (self.query, self.weights, self.key_norm, self.num_heads)
         return options == ("static", "softmax", True, 1)
 
+    @property
+    def decode_kernels(self) -> bool:
+        """Whether kernels for decode steps can compute this mixer: the same as `fused`."""
+        return self.fused
+
 
 @dataclass(frozen=True)
 class FullAttention(_DepthAttention):

@@ -31,6 +31,8 @@ class System(Checked):
         per sum of outputs.
       adds_up: whether outputs are summed over depth. If so, the weights that write to the residual
         have smaller initial values in deeper models, and the input of each sublayer is normalised.
+      decode_kernels: whether kernels for the few tokens of a decode step compute the mixer on a
+        vector store.
       second_input: input width of the second sublayer in a layer, as a multiple of the model's
         width. If this multiple exceeds 1, the hidden layer of that sublayer is normalised.
     """
@@ -42,6 +44,7 @@ class System(Checked):
     banked: ClassVar[bool] = False
     adds_up: ClassVar[bool] = True
     second_input: ClassVar[int] = 1
+    decode_kernels: ClassVar[bool] = False
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
         """Raise UsageError if the mixer's options do not fit the depth or the residual's size."""

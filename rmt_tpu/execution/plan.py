@@ -109,10 +109,9 @@ def _dtype_reason(config: RunConfig, schedule: str) -> str:
 
 
 def _decode_kernels(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
-    fused = model.mixer.banked and getattr(model.mixer, "fused", False)
     # The kernels, like the reversible schedule, support only mixers whose state is the residual.
     alone = "reversible" in model.mixer.remats
-    if not (alone if model.store.has_keys else fused):
+    if not (alone if model.store.has_keys else model.mixer.decode_kernels):
         return Choice(False, "this store and mixer have none")
     if divided:
         return Choice(False, "they do not support a mesh that divides D_k")

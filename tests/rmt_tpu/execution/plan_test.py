@@ -65,7 +65,7 @@ def test_decoding_has_kernels_for_some_models_on_tpus():
     of = lambda name, *where: plan(name, *where).decode_kernels
     assert of("rmt-tiny", "v5e:2x2").value and of("attnres-tiny", "v5e:2x2").value
     assert not of("rmt-tiny").value and "TPUs" in of("rmt-tiny").reason
-    for name in ("gpt2-tiny", "rmt-attnres-tiny"):
+    for name in ("gpt2-tiny", "rmt-attnres-tiny", "delta-tiny"):
         assert "store and mixer" in of(name, "v5e:2x2").reason
 
 
