@@ -119,7 +119,7 @@ class DeltaAttention(DepthAttention):
         d_prior: DeltaPrior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Run phase one backwards: see `protocols.BankMixer`."""
+        """Run the backward pass of phase one: see `protocols.BankMixer`."""
         d_mixed, d_log_sums, d_h = d_prior
         # No site reads the last mean and log-sum-exp: only h depends on that mean.
         d_mixed = stacks.update_at(d_mixed, count * d_h, len(scores))

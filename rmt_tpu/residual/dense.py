@@ -69,9 +69,9 @@ class Dense(nnx.Module):
         return sublayer // 2 + 1
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
-        """Return one row of the matrix a_ij per sublayer.
+        """Return, for each sublayer, the row of the matrix a_ij for its layer.
 
-        Both sublayers of layer i + 1 get row i, and the first one uses it.
+        Both sublayers of layer i + 1 get row i; only the first one uses it.
         """
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
@@ -87,7 +87,7 @@ class Dense(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """Run phase one: sum what the rows before a group add to the input of each of its layers.
+        """Run phase one: for each layer of a group, sum the rows before the group with its weights.
 
         `scores` has two equal rows of weights per layer, and `count` is the number of rows before
         the group.
@@ -107,7 +107,7 @@ class Dense(nnx.Module):
         d_prior: Array,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Run phase one backwards: see `protocols.BankMixer`."""
+        """Run the backward pass of phase one: see `protocols.BankMixer`."""
         _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
         d_scores, of_prior = pullback(d_prior)
         return d_scores, d_bank + of_prior
@@ -161,7 +161,7 @@ class Dense(nnx.Module):
     ) -> tuple[Read, tuple]:
         """Run all layers one by one; see `protocols.BankMixer`.
 
-        The weights do not depend on the tokens.
+        The weights do not depend on the tokens, so none are returned.
         """
         matrix = self.matrix()
         inputs = [store.write(store.hold(state), y, sublayers[0].site.writer)]
@@ -197,7 +197,7 @@ def _mix(
     rows: Float[Array, "rows batch seq *shape"],
     active: Bool[Array, " rows"],
 ) -> Float[Array, "layers batch seq *shape"]:
-    """Return one weighted sum of the active rows per layer, in the dtype of the rows.
+    """Return, for each layer, a weighted sum of the active rows, in the dtype of the rows.
 
     The sums are accumulated in at least float32.
     """

@@ -57,8 +57,6 @@ class DepthAblation(depth_attention.DepthAttention):
         how = {"std": 0.0, "role": "gain", "axes": ("source",)}
         self.logits = parameter(seed / "logits", shape, **how) if scalars else None
 
-    # All layers of a stack form one group, and every site of the group reads the entire bank.
-
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return one group with all layers, because each site reads all earlier rows by itself.
 
@@ -73,7 +71,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return 0
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """Return, for each sublayer's site, the query; or the learned logits for "scalars"."""
+        """Return each sublayer's query, or its learned logits in the ablation "scalars"."""
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
@@ -178,9 +176,10 @@ class DepthAblation(depth_attention.DepthAttention):
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
 
     def _query(self, at, query, rows, count, current, running):
-        """Return the query of one site, multiplied by the gain of the keys.
+        """Return the query of one site; the argument `query` already includes the gain of the keys.
 
-        An "input" query adds a projection of the newest source, which differs between tokens.
+        For an "input" query, a projection of the newest source is added, so that the query differs
+        between tokens.
         """
         if self.mixer.query != "input":
             return query
@@ -209,7 +208,7 @@ class DepthAblation(depth_attention.DepthAttention):
     def seen(self, site: int) -> list[int]:
         """Return the indices of the sources that a site attends to, oldest first.
 
-        With a window, these are the embedding and the newest other sources.
+        With a window, these are the embedding and the newest `window` of the other sources.
         """
         every, window = super().seen(site), getattr(self.mixer, "window", None)
         return every if window is None else [0, *every[1:][-window:]]
@@ -238,5 +237,5 @@ class DepthAblation(depth_attention.DepthAttention):
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
-    """Return the rows with each token's numbers in one axis, in at least float32."""
+    """Return the rows with each token's entries flattened into one axis, in at least float32."""
     return rows.reshape(*rows.shape[:3], -1).astype(jnp.result_type(rows, jnp.float32))

@@ -4,7 +4,8 @@ Kimi Team (2026), equations 2 to 6. The outputs may first be summed over blocks 
 The sources of a site, which precedes a sublayer, are the embedding, the sums of the complete
 blocks, and the running sum of the block that is not complete yet:
 
-    v_0 = embedding      v_n = sum of the outputs of block n      v' = sum of the outputs since
+    v_0 = embedding      v_n = sum of the outputs of block n
+    v' = sum of the outputs since the last complete block
     logit_i = <gain * query, v_i> / rms(v_i)       h = sum_i softmax(logit)_i v_i      z = read(h)
 
 Every site has a gain and a query. Queries are initialised to zero, which gives a plain mean. Full
@@ -59,7 +60,7 @@ class Prior(NamedTuple):
 
 
 class DepthAttentionMix(nnx.Module):
-    """The parameters of attention over depth at one site, both shaped like a source.
+    """The query and the key gain of attention over depth at one site, each shaped like a source.
 
     Attributes:
       query: the query, initialised to zero.
@@ -69,8 +70,8 @@ class DepthAttentionMix(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         shape = config.residual_shape
         axes = ("width",) if len(shape) == 1 else ("key", "head")
-        # A logit is a sum over all numbers of a source, which the norm makes of order 1. The fan-in
-        # is therefore the size of a source.
+        # A logit is a sum over all entries of a source. The norm makes each entry about 1, so the
+        # fan-in is the size of a source.
         fan_in = config.residual_size
         self.query = parameter(
             seed / "query", shape, std=0.0, role="gain", axes=axes, fan_in=fan_in
@@ -116,7 +117,7 @@ class DepthAttention(nnx.Module):
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
-        # Of all groups, take the one that starts furthest into a block.
+        # All groups get the number of rows that the group which starts furthest into a block needs.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
@@ -130,8 +131,8 @@ class DepthAttention(nnx.Module):
     def _phase_layers(self, period: int, repeat: int) -> int:
         """Return the number of layers per group.
 
-        A larger group makes fewer passes over the rows before groups, but its sites read more rows
-        of their own group.
+        Larger groups need fewer passes over the rows before each group, but each site reads more
+        rows of its own group.
         """
         if self.block > 1:
             return min(-(-2 * self.block // period), repeat)
@@ -209,7 +210,7 @@ class DepthAttention(nnx.Module):
         d_prior: Prior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Run phase one backwards: see `protocols.BankMixer`."""
+        """Run the backward pass of phase one: see `protocols.BankMixer`."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
                 _shaped(scores, bank),
@@ -239,8 +240,8 @@ class DepthAttention(nnx.Module):
         """Return the rows, and the result of `_partial` on the rows.
 
         Later sites read the returned rows and not the argument. The backward pass of this site then
-        receives the gradient of the rows from later sites, and its kernel adds this site's share in
-        the same pass.
+        receives the gradient of the rows from later sites, and its kernel adds the gradient of this
+        site's read in the same pass.
         """
         options = {"epsilon": self.epsilon, **self._divided()}
 
@@ -345,7 +346,7 @@ class DepthAttention(nnx.Module):
         done = at.sublayer + 1
         own = self._row(at.sublayer) - self.first_row(at.group)
         sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
-        # The row may be written before its block is complete, because no site reads the row before.
+        # The row may be written before its block is complete, because no site reads it until then.
         rows = stacks.write_unread(rows, current, own, sealed)
         return rows, jnp.where(sealed, 0, current)
 
@@ -383,7 +384,7 @@ class DepthAttention(nnx.Module):
     ) -> DepthWeights:
         """Return the mean weight of each source at each site: see `protocols.BankMixer`.
 
-        The weight of an incomplete block is listed under the name of the complete block.
+        A site's weight of an incomplete block is listed in the column of that block.
         """
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]
@@ -420,5 +421,5 @@ class DepthAttention(nnx.Module):
 def _shaped(
     queries: Float[Array, "sites D"], rows: Float[Array, "rows batch seq *shape"]
 ) -> Float[Array, "sites *shape"]:
-    """Return the queries in the shape of a source, which is a matrix if the residual is one."""
+    """Reshape the queries to the shape of a source: a vector or a matrix, like the residual."""
     return queries.reshape(-1, *rows.shape[3:])

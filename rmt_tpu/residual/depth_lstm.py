@@ -83,7 +83,7 @@ class DepthLstm(nnx.Module):
     def start(
         self, store: StepwiseStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[LstmState, Array]:
-        """Return the LSTM's state before the first write, and the embedding y, written first.
+        """Return the LSTM's state before the first write, and y, the embedding.
 
         The output gate is fully open, so that the output o_0 is the whole embedding.
         """

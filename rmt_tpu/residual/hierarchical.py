@@ -101,7 +101,7 @@ class Hierarchical(nnx.Module):
     def start(
         self, store: Store, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[HierarchicalState, Array]:
-        """Return the mixer's state before the first write, and the embedding y, written first."""
+        """Return the mixer's state before the first write, and y, the embedding."""
         residual = store.hold(state)
         inputs = jnp.zeros((self.every, *residual.shape), residual.dtype)
         return HierarchicalState(residual, inputs), y

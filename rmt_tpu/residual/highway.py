@@ -59,7 +59,7 @@ class Highway(nnx.Module):
     def start(
         self, store: StepwiseStore, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[HighwayState, Array]:
-        """Return the mixer's state before the first write, and the embedding y, written first."""
+        """Return the mixer's state before the first write, and y, the embedding."""
         residual = store.hold(state)
         scale = jnp.ones_like(residual) if self.mixer.form == "gated" else None
         return HighwayState(residual, scale), y

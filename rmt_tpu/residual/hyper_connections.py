@@ -204,7 +204,7 @@ class DynamicMix(nnx.Module):
         """Return each token's read, write and mixing coefficients, computed from its streams."""
         static = self.static(streams)
         projected = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
-        projected = jnp.stack(projected, axis=1)  # [2 + m, from, batch, seq]
+        projected = jnp.stack(projected, axis=1)  # [2 + m, source stream, batch, seq]
         projected = jnp.tanh(projected) if self.tanh else projected
         s_a, s_b = self.scales[...]
         return Coefficients(

@@ -150,7 +150,8 @@ class Store(nnx.Module):
         if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # This write runs once per step and for one row only, so a kernel would save no time.
+        # This write runs once per step, usually for the positions of a single text that all texts
+        # share, so a kernel would save no time.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
@@ -357,7 +358,7 @@ class Store(nnx.Module):
         return g.rebuilt, g.residual, g.data, d_site, z_before
 
     def reads_stacks(self, residual: Shaped[Array, "key_batch seq local_D_k D_v"]) -> bool:
-        """Return whether the kernel for decode steps, which reads stacks, supports the residual."""
+        """Return whether the decode-step kernel that reads from stacks supports this residual."""
         return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):

@@ -408,7 +408,7 @@ class BankMixer(Protocol):
         d_prior: Any,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites *scored"], Bank]:
-        """Run phase one backwards, from the cotangent `d_prior` of its result.
+        """Run the backward pass of phase one, from the cotangent `d_prior` of its result.
 
         Returns:
           The cotangent of `scores`; and `d_bank`, an earlier cotangent of the bank, with the
