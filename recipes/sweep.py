@@ -284,7 +284,9 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
             config = dataclasses.replace(config, model=model)
             measured[kind][width] = coordinates.measure(config, batch, steps=_COORDINATES.value)
         if len(measured[kind]) < len(variants):
-            raise UsageError("--coordinates needs different widths; two variants have the same")
+            raise UsageError(
+                "--coordinates needs variants of different widths; two variants have the same width"
+            )
     print(coordinates.write_check(measured, folder))
     print(f"picture: {folder}/coordinates.png")
     return 0

@@ -46,8 +46,8 @@ _CHECK_KERNELS = flags.DEFINE_enum(
     "check_kernels",
     "auto",
     ["auto", "off"],
-    "auto: compare the step's kernels with their equations, once per kind of device, and use plain "
-    "JAX for an op that differs; off: do not compare",
+    "auto: compare the results of the step's kernels with those of plain JAX, once per kind of "
+    "device, and use plain JAX for an op whose results differ; off: do not compare",
 )
 common.define_run_flags()
 members.define_distributed_flags()

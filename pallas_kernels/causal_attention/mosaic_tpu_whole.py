@@ -57,7 +57,7 @@ class _WholeCall(NamedTuple):
 
     @property
     def direct(self) -> bool:
-        """Whether heads are extracted from the inputs in place, in tiles of 128 tokens."""
+        """Whether kernels read heads from the inputs without a copy, in tiles of 128 tokens."""
         return self.rows == "size_major" and self.layout(self.heads).direct
 
     def layout(self, vectors: int) -> Layout:

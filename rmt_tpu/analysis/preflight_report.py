@@ -68,7 +68,10 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
 
 
 def _unit(report: Preflight) -> tuple[int, str]:
-    """Return the unit for sizes, in bytes, and its name: MiB if all kinds are below 0.1 GiB."""
+    """Return the number of bytes in the unit for sizes, and the unit's name.
+
+    The unit is MiB if every kind of memory takes less than 0.1 GiB, and GiB otherwise.
+    """
     small = max(report.memory.values()) < 0.1 * 2**30
     return (2**20, "MiB") if small else (2**30, "GiB")
 

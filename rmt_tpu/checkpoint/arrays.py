@@ -223,8 +223,7 @@ def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]
     """Return the distinct pieces of a stored array that the devices of this process need.
 
     Args:
-      leaf: the array, or an object with its shape, dtype and sharding, as which the stored array is
-        restored.
+      leaf: the array to restore, or an object that gives its shape, dtype and sharding.
       shape: the shape of the stored array. For PRNG keys it has one more axis than `leaf`.
 
     Returns:
@@ -245,8 +244,7 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
     """Build the restored array from its pieces, with the type and the sharding of `leaf`.
 
     Args:
-      leaf: the array, or an object with its shape, dtype and sharding, as which the stored array is
-        restored.
+      leaf: the array to restore, or an object that gives its shape, dtype and sharding.
       array: the description of the stored array.
       pieces: the values of the pieces that `own_indices` returns.
 
@@ -324,8 +322,7 @@ def read(
 
     Args:
       stores: the description of each array, with its open TensorStore.
-      leaves: the arrays, or objects with their shapes, dtypes and shardings, as which the stored
-        arrays are restored, by name.
+      leaves: by name, each array to restore, or an object that gives its shape, dtype and sharding.
     """
     plans = [(array, store, _ReadPlan.of(leaves[array.name], array)) for array, store in stores]
     parts = (

@@ -97,8 +97,8 @@ def arm_outcome(arm: Arm, records: Sequence[Record]) -> ArmOutcome:
 def differences(outcome: ArmOutcome, base: ArmOutcome) -> list[float]:
     """Return an arm's final losses minus those of another arm, `base`, seed by seed.
 
-    The list is empty if a run of either arm diverged. If one of the arms has fewer seeds, these are
-    the first seeds of the other arm.
+    The list is empty if a run of either arm diverged. If one of the arms has fewer seeds, only
+    its seeds are compared, which must be the first seeds of the other arm.
     """
     if not (outcome.complete and base.complete):
         return []

@@ -146,7 +146,7 @@ class LocalFolder(Folder):
             return self._kv.read(name).result().state == "missing"
 
     def names(self, name: str = "") -> list[str]:
-        """Return the sorted names of files and subfolders; without a folder there are none."""
+        """Return the sorted names of files and subfolders; [] if the folder does not exist."""
         folder = self.local_path / join(name) if name else self.local_path
         with self._one_line_errors(name):
             try:
