@@ -15,7 +15,8 @@ All streams start as the embedding, and the unembedding reads their mean. Each s
   forgets at most the share c of a stream. With c = 0 streams forget nothing, and rho_i is 1.
 
 With c = 0, the mean of the streams starts as the plain residual, and so does the model. The source
-gives K, c and the start of rho_i only by example, and s not at all.
+gives K, c and the start of rho_i only by example, and neither s nor the form of rho_i: both are our
+reading. All of these weights learn at the rate of the model's other gains.
 """
 
 from typing import NamedTuple
@@ -104,7 +105,9 @@ class WideStreams(nnx.Module):
         # The barrier makes XLA compute u once. Without it, each pass of the norm would compute the
         # sum over all streams again.
         u = sum(read[i] * x.astype(write.dtype) for i, x in enumerate(streams))
-        z = store.read(jax.lax.optimization_barrier(u.astype(y.dtype)), site, y.dtype)
+        # The final site's norm gets the sum before it is rounded to the dtype of data vectors.
+        u = u if last else jax.lax.optimization_barrier(u.astype(y.dtype))
+        z = store.read(u, site, y.dtype)
         if not last:
             write, keep = (x.astype(write.dtype) for x in site.mix.weights())
         return WideState(streams, write, keep), z
