@@ -84,8 +84,12 @@ class Tuner:
         """Search for one kernel's block sizes, at most until the clock shows `until` seconds."""
         found = self._table_entry(problem)
         if found is not None and not self.refresh:
-            old = "" if dict(found.versions) == _versions() else " (other versions; see --refresh)"
-            return TuningOutcome(problem, None, found, f"already in the table{old}")
+            old = (
+                "" if dict(found.versions) == _versions() else " (of other versions; see --refresh)"
+            )
+            return TuningOutcome(
+                problem, None, found, f"its block sizes are already in the table{old}"
+            )
         candidates = problem.candidates()
         known = self.log.known(problem)
         tried = set(known)
@@ -142,7 +146,9 @@ def check_table(out: str) -> None:
     except RunError as error:
         raise UsageError(f"--out={out} cannot be read: {error}") from None
     if table.faults:
-        raise UsageError(f"{table.faults[0]}; fix the file, or move it away")
+        raise UsageError(
+            f"--out={out} has a fault: {table.faults[0]}; fix the file, or move it away"
+        )
 
 
 def _entry(problem: Problem, result: SearchResult) -> tuned.Entry:

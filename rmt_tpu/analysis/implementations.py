@@ -334,7 +334,8 @@ def _usual(row: ImplementationRow, platform: str) -> str:
     names = {choice(row, call, platform, kind).name for call in usual for kind in kinds}
     if len(names) > 1:
         raise ValueError(
-            f"{row.ops[0]} uses {sorted(names)} on {platform}; legal: one implementation"
+            f"the usual calls of {row.ops[0]} on {platform} use several implementations, "
+            f"{sorted(names)}; legal: one"
         )
     (name,) = names
     if name != "xla":

@@ -294,7 +294,10 @@ def assignment_of(program: Program) -> Assignment:
     """
     if program.assignment is None:
         label = program.target.label
-        raise RunError(f"the compiler for {label} did not report its buffer assignment")
+        raise RunError(
+            f"the compiler for {label} did not report its buffer assignment, so the step's memory "
+            "is unknown"
+        )
     return program.assignment
 
 

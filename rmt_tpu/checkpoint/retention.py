@@ -26,10 +26,12 @@ class Retention:
 
     def __post_init__(self):
         if self.last < 1:
-            raise UsageError(f"the last {self.last} checkpoints cannot be kept; legal: at least 1")
+            raise UsageError(
+                f"last={self.last} is not a number of checkpoints to keep; legal: 1 or more"
+            )
         for name, value in (("every", self.every), ("best", self.best)):
             if value < 0:
-                raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
+                raise UsageError(f"{name}={value} is negative; legal: 0 or more")
 
     def retained_steps(self, losses: Mapping[int, float | None]) -> set[int]:
         """Return the committed steps that the rules keep.
@@ -133,7 +135,8 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
         return int(json.loads(found.data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Fault(
-            f"{folder}/{_BACK} is damaged: it contains no step; delete it and the later steps"
+            f"{folder}/{_BACK} is damaged: it does not name the step that the run goes back to; "
+            "delete this file and the checkpoints after that step"
         ) from None
 
 

@@ -48,7 +48,8 @@ class _DepthAttention(BankedSystem):
         if residual_size % self.num_heads:
             raise UsageError(
                 f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
-                f"residual's {residual_size} numbers; legal: a divisor of {residual_size}"
+                f"{residual_size} entries of a token's residual; legal: a divisor of "
+                f"{residual_size}"
             )
 
     def parameters(self, model: Sizes) -> int:
@@ -140,13 +141,14 @@ class FullAttention(_DepthAttention):
         num_layers = num_sublayers // 2
         if self.window is not None and self.window > num_sublayers:
             raise UsageError(
-                f"FullAttention.window={self.window} is more than the {num_sublayers} sublayers "
-                f"of num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all"
+                f"FullAttention.window={self.window} is more than the {num_sublayers} sublayers of "
+                f"num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all sublayers"
             )
         if self.phase_layers is not None and self.phase_layers > num_layers:
             raise UsageError(
-                f"FullAttention.phase_layers={self.phase_layers} is more than num_layers="
-                f"{num_layers}; legal: 1 to {num_layers}, or null to pick"
+                f"FullAttention.phase_layers={self.phase_layers} is more than "
+                f"num_layers={num_layers}; legal: 1 to {num_layers}, or null to choose the number "
+                "automatically"
             )
         return 1
 
@@ -177,7 +179,8 @@ class _Blocks(BankedSystem):
         if len(set_sizes) > 1:
             assignments = " and ".join(f"{name}={getattr(self, name)}" for name in set_sizes)
             raise UsageError(
-                f"{type(self).__name__}.{assignments} both set the blocks' size; give one of them"
+                f"{type(self).__name__}.{assignments} both set the size of blocks; give only one "
+                "of these fields"
             )
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
@@ -195,8 +198,8 @@ class _Blocks(BankedSystem):
                 if size > sublayers:
                     limit = sublayers if name == "sublayers_per_block" else num_layers
                     raise UsageError(
-                        f"{type(self).__name__}.{name}={getattr(self, name)} is more than the "
-                        f"depth of num_layers={num_layers}; legal: 1 to {limit}"
+                        f"{type(self).__name__}.{name}={getattr(self, name)} is more than a model "
+                        f"of num_layers={num_layers} has; legal: 1 to {limit}"
                     )
                 return size
         blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks
@@ -205,9 +208,9 @@ class _Blocks(BankedSystem):
             legal = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
             nearest = sorted(legal, key=lambda n: abs(n - blocks))[:2]
             raise UsageError(
-                f"{type(self).__name__}.num_blocks={blocks} does not divide {sublayers} sublayers "
-                f"into equal blocks and a last one that is no larger; nearest legal: "
-                f"{' or '.join(map(str, sorted(nearest)))}"
+                f"{type(self).__name__}.num_blocks={blocks} cannot be the number of blocks of "
+                f"{sublayers} sublayers, which must have equal sizes except for a smaller last "
+                f"block; nearest legal: {' or '.join(map(str, sorted(nearest)))}"
             )
         return size
 

@@ -233,7 +233,7 @@ def test_errors_are_one_line(store, source, tmp_path):
         ),
         ("prepare_data", ["--input=stdlib", "--output=s3://b/x"], "gs://bucket/path"),
         ("prepare_data", ["--input=stdlib", "--output=x", "--seed=a"], "must be a whole number"),
-        ("train", [*run, f"--data={half}"], "is not complete; run recipes.prepare_data again"),
+        ("train", [*run, f"--data={half}"], "is an incomplete token store; repeat the command"),
         ("train", [*run, f"--data={store}", f"--tokenizer={words}"], "encodes text differently"),
     ]:
         assert said in cli.fail(recipe, *command), command

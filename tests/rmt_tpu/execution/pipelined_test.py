@@ -123,7 +123,10 @@ REFUSED = [
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
         4,
-        "2 sublayers, not a multiple of a block's 4; legal numbers of chunks: 1, 2, 4$",
+        (
+            "2 sublayers, but a chunk must be a multiple of 4 sublayers, .*; legal numbers of "
+            "chunks: 1, 2, 4$"
+        ),
     ),
 ]
 
