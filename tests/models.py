@@ -25,6 +25,7 @@ MIXERS = {
     "mhc": cfg.Mhc(streams=2),
     "mhc-lite": cfg.MhcLite(streams=2),
     "wide": cfg.WideStreams(streams=2, forget=0.1),
+    "scalars": cfg.ResidualScalars(),
     "highway": cfg.Highway(),
     "lstm": cfg.DepthLstm(),
     "hierarchical": cfg.Hierarchical(hidden_dim=10),

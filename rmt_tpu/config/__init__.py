@@ -41,6 +41,7 @@ from rmt_tpu.config.mixers import (
     Mhc,
     MhcLite,
     Mixer,
+    ResidualScalars,
     Sum,
     WideStreams,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "Kernels",
     "Quantiles",
     "RematPolicy",
+    "ResidualScalars",
     "Role",
     "Rope",
     "RunConfig",

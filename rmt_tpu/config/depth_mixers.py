@@ -42,14 +42,14 @@ class _DepthAttention(BankedSystem):
     num_heads: Size = 1
     epsilon: Positive = 1e-6
 
-    def check(self, num_sublayers: int, residual_size: int) -> None:
+    def check(self, model: Sizes) -> None:
         """Raise UsageError if the blocks do not fit the depth, or the heads the residual."""
-        self.sublayers_a_block(num_sublayers)
-        if residual_size % self.num_heads:
+        self.sublayers_a_block(model.num_sublayers)
+        size = model.residual_size
+        if size % self.num_heads:
             raise UsageError(
                 f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
-                f"{residual_size} entries of a token's residual; legal: a divisor of "
-                f"{residual_size}"
+                f"{size} entries of a token's residual; legal: a divisor of {size}"
             )
 
     def parameters(self, model: Sizes) -> int:
@@ -70,7 +70,7 @@ class _DepthAttention(BankedSystem):
         projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
 
-    def logit_terms(self, residual_size: int) -> dict[str, int]:
+    def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return how many terms of order 1 are summed in a logit, by parameter name.
 
         For queries and key gains, the number is the size of the residual divided by `num_heads`.
@@ -79,12 +79,12 @@ class _DepthAttention(BankedSystem):
         """
         if self.query == "scalars":
             return {"logits": 1}
-        terms = residual_size // self.num_heads
+        terms = model.residual_size // self.num_heads
         terms_by_name = {"query": terms}
         if self.key_norm and self.key_gain:
             terms_by_name["key_gain"] = terms
         if self.query == "input":
-            terms_by_name["project"] = terms * residual_size
+            terms_by_name["project"] = terms * model.residual_size
         return terms_by_name
 
     def sources(self, num_sublayers: int) -> list[int]:
@@ -252,9 +252,9 @@ class DeltaAttention(_Blocks):
     key_gain: bool = True
     epsilon: Positive = 1e-6
 
-    def check(self, num_sublayers: int, residual_size: int) -> None:
+    def check(self, model: Sizes) -> None:
         """Raise UsageError if the blocks do not fit the depth."""
-        self.sublayers_a_block(num_sublayers)
+        self.sublayers_a_block(model.num_sublayers)
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters: a query, a gate and, if set, a key gain and a logit."""
@@ -266,13 +266,13 @@ class DeltaAttention(_Blocks):
         size = model.residual_size
         return sum(4 * size * deltas + 2 * size for deltas in self.sources(model.num_sublayers))
 
-    def logit_terms(self, residual_size: int) -> dict[str, int]:
+    def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return the size of the residual for queries and key gains.
 
         Gates and the logits of null sources learn at the rate of the model's other gains.
         """
         names = ("query", "key_gain") if self.key_gain else ("query",)
-        return dict.fromkeys(names, residual_size)
+        return dict.fromkeys(names, model.residual_size)
 
     def sources(self, num_sublayers: int) -> list[int]:
         """Return the number of deltas at each site, in the order of depth."""
@@ -329,12 +329,12 @@ class Hierarchical(System):
     every: Size = 2
     shared: bool = False
 
-    def check(self, num_sublayers: int, residual_size: int) -> None:
+    def check(self, model: Sizes) -> None:
         """Raise UsageError if the model has fewer layers than one node combines."""
-        if self.every > num_sublayers // 2:
+        if self.every > model.num_layers:
             raise UsageError(
-                f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}; "
-                f"legal: 1 to {num_sublayers // 2}"
+                f"Hierarchical.every={self.every} is more than num_layers={model.num_layers}; "
+                f"legal: 1 to {model.num_layers}"
             )
 
     def parameters(self, model: Sizes) -> int:

@@ -4,18 +4,21 @@ A mixer forms a sublayer's input from the outputs of earlier sublayers. A model 
 `2L` sublayers.
 """
 
+from collections.abc import Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 from rmt_tpu.config.checks import Checked
+from rmt_tpu.config.core import Computes
 
 
 @runtime_checkable
 class Sizes(Protocol):
-    """The fields of a `ModelConfig` on which the parameters and FLOPs of a mixer depend."""
+    """The properties of a `ModelConfig` on which the parameters and FLOPs of a mixer depend."""
 
     num_sublayers: int
     num_layers: int
     residual_size: int
+    sublayers: Iterator[Computes]
 
 
 class System(Checked):
@@ -46,8 +49,8 @@ class System(Checked):
     second_input: ClassVar[int] = 1
     decode_kernels: ClassVar[bool] = False
 
-    def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raise UsageError if the mixer's options do not fit the depth or the residual's size."""
+    def check(self, model: Sizes) -> None:
+        """Raise UsageError if the mixer's options do not fit the model's sizes or cores."""
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters that the mixer adds to a model."""
@@ -57,11 +60,12 @@ class System(Checked):
         """Return the mixer's forward FLOPs per token; see `rmt_tpu.cost`."""
         return 0
 
-    def logit_terms(self, residual_size: int) -> dict[str, int]:
+    def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return how many terms of order 1 are summed in a logit over depth, by parameter name.
 
-        A logit over depth scores an earlier output as a source for a sublayer's input. The result
-        is empty for a mixer without such logits.
+        A logit over depth scores an earlier output as a source for a sublayer's input. The
+        logarithm of a residual's scale, if the mixer has learned factors for it, counts as a logit.
+        The result is empty for a mixer without such logits.
         """
         return {}
 

@@ -21,6 +21,7 @@ from rmt_tpu.config.stream_mixers import (
     HyperConnections,
     Mhc,
     MhcLite,
+    ResidualScalars,
     WideStreams,
 )
 
@@ -44,6 +45,7 @@ Mixer = (
     | Mhc
     | MhcLite
     | WideStreams
+    | ResidualScalars
     | Highway
     | DepthLstm
     | Hierarchical

@@ -221,7 +221,7 @@ class ModelConfig(Checked):
                 f"ModelConfig.mixer={kind} needs a feed-forward layer without a gate; legal for "
                 "feed_forward.activation: gelu_tanh, gelu_exact, relu2"
             )
-        mixer.check(self.num_sublayers, self.residual_size)
+        mixer.check(self)
         if isinstance(self.store, MatrixStore) and not mixer.on_matrix:
             raise UsageError(
                 f"ModelConfig.mixer={kind} is defined for a vector store only; legal for a matrix "

@@ -38,6 +38,7 @@ from rmt_tpu.config import (
     ModelConfig,
     NoPositions,
     Positions,
+    ResidualScalars,
     Rope,
     RunConfig,
     SignRule,
@@ -98,6 +99,7 @@ _MIXERS = {
     "mhc-lite": MhcLite(),
     "delta": DeltaAttention(),
     "wide": WideStreams(),
+    "scalars": ResidualScalars(),
 }
 _MODELS |= {
     f"{name}-{size}": replace(_MODELS["gpt2-160m"], mixer=_MIXERS[name])
@@ -110,6 +112,7 @@ _MODELS |= {
         "mhc-lite": "160m",
         "delta": "160m",
         "wide": "160m",
+        "scalars": "160m",
     }.items()
 }
 
@@ -235,6 +238,7 @@ _TINY |= {f"{n}-tiny": replace(_TINY["gpt2-tiny"], mixer=m) for n, m in _DEPTH_M
 _TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 
 _TINY["rmt-wide-tiny"] = replace(_TINY["rmt-tiny"], mixer=WideStreams())
+_TINY["rmt-scalars-tiny"] = replace(_TINY["rmt-tiny"], mixer=ResidualScalars())
 
 _LLAMA_TINY = replace(_llama(4, VectorStore(128), 4, 2, 32, 352), vocab_size=_BYTES)
 _TINY |= {
@@ -303,6 +307,7 @@ _ABOUT = {
     "mhc-lite": "hyper-connections that mix by permutations",
     "delta": "Delta Attention Residuals: the plain residual plus attention over changes to it",
     "wide": "wide streams: several residuals with learned read and write weights",
+    "scalars": "value residual, and learned scales of the residual and the embedding",
     "denseformer": "DenseFormer: weighted sums of layers' outputs",
     "attnres": "Block Attention Residuals",
     "attnres-full": "Full Attention Residuals",
@@ -321,6 +326,7 @@ _ABOUT = {
     "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
     "rmt-delta": "Delta Attention Residuals on a residual matrix",
     "rmt-wide": "wide streams, each a residual matrix",
+    "rmt-scalars": "value residual and learned scales, on a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",
 }
 

@@ -9,6 +9,8 @@ from math import factorial
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Decay, Finite, NonNegative, Size
+from rmt_tpu.config.core import Computes, Heads
+from rmt_tpu.config.cores import Attention
 from rmt_tpu.config.mixer_base import Sizes, System
 from rmt_tpu.errors import UsageError
 
@@ -176,6 +178,91 @@ class WideStreams(System):
         forgetting = (self.forget > 0) * model.num_sublayers
         reads = writes = 2 * (model.num_sublayers + 1)
         return (reads + writes + forgetting) * self.streams * model.residual_size
+
+
+@dataclass(frozen=True)
+class ResidualScalars(System):
+    """The plain residual with learned factors per layer, and the value residual of attention.
+
+    Each option can be used alone. With the default initial values the model starts as the plain
+    one. Zhou et al. (2024) start both factors of values at 0.5.
+
+    Attributes:
+      scalars: whether each layer begins by replacing the residual h by `a h + b x_0`, where x_0 is
+        the residual after the embedding was written.
+      values: whether attention replaces its values V by `l1 V_1 + l2 V`, where V_1 are the values
+        that the first attention sublayer reads.
+      residual_scale: initial value of the factor a. The option `train.depth_rate` multiplies the
+        learning rate of a.
+      embedding_scale: initial value of the factor b.
+      first_value_scale: initial value of the factor l1.
+      value_scale: initial value of the factor l2.
+    """
+
+    kind: ClassVar[str] = "residual_scalars"
+    on_matrix: ClassVar[bool] = True
+    scalars: bool = True
+    values: bool = True
+    residual_scale: Finite = 1.0
+    embedding_scale: Finite = 0.0
+    first_value_scale: Finite = 0.0
+    value_scale: Finite = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not (self.scalars or self.values):
+            raise UsageError(
+                "ResidualScalars.scalars=False with values=False learns no factor; legal: one of "
+                "them True, or mixer=sum for the plain residual"
+            )
+
+    @property
+    def note(self) -> str:
+        """The differences from the plain model, in one line for reports."""
+        of_scalars = (self.residual_scale, self.embedding_scale) == (1, 0) or not self.scalars
+        of_values = (self.first_value_scale, self.value_scale) == (0, 1) or not self.values
+        starts = "starts" if of_scalars and of_values else "does not start"
+        return f"{starts} as the plain model; its factors do not decay"
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether two consecutive sublayers are a layer, which only the scalars a and b need."""
+        return self.scalars
+
+    def check(self, model: Sizes) -> None:
+        """Raise UsageError if values are mixed, but not all layers have values of equal shape."""
+        cores = [core for core in model.sublayers if isinstance(core, Heads)]
+        shapes = {(core.kv_heads, core.head_dim) for core in cores if isinstance(core, Attention)}
+        alike = len(shapes) == 1 and all(isinstance(core, Attention) for core in cores)
+        if self.values and not alike:
+            kinds = sorted({core.kind for core in cores} - {Attention.kind})
+            sizes = sorted(f"attention with {heads} value heads of {d}" for heads, d in shapes)
+            raise UsageError(
+                f"ResidualScalars.values=True needs value heads of one shape in all layers, which "
+                f"only attention has, but the model has {', '.join(sizes + kinds) or 'none'}; "
+                "legal: False"
+            )
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of factors: a and b per layer, l1 and l2 per attention sublayer."""
+        attentions = sum(isinstance(core, Attention) for core in model.sublayers)
+        return 2 * self.scalars * model.num_layers + 2 * self.values * attentions
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the weighted sums of two residuals and of two arrays of values."""
+        values = [core.kv_heads * core.head_dim for core in model.sublayers if self._mixes(core)]
+        return 4 * (self.scalars * model.num_layers * model.residual_size + sum(values))
+
+    def logit_terms(self, model: Sizes) -> dict[str, int]:
+        """Return the number of layers, for the factors a, each of which scales the residual once.
+
+        The logarithm of the residual's final scale is a sum over layers of the logarithms of the
+        factors a. The factors b, l1 and l2 learn at the rate of the model's gains.
+        """
+        return {"residual_scale": model.num_layers} if self.scalars else {}
+
+    def _mixes(self, core: Computes) -> bool:
+        return self.values and isinstance(core, Attention)
 
 
 @dataclass(frozen=True)

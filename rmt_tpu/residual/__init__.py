@@ -46,6 +46,7 @@ from rmt_tpu.residual.highway import Highway
 from rmt_tpu.residual.hyper_connections import HyperConnections
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.protocols import BankMixer, StateMixer
+from rmt_tpu.residual.residual_scalars import ResidualScalars, ScalarsMix
 from rmt_tpu.residual.sum import Sum
 from rmt_tpu.residual.wide_streams import WideMix, WideStreams
 
@@ -90,6 +91,8 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
             return HyperConnections(config)
         case cfg.WideStreams():
             return WideStreams(config)
+        case cfg.ResidualScalars():
+            return ResidualScalars(config, heads_layout(config))
         case cfg.Highway():
             return Highway(config)
         case cfg.DepthLstm():
@@ -116,6 +119,8 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
             site.mix = None if place.last else make_mix(config, seed / "mix", **at)
         case cfg.WideStreams():
             site.mix = None if place.last else WideMix(config.mixer)
+        case cfg.ResidualScalars():
+            site.mix = None if place.last else ScalarsMix(config.mixer, place)
         case cfg.Highway():
             site.mix = None if place.last else highway.HighwayMix(config, seed / "mix")
         case cfg.DepthLstm():

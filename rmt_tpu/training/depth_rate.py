@@ -10,6 +10,10 @@ and steps may be larger in the same proportion. The rule is
 
     factor = min(1, 0.07 * sqrt(tokens per batch / 1024) / (peak rate * m))
 
+The rule also bounds the factors that scale the residual before each layer (`residual_scalars`). One
+step changes the logarithm of the residual's scale by up to the rate in each layer, so m is the
+number of layers.
+
 The number m of terms depends on the parameter. For queries and key gains, m is the size of the
 residual divided by the number of the mixer's heads. For the projections of "input" queries, m is
 the m of queries times the size of the residual. For learned logits, m is 1. muP already divides the
@@ -39,9 +43,10 @@ TOKENS = 1024
 
 
 def is_over_depth(config: RunConfig, path: tuple) -> bool:
-    """Return whether the parameter at `path` in the decoder is one of attention over depth.
+    """Return whether `factors` has a factor for the parameter at `path` in the decoder.
 
-    Such a parameter determines the weights with which a sublayer reads earlier outputs.
+    Such a parameter determines the weights with which a sublayer reads earlier outputs, or scales
+    the residual before a layer.
     """
     names = [str(getattr(part, "key", part)) for part in path]
     return names[-1] in factors(config) and ("mix" in names or names[0] == "mixer")
@@ -51,11 +56,11 @@ def factors(config: RunConfig) -> dict[str, float]:
     """Return the factor for the learning rate of each parameter of attention over depth.
 
     Returns:
-      The factors by parameter name: "query", "key_gain", "project" or "logits". The result is {} if
-      the model has no such parameters.
+      The factors by parameter name: "query", "key_gain", "project", "logits" or "residual_scale".
+      The result is {} if the model has no such parameters.
     """
     size = config.model.residual_size
-    terms = config.model.mixer.logit_terms(size)
+    terms = config.model.mixer.logit_terms(config.model)
     if (factor := config.train.depth_rate) is not None:
         fewest = min(terms.values(), default=1)
         return {name: factor * fewest / m for name, m in terms.items()}

@@ -135,6 +135,7 @@ class Matrix:
 
 def attention_core(core, params, store, site, x, index, config):
     q, k, v = store.heads(x, site, core)
+    v = store.values(site, v)
     if core.bias:
         ends = np.cumsum(core.reads.heads)[:-1]
         q, k, v = (a + b for a, b in zip((q, k, v), np.split(params["bias"], ends), strict=True))
@@ -227,9 +228,13 @@ CORES = {
 }
 
 
-def model(params, tokens, config, mix=plain_sum):
-    """Logits: equations 1 to 11, and 14 to 27; of any cores."""
+def model(params, tokens, config, mix=plain_sum, values=lambda site, v: v):
+    """Logits: equations 1 to 11, and 14 to 27; of any cores.
+
+    `values(site, v)` are the values that an attention sublayer uses in place of v, which it read.
+    """
     store = Matrix(config) if isinstance(config.store, cfg.MatrixStore) else Vector(config)
+    store.values = values
     sublayers = [
         jax.tree.map(lambda p, l=l: p[l], stack[k])
         for stack, of_stack in zip(params["stacks"].values(), config.stacks, strict=True)

@@ -69,6 +69,8 @@ MORE = [
     ("vector", cfg.Highway(form="gated"), "stage=2,fsdp=2", {"virtual_stages": 2}),
     ("vector", cfg.DepthLstm(), "stage=2,data=2", {}),
     ("matrix", cfg.WideStreams(forget=0.1), "stage=2,key=2", {}),
+    ("matrix", cfg.ResidualScalars(), "stage=2,key=2", {}),
+    ("vector", cfg.ResidualScalars(), "stage=2,tensor=2", {"virtual_stages": 2}),
     ("vector", cfg.Mhc(), "stage=2", {"virtual_stages": 2}),
     ("vector", cfg.BlockAttention(num_blocks=2), "stage=2,sequence=2", {"microbatches": 4}),
     ("matrix", cfg.FullAttention(), "stage=2,key=2,fsdp=2", {"virtual_stages": 2}),

@@ -64,10 +64,12 @@ SYSTEMS = [
     ("vector", cfg.BlockAttention(num_blocks=2), GROUPED, "sequence=2,tensor=2"),
     ("vector", cfg.FullAttention(), LATENT, "data=2,sequence=2,tensor=2"),
     ("vector", cfg.MhcLite(streams=2), plain(cfg.Learned(40)), "data=2,tensor=4"),
+    ("vector", cfg.ResidualScalars(), GROUPED, "tensor=8"),  # two devices share a head of keys
     ("matrix", cfg.Sum(), plain(cfg.Learned(40)), "key=2,sequence=2"),
     ("matrix", cfg.Sum(), LATENT, "key=2,tensor=2"),
     ("matrix", cfg.FullAttention(), GROUPED, "fsdp=2,sequence=4"),
     ("matrix", cfg.Dense(), plain(cfg.NoPositions()), "tensor=4"),
+    ("matrix", cfg.ResidualScalars(), GROUPED, "key=2,tensor=2"),
     ("vector", cfg.Sum(), cfg.Kda(num_heads=4, head_dim=6), "data=2,sequence=2,tensor=2"),
     ("matrix", cfg.BlockAttention(num_blocks=2), cfg.Kda(4, 6), "key=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), EXPERTS, "expert=2,tensor=2"),

@@ -30,6 +30,7 @@ TOTALS = [
     (cfg.BlockAttention(), 162_580_224),
     (cfg.DeltaAttention(), 162_580_249),
     (cfg.WideStreams(), 162_542_016),
+    (cfg.ResidualScalars(), 162_541_872),
 ]
 OPTIONS = [
     cfg.FullAttention(key_gain=False),
@@ -48,6 +49,8 @@ OPTIONS = [
     cfg.MhcLite(streams=3, init="prenorm"),
     cfg.WideStreams(streams=3),
     cfg.WideStreams(streams=2, forget=0.1),
+    cfg.ResidualScalars(scalars=False),
+    cfg.ResidualScalars(values=False),
     cfg.Highway(form="gated", input="raw"),
     cfg.Hierarchical(every=1),
     cfg.Hierarchical(every=4),
@@ -75,7 +78,11 @@ def test_formulas_follow_the_options(mixer):
     assert sum(resources.parameters(config).values()) == count(config)
 
 
-@pytest.mark.parametrize("mixer", [cfg.FullAttention(), cfg.Dense(), cfg.WideStreams()], ids=label)
+@pytest.mark.parametrize(
+    "mixer",
+    [cfg.FullAttention(), cfg.Dense(), cfg.WideStreams(), cfg.ResidualScalars()],
+    ids=label,
+)
 def test_formulas_over_a_matrix_store(mixer):
     config = models.model("matrix", num_layers=4, mixer=mixer)
     assert sum(resources.parameters(config).values()) == count(config)

@@ -54,6 +54,7 @@ OTHERS = {
     "mhc": cfg.Mhc(),
     "mhc-lite": cfg.MhcLite(init="prenorm"),
     "wide": cfg.WideStreams(),
+    "scalars": cfg.ResidualScalars(),
 }
 BEGINS = ATTENTION | OTHERS
 ON_MATRICES = {name: mixer for name, mixer in OTHERS.items() if mixer.on_matrix}

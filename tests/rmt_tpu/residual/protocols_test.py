@@ -23,6 +23,7 @@ MIXERS = [
     cfg.Mhc(),
     cfg.MhcLite(),
     cfg.WideStreams(),
+    cfg.ResidualScalars(),
     cfg.Highway(),
     cfg.DepthLstm(),
     cfg.Hierarchical(hidden_dim=5),

@@ -32,6 +32,7 @@ MIXERS = {
     "input query of heads": cfg.BlockAttention(num_blocks=2, query="input", num_heads=3),
     "delta": cfg.DeltaAttention(num_blocks=2),
     "dense": cfg.Dense(),
+    "residual scalars": cfg.ResidualScalars(),
 }
 PRESETS = (
     "rmt-tiny",

@@ -56,7 +56,7 @@ LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
 BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
-ON_MATRICES += ("delta", "delta, null", "wide")
+ON_MATRICES += ("delta", "delta, null", "wide", "scalars")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
 # One of each kind: what is carried from layer to layer, a bank, an ablation of it, and what is
@@ -142,6 +142,10 @@ def run_config(store, name, mesh, seq_len=12):
         model = model.replace(stacks=(cfg.Stack((*EXPERTS, CORES[2], BALANCED), repeat=2),))
     if name == "attention":
         model = model.replace(stacks=(cfg.Stack(CORES[::2], repeat=1),))
+    if name == "grouped values":
+        model = model.replace(
+            stacks=(cfg.Stack(CORES[:2], repeat=2),), mixer=cfg.ResidualScalars(scalars=False)
+        )
     if name == "passed round":
         model = model.replace(stacks=(cfg.Stack(CORES, repeat=2),))
     train = cfg.TrainConfig(steps=2, batch_size=8, mesh=mesh)
@@ -190,6 +194,8 @@ RINGS += later(
     ("vector", "sum", "sequence=8"),
     ("matrix", "reversible", "sequence=8"),
     ("matrix", "dense", "sequence=4,key=2"),
+    ("vector", "grouped values", "sequence=4,tensor=2"),
+    ("matrix", "grouped values", "sequence=4,tensor=2"),
 )
 
 

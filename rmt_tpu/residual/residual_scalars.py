@@ -1,0 +1,141 @@
+"""Learned scalars on the plain residual, and the value residual of attention.
+
+Two options, each of which can be used alone, change the plain residual h of a model with layers l:
+
+    scalars    h <- a_l h + b_l x_0             before the two sublayers of layer l
+    values     V_l <- l1_l V_1 + l2_l V_l       in every attention sublayer after the first
+
+Here x_0 is the residual after the embedding was written, with its positions if they are learned.
+V_l are the values that the attention sublayer of layer l reads, and V_1 those of the first one.
+Attention uses, and caches, the mixed values. The residual h may be a vector or a matrix.
+
+The value residual is that of Zhou et al. (2024, arXiv 2410.17897), with learned factors l1 and l2
+that start at 0.5 each. The scalars a and b are those of modded-nanogpt (Jordan et al. 2024) and
+nanochat (Karpathy 2025), where a starts at 1 or slightly above, b between 0 and 0.1, and a learns
+at 0.01 of the rate of b. Here all factors are float32 numbers. By default they start at a = 1,
+b = 0, l1 = 0 and l2 = 1, and the model starts as the plain one. The rate of a follows from the
+project's rule for rates over depth; `train.depth_rate=0.01` gives the ratio of the sources.
+
+A core does not know of the value residual. In both stores a site reads all queries, then all keys,
+then all values of a core, before positions are applied. The mixer therefore replaces the last
+vectors that the site has read. The layers pass on x_0 and V_1 together with the residual, so a
+schedule that keeps the state before each layer also keeps them before each layer.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read
+from rmt_tpu.residual.place import Place
+from rmt_tpu.residual.protocols import Index, Row, Store, Written
+
+# The values that a device reads. If devices divide the heads that they read, `gathered` counts the
+# tokens of all these devices; otherwise it counts the device's own tokens.
+Values = Float[Array, "batch gathered value_heads head_dim"]
+
+
+class ScalarsState(NamedTuple):
+    """The state that the mixer passes from site to site.
+
+    Attributes:
+      residual: the residual h.
+      embedding: x_0, the residual after the embedding was written; zeros before that, and None
+        without the option `scalars`.
+      values: V_1, the values that the first attention sublayer has read; zeros before that, and
+        None without the option `values`.
+    """
+
+    residual: Row
+    embedding: Row | None
+    values: Values | None
+
+
+class ScalarsMix(nnx.Module):
+    """The scalars that one site learns.
+
+    Attributes:
+      residual_scale, embedding_scale: a and b; None if the site is not the first of a layer.
+      first_value_scale, value_scale: l1 and l2; None if the next core is not attention. Those of
+        the first attention sublayer are not used.
+    """
+
+    def __init__(self, mixer: cfg.ResidualScalars, place: Place):
+        def learned(start: float, used: bool) -> nnx.Param | None:
+            return (
+                nnx.Param(jnp.asarray(start, jnp.float32), role="gain", axes=()) if used else None
+            )
+
+        begins_layer = mixer.scalars and place.within == 0
+        self.residual_scale = learned(mixer.residual_scale, begins_layer)
+        self.embedding_scale = learned(mixer.embedding_scale, begins_layer)
+        before_attention = mixer.values and bool(place.reads.heads)
+        self.first_value_scale = learned(mixer.first_value_scale, before_attention)
+        self.value_scale = learned(mixer.value_scale, before_attention)
+
+
+class ResidualScalars(nnx.Module):
+    """The mixer for `config.ResidualScalars`; nothing is scaled before the unembedding.
+
+    Args:
+      config: the model's config.
+      layout: how the heads that the store reads are divided over devices.
+    """
+
+    def __init__(self, config: cfg.ModelConfig, layout: HeadsLayout):
+        self.scalars, self.values, self.layout = config.mixer.scalars, config.mixer.values, layout
+        if self.values:
+            attention = ((n, c) for n, c in enumerate(config.sublayers) if c.reads.heads)
+            self.first_attention, core = next(attention)
+            self.value_heads, self.head_dim = core.kv_heads, core.head_dim
+
+    def start(
+        self, store: Store, state: Float[Array, "key_batch seq *shape"], y: Written
+    ) -> tuple[ScalarsState, Written]:
+        """Return the residual with zeros as x_0 and V_1, and the embedding, written first."""
+        residual = store.hold(state)
+        embedding = jnp.zeros_like(residual) if self.scalars else None
+        return ScalarsState(residual, embedding, self._no_values(y) if self.values else None), y
+
+    def _no_values(self, y: Written) -> Values:
+        """Return zeros in the shape of the values that a site reads on this device.
+
+        If devices divide the heads that they read, a device reads its own heads for the tokens of
+        all these devices.
+        """
+        devices = sharding.axis_size(self.layout.projected)
+        batch, seq = y.shape[:2]
+        shape = (batch, seq * devices, self.value_heads // devices, self.head_dim)
+        return jnp.zeros(shape, y.dtype)
+
+    @jax.named_scope("residual")
+    def advance(
+        self, store: Store, state: ScalarsState, y: Written, site: nnx.Module, index: Index
+    ) -> tuple[ScalarsState, Read]:
+        """Write y, scale the residual at the start of a layer, read z, and mix its values."""
+        (h, x_0, v_1), mix = state, site.mix
+        if mix is None or mix.residual_scale is None:
+            h, z = store.add_and_read(h, y, site)
+        else:
+            h = store.write(h, y, site.writer)
+            x_0 = jnp.where(index == 0, h, x_0)
+            h = _weighted_sum((mix.residual_scale, h), (mix.embedding_scale, x_0))
+            z = store.read(h, site, y.dtype)
+        if mix is None or mix.value_scale is None:
+            return ScalarsState(h, x_0, v_1), z
+        first = index == self.first_attention
+        others, v = jnp.split(z.heads, [z.heads.shape[2] - v_1.shape[2]], axis=2)
+        v_1 = jnp.where(first, v, v_1)
+        mixed = _weighted_sum((mix.first_value_scale, v_1), (mix.value_scale, v))
+        heads = jnp.concatenate([others, jnp.where(first, v, mixed)], axis=2)
+        return ScalarsState(h, x_0, v_1), z._replace(heads=heads)
+
+
+def _weighted_sum(*terms: tuple[nnx.Param, Float[Array, "*shape"]]) -> Float[Array, "*shape"]:
+    """Return the sum of arrays times scalars, computed in at least float32, in the last's dtype."""
+    return sum(scale[...] * x for scale, x in terms).astype(terms[-1][1].dtype)
