@@ -28,15 +28,20 @@ from rmt_tpu.storage import open_folder
 
 trained.define_source_flags()
 trained.define_mesh_flag()
-_TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
+_TASKS = flags.DEFINE_list("tasks", [], "names of the tasks to score, like arc_easy,hellaswag")
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "folder with <task>.jsonl files, local or gs://, or hub"
+    "data_dir",
+    None,
+    "data of the tasks: a folder with <task>.jsonl files, local or gs://, or hub to download them",
 )
 _TEXT = flags.DEFINE_string(
     "text", None, "text files and globs, or a token store, whose held-out part is scored"
 )
 _STRIDE = flags.DEFINE_integer(
-    "stride", None, "tokens scored per window of --text; default the whole window", lower_bound=1
+    "stride",
+    None,
+    "number of tokens that are scored in each window of --text; default the whole window",
+    lower_bound=1,
 )
 _LIMIT = flags.DEFINE_integer(
     "limit", None, "documents per task, counted from the first; default all", lower_bound=1
@@ -47,11 +52,14 @@ _MAX_LENGTH = flags.DEFINE_integer(
 _BATCH_TOKENS = flags.DEFINE_integer(
     "batch_tokens",
     16384,
-    "approximate tokens per batch on each device that has its own rows",
+    "approximate number of tokens per batch on each device; devices that share rows count as one",
     lower_bound=1,
 )
 _AGAINST = flags.DEFINE_list(
-    "against", [], "models to compare with: run folders, untrained, unigram"
+    "against",
+    [],
+    "models to compare with: run folders, untrained (the model before training) or unigram "
+    "(token frequencies in the training text)",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default the run folder")
 
@@ -121,7 +129,7 @@ def _other_subject(workdir: str):
 def _check_flags() -> None:
     trained.check_mesh()
     if not _TASKS.value and _TEXT.value is None:
-        raise UsageError("--tasks or --text is needed")
+        raise UsageError("give --tasks, --text or both")
     if bool(_TASKS.value) != (_DATA_DIR.value is not None):
         raise UsageError("--tasks and --data_dir, the folder of their data, must be given together")
     if _STRIDE.value is not None and _TEXT.value is None:
@@ -137,8 +145,8 @@ def _check_hub_flags() -> None:
     runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
     if runs:
         raise UsageError(
-            f"--against={runs[0]} needs a --workdir that is a run folder; the start of that run's "
-            "training is what is compared"
+            f"--against={runs[0]} needs a --workdir that is a run folder, because this "
+            "baseline is made from the run's initial weights or training text"
         )
 
 

@@ -84,12 +84,8 @@ class Tuner:
         """Search for one kernel's block sizes, at most until the clock shows `until` seconds."""
         found = self._table_entry(problem)
         if found is not None and not self.refresh:
-            old = (
-                "" if dict(found.versions) == _versions() else " (of other versions; see --refresh)"
-            )
-            return TuningOutcome(
-                problem, None, found, f"its block sizes are already in the table{old}"
-            )
+            old = "" if dict(found.versions) == _versions() else " (other versions; see --refresh)"
+            return TuningOutcome(problem, None, found, f"already in the table{old}")
         candidates = problem.candidates()
         known = self.log.known(problem)
         tried = set(known)

@@ -112,7 +112,7 @@ def test_every_preset_has_a_phrase():
 
 
 def test_kernel_report_names_its_ops():
-    assert f"one of {', '.join(OPS)}, or all" in " ".join(
+    assert f"op to report: {', '.join(OPS)}, or all" in " ".join(
         cli.succeed("kernel_report", "--help").stdout.split()
     )
 

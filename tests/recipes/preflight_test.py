@@ -107,7 +107,7 @@ def test_a_step_that_does_not_fit(tmp_path):
             ["--topology=v5e:2x2", "--preset=rmt-305m", "--prompt=4096"],
             "--prompt=4096 is more than the model's 512 learned positions; legal: up to 512, or",
         ),
-        *later(([*SMALL, "--batch_size=6"], "--batch_size=6 is not divisible")),
+        *later(([*SMALL, "--batch_size=6"], "--batch_size=6 cannot be divided evenly")),
     ],
     ids=[
         "no topology",
