@@ -165,7 +165,7 @@ def _requested_work() -> Any:
     """Return what to tune: the train step of --from_preset, or the names of the ops in --op."""
     if (_OP.value is None) == (_PRESET.value is None):
         raise UsageError(
-            f"give either --op, such as --op={','.join(_OPS)}, or --from_preset, such as "
+            f"give either --op={','.join(_OPS)} or --from_preset=NAME, such as "
             "--from_preset=rmt-305m"
         )
     if _PRESET.value is not None:

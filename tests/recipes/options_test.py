@@ -149,7 +149,7 @@ def test_dry_run(tmp_path):
     )
     gradients = 1e3 * float(re.search(r"([\d.]+) kB for gradients", lines["memory"])[1])
     assert 4 * parameters / 2 <= gradients < 4 * parameters, "of two devices, but for small ones"
-    assert "--batch_size=1000000000 of --seq_len=16 with " in lines["too large"]
+    assert "--batch_size=1000000000 with --seq_len=16 and " in lines["too large"]
 
 
 DRY = {

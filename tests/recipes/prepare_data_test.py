@@ -225,11 +225,11 @@ def test_errors_are_one_line(store, source, tmp_path):
         ("prepare_data", ["--output=x"], "--input is needed"),
         ("prepare_data", ["--input=stdlib"], "--output is needed"),
         ("prepare_data", [f"--input={bad}", f"--output={tmp_path}/x"], "line 2"),
-        ("prepare_data", [*flags(source, store), "--seed=1"], "seed 0 is now 1"),
+        ("prepare_data", [*flags(source, store), "--seed=1"], "seed was 0 and is now 1"),
         (
             "prepare_data",
             [*flags(source, store), f"--tokenizer={words}"],
-            "tokenizer byte is now words",
+            "tokenizer was byte and is now words",
         ),
         ("prepare_data", ["--input=stdlib", "--output=s3://b/x"], "gs://bucket/path"),
         ("prepare_data", ["--input=stdlib", "--output=x", "--seed=a"], "must be a whole number"),

@@ -119,7 +119,7 @@ REFUSED = [
         {"num_layers": 4, "mixer": cfg.FullAttention(num_heads=2)},
         (2, 1, 2),
         2,
-        "ablation of full_attention; legal: stage=1",
+        "ablations of full_attention; legal: stage=1",
     ),
     (
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
