@@ -403,9 +403,9 @@ def _not_differentiated(op: str, x: Any) -> Any:
 
 def _refuse_derivative(primals, tangents, *, op):
     raise TypeError(
-        f"the kernels of the op {op!r} cannot be differentiated in forward mode or more than "
-        "once; legal: jax.grad or jax.vjp, once, or implementation='xla', whose gradients can "
-        "be differentiated again"
+        f"the kernels' results for {op!r} cannot be differentiated: an op supports reverse mode "
+        "only, once (jax.grad, jax.vjp); with implementation='xla', gradients can be "
+        "differentiated again"
     )
 
 

@@ -15,10 +15,7 @@ def main() -> int:
     width = max(map(len, programs))
     for name, line in programs.items():
         print(f"python -m recipes.{name:<{width}}  {line}")
-    print(
-        "\n--help lists a program's flags. Each program is also installed as a command, like "
-        "rmt-train."
-    )
+    print("\n--help lists a program's flags. Each is also installed as a command, like rmt-train.")
     return 0
 
 

@@ -26,31 +26,28 @@ from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
-_OP = flags.DEFINE_list(
-    "op", None, f"ops to tune, at the sizes of the papers' models: {', '.join(_OPS)}, or all"
-)
+_OP = flags.DEFINE_list("op", None, f"ops, at the papers' sizes: {', '.join(_OPS)}, or all")
 _PRESET = flags.DEFINE_string(
     "from_preset", None, "preset whose train and decode steps are tuned; see --list_presets"
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 16, "sequences per train step; used only with --from_preset", lower_bound=1
+    "batch_size", 16, "sequences per step, with --from_preset", lower_bound=1
 )
 _SEQ_LEN = flags.DEFINE_integer(
-    "seq_len", 512, "tokens per sequence; used only with --from_preset", lower_bound=1
+    "seq_len", 512, "tokens per sequence, with --from_preset", lower_bound=1
 )
 _TARGET = flags.DEFINE_list(
     "target",
     None,
     "devices to compile for, which need not be present, like v5e,v5p,v6e,tpu7x,h100,h200",
 )
-_DEVICE = flags.DEFINE_bool("device", False, "time candidate block sizes on this machine's device")
+_DEVICE = flags.DEFINE_bool("device", False, "time candidates on this machine's device")
 _TOP = flags.DEFINE_integer(
-    "top", 5, "number of candidates to time per kernel; used only with --device", lower_bound=1
+    "top", 5, "number of candidates to time per kernel, with --device", lower_bound=1
 )
 _BUDGET = flags.DEFINE_float(
-    "budget_minutes", 30.0,
-    "time limit in minutes for all kernels together; the first candidate of each kernel is always "
-    "tried", lower_bound=0.0,
+    "budget_minutes", 30.0, "minutes for all kernels together, beyond the first candidate of each",
+    lower_bound=0.0,
 )  # fmt: skip
 _LIMIT = flags.DEFINE_float(
     "limit_seconds",
@@ -61,18 +58,11 @@ _LIMIT = flags.DEFINE_float(
 _OUT = flags.DEFINE_string(
     "out",
     None,
-    (
-        "file to which the table of tuned block sizes is written, local or gs://; default "
-        "$RMT_TPU_TUNED, or else tuned.json in the user's cache folder"
-    ),
+    "file for the table of block sizes, local or gs://; default $RMT_TPU_TUNED, or else "
+    "tuned.json in the user's cache folder",
 )
-_RESUME = flags.DEFINE_bool(
-    "resume",
-    True,
-    "reuse the outcomes that an interrupted command has logged; --noresume: start from the "
-    "beginning",
-)
-_REFRESH = flags.DEFINE_bool("refresh", False, "tune kernels again that are already in the table")
+_RESUME = flags.DEFINE_bool("resume", True, "reuse the outcomes in the log; otherwise start again")
+_REFRESH = flags.DEFINE_bool("refresh", False, "tune again kernels that the table already has")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would be tuned, and exit")
 _JSON = flags.DEFINE_bool("json", False, "print only JSON; progress goes to standard error")
 _KERNEL = flags.DEFINE_multi_string(
@@ -156,7 +146,8 @@ def _targets() -> tuple[list[Any], Any]:
     if target is None:
         kinds = ", ".join(t.kind for t in DEVICES.values())
         raise UsageError(
-            f"--device does not support this machine's device, {device.device_kind}; legal: {kinds}"
+            f"--device: this machine's device, {device.device_kind}, cannot be tuned for; legal: "
+            f"{kinds}"
         )
     return [target], device
 
@@ -164,10 +155,7 @@ def _targets() -> tuple[list[Any], Any]:
 def _requested_work() -> Any:
     """Return what to tune: the train step of --from_preset, or the names of the ops in --op."""
     if (_OP.value is None) == (_PRESET.value is None):
-        raise UsageError(
-            f"give either --op={','.join(_OPS)} or --from_preset=NAME, such as "
-            "--from_preset=rmt-305m"
-        )
+        raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
     if _PRESET.value is not None:
         from rmt_tpu.analysis.step_cost import TrainStep
 

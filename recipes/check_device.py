@@ -27,9 +27,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "auto: the kernels that programs use on this device; pallas: all kernels; xla: plain JAX",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
-_TIME = flags.DEFINE_bool(
-    "time", True, "also measure the time of every call, of a matrix product and of a copy"
-)
+_TIME = flags.DEFINE_bool("time", True, "also time every call, a matrix product and a copy")
 
 
 def main() -> int:

@@ -274,7 +274,7 @@ def base_config(preset: str, config_file: str | None) -> RunConfig:
     try:
         values = overrides.parse_json(Path(config_file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--config={config_file} cannot be read: {error.strerror}") from None
+        raise UsageError(f"--config={config_file}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"--config={config_file} is not JSON: {error}") from None
     try:

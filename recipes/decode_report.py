@@ -23,20 +23,14 @@ from recipes import common, program
 from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
-_PRESETS = flags.DEFINE_list(
-    "presets",
-    ["gpt2-405m", "rmt-305m"],
-    "names of the presets whose decode steps are estimated or timed",
-)
+_PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of presets")
 _TARGET = flags.DEFINE_list(
     "target",
     None,
-    (
-        "TPUs to estimate decode steps for (v5e, v5p, v6e, tpu7x), or host to time them on this "
-        "machine; default host on a machine with a GPU or a TPU, otherwise the first three"
-    ),
+    "list of v5e, v5p, v6e, tpu7x and host; default host on a machine with a GPU or a TPU, "
+    "otherwise the first three",
 )
-_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "batch sizes in rows, like 1,32,256")
+_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "numbers of rows in a batch, like 1,32,256")
 _CONTEXT = flags.DEFINE_list(
     "context", ["512"], "numbers of tokens per row, including the new token, like 512,2048"
 )
@@ -84,7 +78,7 @@ def main() -> int:
         raise RunError(str(error)) from None
     _write(rows, output, picture)
     if all(row.seconds is None for row in rows):
-        raise RunError(f"no decode step has a time; {rows[0].case.preset}: {rows[0].fault}")
+        raise RunError(f"no step has a time: {rows[0].case.preset} {rows[0].fault}")
     return 0
 
 
@@ -140,9 +134,8 @@ def _check_positions(cases: list[Any]) -> None:
         learned = [model.learned_positions for model in models.values()]
         if all(positions and positions.max_length < context for positions in learned):
             raise UsageError(
-                f"--context={context} is more than the learned positions of "
-                f"{', '.join(models)}; legal: up to "
-                f"{max(positions.max_length for positions in learned)}, or "
+                f"--context={context} is beyond the learned positions of {', '.join(models)}; "
+                f"legal: up to {max(positions.max_length for positions in learned)}, or "
                 f"--set=model.attention.positions.max_length={context}"
             )
 

@@ -28,20 +28,15 @@ from rmt_tpu.storage import open_folder
 
 trained.define_source_flags()
 trained.define_mesh_flag()
-_TASKS = flags.DEFINE_list("tasks", [], "names of the tasks to score, like arc_easy,hellaswag")
+_TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir",
-    None,
-    "data of the tasks: a folder with <task>.jsonl files, local or gs://, or hub to download them",
+    "data_dir", None, "folder with <task>.jsonl files, local or gs://, or hub"
 )
 _TEXT = flags.DEFINE_string(
     "text", None, "text files and globs, or a token store, whose held-out part is scored"
 )
 _STRIDE = flags.DEFINE_integer(
-    "stride",
-    None,
-    "number of tokens that are scored in each window of --text; default the whole window",
-    lower_bound=1,
+    "stride", None, "tokens scored per window of --text; default the whole window", lower_bound=1
 )
 _LIMIT = flags.DEFINE_integer(
     "limit", None, "documents per task, counted from the first; default all", lower_bound=1
@@ -52,14 +47,11 @@ _MAX_LENGTH = flags.DEFINE_integer(
 _BATCH_TOKENS = flags.DEFINE_integer(
     "batch_tokens",
     16384,
-    "approximate number of tokens per batch on each device; devices that share rows count as one",
+    "approximate tokens per batch on each device that has its own rows",
     lower_bound=1,
 )
 _AGAINST = flags.DEFINE_list(
-    "against",
-    [],
-    "models to compare with: run folders, untrained (the model before training) or unigram "
-    "(token frequencies in the training text)",
+    "against", [], "models to compare with: run folders, untrained, unigram"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default the run folder")
 
@@ -129,7 +121,7 @@ def _other_subject(workdir: str):
 def _check_flags() -> None:
     trained.check_mesh()
     if not _TASKS.value and _TEXT.value is None:
-        raise UsageError("give --tasks, --text or both")
+        raise UsageError("--tasks or --text is needed")
     if bool(_TASKS.value) != (_DATA_DIR.value is not None):
         raise UsageError("--tasks and --data_dir, the folder of their data, must be given together")
     if _STRIDE.value is not None and _TEXT.value is None:
@@ -145,8 +137,8 @@ def _check_hub_flags() -> None:
     runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
     if runs:
         raise UsageError(
-            f"--against={runs[0]} needs a --workdir that is a run folder, because this "
-            "baseline is made from the run's initial weights or training text"
+            f"--against={runs[0]} needs a --workdir that is a run folder; the start of that run's "
+            "training is what is compared"
         )
 
 

@@ -38,11 +38,9 @@ from rmt_tpu.storage import Folder, open_folder
 
 # Maps each scale to the compute dtype that replaces "auto", which would depend on the machine.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
-_NAME = flags.DEFINE_string("name", None, "name of the experiment; --name= may be omitted")
+_NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "size of the models and runs")
-_JOBS = flags.DEFINE_integer(
-    "jobs", 1, "number of runs to train at the same time, on CPUs", lower_bound=1
-)
+_JOBS = flags.DEFINE_integer("jobs", 1, "runs to train at the same time, on CPUs", lower_bound=1)
 _ONLY = flags.DEFINE_string(
     "only",
     None,
@@ -57,14 +55,11 @@ _OUTCOMES = flags.DEFINE_string(
     "line in it are not trained again"
 )  # fmt: skip
 _COMMANDS = flags.DEFINE_string(
-    "commands", None, "write the recipes.train commands of the next runs to this shell script "
-    "instead of training, for example to run them on every host of a pod; after running the "
-    "script, repeat this command"
+    "commands", None, "instead of training, write the recipes.train commands of the next runs to "
+    "this shell script, for example for every host of a pod; repeat this command after the script"
 )  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir",
-    "hub",
-    "data of the tasks: a folder with <task>.jsonl files, or hub to download them",
+    "data_dir", "hub", "data of the tasks: a folder with <task>.jsonl files, or hub"
 )
 several.define_seeds_flag()
 common.define_run_flags()
@@ -74,9 +69,7 @@ flags.DEFINE_flag(program.PrintAndExit("list", "list the experiments, and exit",
 def main() -> int:
     """Run the experiment that --name names, write its page of results, and return the exit code."""
     if _NAME.value is None:
-        raise UsageError(
-            f"the name of an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}"
-        )
+        raise UsageError(f"an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}")
     experiment = catalog.experiment(_NAME.value)
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
@@ -103,8 +96,7 @@ class _PlanTrainer:
         self.seeds = several.seeds() or list(self.plan.seeds)
         if flags.FLAGS.seed is not None:
             raise UsageError(
-                f"--seed={flags.FLAGS.seed} is not supported, because each arm is trained with "
-                "several seeds; legal: --seeds=0,1"
+                f"--seed={flags.FLAGS.seed}: arms have several seeds; legal: --seeds=0,1"
             )
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
         # Report errors in flags and configs before anything is trained.
@@ -143,16 +135,10 @@ class _PlanTrainer:
         searches = self.plan.searches.values()
         for path in {path for search in searches for point in search.points for path in point}:
             if (flag := common.given_paths().get(path)) is not None:
-                raise UsageError(
-                    f"{flag} sets {path}, which {self.experiment.name} searches; leave this flag "
-                    "out"
-                )
+                raise UsageError(f"{flag}: {self.experiment.name} searches {path}; leave it out")
         used = {seed for search in searches for seed in search.seeds}
         if overlap := used.intersection(self.seeds):
-            raise UsageError(
-                f"--seeds has {min(overlap)}, which a search of this experiment already uses; "
-                "legal: other seeds"
-            )
+            raise UsageError(f"--seeds has {min(overlap)}, which a search uses; legal: other seeds")
 
     def run(self) -> int:
         started = time.monotonic()
@@ -229,7 +215,7 @@ class _PlanTrainer:
         try:
             write_commands(runs, script)
         except OSError as error:
-            raise UsageError(f"--commands={script} cannot be written: {error.strerror}") from None
+            raise UsageError(f"--commands={script}: {error.strerror}") from None
         if runs:
             print(f"runs to train: {len(runs)}, in {script}. When they have finished, repeat:")
             print(f"  {program.resume_command()}")

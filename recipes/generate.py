@@ -27,13 +27,10 @@ _PROMPT = flags.DEFINE_string("prompt", "", "text to continue")
 _PROMPTS = flags.DEFINE_string("prompts", None, "file of prompts, local or gs://")
 _OUTPUT = flags.DEFINE_string("output", None, ".jsonl file to append to, local or gs://")
 _NUM_SAMPLES = flags.DEFINE_integer(
-    "num_samples", 1, "samples per prompt; used only with --prompts", lower_bound=1
+    "num_samples", 1, "samples per prompt, with --prompts", lower_bound=1
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    8,
-    "number of texts that are generated at the same time; used only with --prompts",
-    lower_bound=1,
+    "batch_size", 8, "texts generated at the same time, with --prompts", lower_bound=1
 )
 _LOGPROBS = flags.DEFINE_bool(
     "logprobs", False, "also write tokens and their log-probabilities to --output"
@@ -42,9 +39,7 @@ _STOP = flags.DEFINE_multi_string("stop", [], "text before which a sample ends")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divisor of the logits; 0 means greedy")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "sample from the k most likely tokens; 0 means all")
 _TOP_P = flags.DEFINE_float(
-    "top_p",
-    1.0,
-    "sample from the smallest set of most likely tokens whose total probability reaches this value",
+    "top_p", 1.0, "sample from the most likely tokens whose probabilities sum to this"
 )
 _MIN_P = flags.DEFINE_float(
     "min_p", 0.0, "sample from tokens with at least this fraction of the highest probability"
@@ -54,10 +49,7 @@ _REPETITION_PENALTY = flags.DEFINE_float(
 )
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "maximum number of tokens to generate")
 _SEED = flags.DEFINE_integer(
-    "seed",
-    0,
-    "seed of the sampling; with --prompts, the first sample uses this seed, and each other "
-    "sample the next one",
+    "seed", 0, "seed of the sampling; samples of a file use this seed and the following ones"
 )
 
 
@@ -116,10 +108,7 @@ def _generate_one(decoder, tokenizer, sampling) -> int:
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)
     if room < sampling.max_tokens:
         print(
-            (
-                f"note: only {room} of --max_tokens={sampling.max_tokens} new tokens fit in the "
-                "model's learned positions"
-            ),
+            f"note: only {room} of --max_tokens={sampling.max_tokens} fit in the model's positions",
             file=sys.stderr,
         )
     print(_PROMPT.value, end="", flush=True)

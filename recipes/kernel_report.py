@@ -25,36 +25,26 @@ from rmt_tpu.errors import RunError, UsageError, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
-_OP = flags.DEFINE_string("op", "all", f"op to report: {', '.join(_OPS)}, or all")
+_OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string(
     "case", None, "report only this case of the ops, like 'H=16 D=64'"
 )
 _TARGETS = flags.DEFINE_list(
     "targets",
     None,
-    (
-        "TPUs to estimate for, as a list of v5e, v5p, v6e and tpu7x; default the first three on a "
-        "machine without a GPU or a TPU"
-    ),
+    "list of v5e, v5p, v6e and tpu7x; default the first three on a machine without a GPU or a TPU",
 )
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
 _STEP = flags.DEFINE_bool("step", False, "report whole train steps instead of ops")
 _PRESETS = flags.DEFINE_list(
-    "presets",
-    ["rmt-305m", "gpt2-405m"],
-    "names of the presets whose train steps are reported; used only with --step",
+    "presets", ["rmt-305m", "gpt2-405m"], "presets whose train steps --step reports"
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 16, "sequences per train step; used only with --step"
-)
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens per sequence; used only with --step")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences per train step, for --step")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens per sequence, for --step")
 _SET = flags.DEFINE_multi_string(
     "set",
     [],
-    (
-        "path=value to set in the configs, or rmt-305m:path=value for that preset only; used only "
-        "with --step"
-    ),
+    "path=value to set in the configs for --step, or rmt-305m:path=value for that preset only",
 )
 common.define_list_presets()
 

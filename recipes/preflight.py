@@ -40,39 +40,28 @@ _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "kind and layout of the devices, like v5e:16x16, v5p:4x4x8 or h100:8"
 )
 _SLICES = flags.DEFINE_integer(
-    "num_slices",
-    1,
-    "number of TPU slices of this topology, which the data center's network connects",
-    lower_bound=1,
+    "num_slices", 1, "slices of this topology, linked by the data center's network", lower_bound=1
 )
 _JSON = flags.DEFINE_string(
     "json", None, "file for all numbers as JSON; - prints only the JSON, to standard output"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
-_BUFFERS = flags.DEFINE_integer(
-    "buffers", 12, "number of the largest buffers to list", lower_bound=1
-)
+_BUFFERS = flags.DEFINE_integer("buffers", 12, "number of buffers to list", lower_bound=1)
 _PROMPT = flags.DEFINE_integer(
     "prompt",
     None,
-    (
-        "number of tokens in a prompt; compiles the program that reads a prompt in parts, instead "
-        "of a train step"
-    ),
+    "length of a prompt in tokens; compile the reading of its parts instead of a train step",
     lower_bound=1,
     upper_bound=2**30,
 )
 _PART = flags.DEFINE_integer(
     "part",
     None,
-    "number of tokens of --prompt that are read at a time; default 2048, as in recipes.generate",
+    "tokens of --prompt read at a time; default 2048, as in recipes.generate",
     lower_bound=1,
 )
 _DECODE = flags.DEFINE_integer(
-    "decode",
-    None,
-    "number of rows, each with --prompt tokens; compiles a decode step for these rows instead",
-    lower_bound=1,
+    "decode", None, "rows of --prompt tokens; compile a decode step for them instead", lower_bound=1
 )
 common.define_run_flags()
 

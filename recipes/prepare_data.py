@@ -34,9 +34,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 _EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "fraction of the documents to hold out")
 _SEED = flags.DEFINE_integer("seed", 0, "seed that selects the held-out documents")
-_WORKERS = flags.DEFINE_integer(
-    "workers", None, "number of processes that tokenise on this host; default one per CPU"
-)
+_WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; default one per CPU")
 members.define_distributed_flags()
 
 

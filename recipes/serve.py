@@ -25,15 +25,11 @@ _STEP = flags.DEFINE_integer(
 )
 trained.define_mesh_flag()
 _NAME = flags.DEFINE_string("name", None, "model name for clients; default the folder's name")
-_HOST = flags.DEFINE_string(
-    "host", "127.0.0.1", "address to listen at; the server has no authentication"
-)
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
 _PORT = flags.DEFINE_integer(
-    "port", 8000, "port to listen at; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1
+    "port", 8000, "port to serve at; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1
 )
-_SLOTS = flags.DEFINE_integer(
-    "slots", 8, "number of texts that are generated at the same time", lower_bound=1
-)
+_SLOTS = flags.DEFINE_integer("slots", 8, "texts generated at the same time", lower_bound=1)
 _QUEUE = flags.DEFINE_integer(
     "queue", 64, "maximum number of texts that wait for a slot", lower_bound=0
 )
@@ -50,10 +46,7 @@ _MAX_BODY = flags.DEFINE_integer(
     "max_body", 2**22, "maximum size of a request in bytes", lower_bound=1
 )
 _DRAIN_SECONDS = flags.DEFINE_float(
-    "drain_seconds",
-    60,
-    "seconds after SIGTERM in which requests in progress can finish",
-    lower_bound=0,
+    "drain_seconds", 60, "seconds after SIGTERM to finish open requests", lower_bound=0
 )
 _COMPILE_FIRST = flags.DEFINE_bool(
     "compile_first", False, "compile the programs for all lengths before the first request"

@@ -32,22 +32,14 @@ from recipes import program
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 
 _FOLDER = flags.DEFINE_string("folder", None, "folder for temporary checkpoints, local or gs://")
-_GIGABYTES = flags.DEFINE_float(
-    "gigabytes", 1.0, "size of the float32 state that is saved and restored, in 10^9 bytes"
-)
+_GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "size of the float32 state, in 10^9 bytes")
 _ARRAYS = flags.DEFINE_integer("arrays", 16, "number of arrays in the state")
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", 3, "number of saves and restores with each library and compression"
-)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "saves and restores of each kind")
 _ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; local folders only")
-_STORE = flags.DEFINE_string(
-    "store", None, "token store whose reading is timed, instead of checkpoints"
-)
+_STORE = flags.DEFINE_string("store", None, "token store to read, instead of checkpoints")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows per batch of --store")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens per window of --store")
-_SECONDS = flags.DEFINE_float(
-    "seconds", 10.0, "seconds to read --store without train steps, and then again with them"
-)
+_SECONDS = flags.DEFINE_float("seconds", 10.0, "seconds of reading without, and with, train steps")
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for the table, JSON and picture")
 
 
@@ -114,8 +106,8 @@ def _read_store() -> int:
         raise UsageError(str(error).replace("--data=", "--store=")) from None
     print(
         f"{_STORE.value}, batches of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens: "
-        f"{r.tokens_per_second:,.0f} tokens/s without train steps; simulated train steps at a "
-        f"million tokens/s waited {r.waited:.3%} of {r.seconds:.1f} s"
+        f"{r.tokens_per_second:,.0f} tokens/s without steps; steps of a million tokens/s waited "
+        f"{r.waited:.3%} of {r.seconds:.1f} s"
     )
     return 0
 

@@ -33,10 +33,7 @@ from rmt_tpu.storage import Folder, open_folder
 
 common.define_model_flags()
 _SWEEP = flags.DEFINE_multi_string(
-    "sweep",
-    [],
-    "config path and its values (path=1e-3,1e-2) or its range and number of points "
-    "(path=log:1e-4..1e-1:7); may be repeated",
+    "sweep", [], "path=1e-3,1e-2 or path=log:1e-4..1e-1:7; see above"
 )
 _SEARCH = flags.DEFINE_enum(
     "search", "grid", ["grid", "random", "halving"], "how the points of --sweep are chosen"
@@ -48,19 +45,13 @@ _SEARCH_SEED = flags.DEFINE_integer(
     "search_seed", 0, "seed for drawing --trials points", lower_bound=0
 )
 _FACTOR = flags.DEFINE_integer(
-    "halving_factor",
-    3,
-    "factor by which each round of --search=halving reduces the number of points",
-    lower_bound=2,
+    "halving_factor", 3, "factor by which each rung of halving reduces the points", lower_bound=2
 )
 _VARIANT = flags.DEFINE_multi_string(
     "variant", [], "a name and config changes, like 'x2 model.num_layers=8'"
 )
 _COORDINATES = flags.DEFINE_integer(
-    "coordinates",
-    0,
-    "number of train steps of a muP coordinate check, which replaces the sweep; 0 means no check",
-    lower_bound=0,
+    "coordinates", 0, "steps of a coordinate check instead of a sweep; 0 means none", lower_bound=0
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", "runs/sweep", "folder for the run folders, local or gs://"
@@ -207,8 +198,8 @@ class _Sweep:
     def _points(self) -> list[dict[str, Any]]:
         if _SEARCH.value == "grid" and _TRIALS.value is not None:
             raise UsageError(
-                f"--trials={_TRIALS.value} has no effect with --search=grid, which always "
-                "trains all points; legal: --search=random or halving"
+                f"--trials={_TRIALS.value} has no effect on a grid, which has all its points; "
+                "legal: --search=random or halving"
             )
         if _SEARCH.value == "random" and _TRIALS.value is None:
             raise UsageError("--trials, the number of points, is needed with --search=random")

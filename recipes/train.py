@@ -65,7 +65,7 @@ def _train(notice: signals.ExitNotice) -> int:
     name, base = common.selected_config(_stored_config)
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
-        raise UsageError(f"--config={name} needs --workdir, the run folder")
+        raise UsageError(f"--config={name} needs --workdir")
     folder = _folder(name)
     if _DRY_RUN.value:
         from rmt_tpu.analysis.dry_run import dry_run

@@ -51,8 +51,7 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
         existing = tuned.Table(location) if file is None else tuned.parse(file.data, location)
         if existing.faults:  # writing the file would delete its faulty entries
             raise RunError(
-                f"{location} is not overwritten, because it has a fault: {existing.faults[0]}; "
-                "fix the file, or move it away"
+                f"{existing.faults[0]}; the file is not overwritten: fix it, or move it away"
             )
         table = existing.merged(entries)
         data = table.text().encode()

@@ -43,9 +43,8 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         sizes[fills[0]] = len(devices) // fixed
     elif fills or fixed != len(devices):
         raise MeshError(
-            f"--mesh={spec!r} needs {fixed} "
-            f"devices{' or a multiple of that' if fills else ''}, but there are "
-            f"{len(devices)}; legal sizes of an axis: {divisors(len(devices))}, or -1 for all "
+            f"--mesh={spec!r} needs {fixed} devices{' or a multiple' if fills else ''}, but there "
+            f"are {len(devices)}; legal sizes of an axis: {divisors(len(devices))}, or -1 for all "
             "devices that are left"
         )
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
@@ -67,8 +66,8 @@ def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> n
         left //= between[axis]
     if left > 1:
         raise MeshError(
-            f"--mesh={spec!r} cannot be divided among {slices} slices; legal: a size of "
-            f"{' or '.join(_BETWEEN_SLICES)} that is a multiple of {slices}"
+            f"--mesh={spec!r} cannot be divided over {slices} slices; legal: the size of "
+            f"{' or '.join(_BETWEEN_SLICES)} a multiple of {slices}"
         )
     within = tuple(size // between[axis] for axis, size in zip(AXES, shape, strict=True))
     return mesh_utils.create_hybrid_device_mesh(

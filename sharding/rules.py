@@ -63,10 +63,10 @@ def check_divides(
     divisor = math.prod(mesh.shape[a] for a in axes) * parts
     if size % divisor == 0:
         return
-    over = [f"the mesh axes {' x '.join(f'{a}={mesh.shape[a]}' for a in axes)}"] if axes else []
+    over = [f"mesh axes {' x '.join(f'{a}={mesh.shape[a]}' for a in axes)}"] if axes else []
     over += [f"{parts} {what}"] if parts > 1 else []
     raise MeshError(
-        f"{name}={size} cannot be divided evenly among {' and '.join(over)}; nearest legal: "
+        f"{name}={size} is not divisible over {' and '.join(over)}; nearest legal: "
         f"{nearest_multiples(size, divisor)}"
     )
 

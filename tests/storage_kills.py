@@ -264,7 +264,7 @@ def kill(place: Place, processes: int, trials: int, seed: int = 0) -> Kills:
         committed, failed = savers.end()
         # The one that was left alone says so; without process 0, in the words of JAX's client. On a
         # slow machine one may also have been late before the kill.
-        alone = ["point 'checkpoint"]
+        alone = ["did not reach 'checkpoint", "did not meet at 'checkpoint"]
         if 0 in victims:
             alone += ["UNAVAILABLE", "CANCELLED"]
         assert all(any(words in line for words in alone) for line in failed), failed

@@ -226,10 +226,7 @@ def attention_to(
     kv_heads = arrays[0].shape[2] // each
     if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
         shapes = " and ".join(str(x.shape) for x in arrays)
-        raise ValueError(
-            f"shapes do not fit: q is {q.shape}, before is {shapes}; the heads of q (axis 2) must "
-            "be a multiple of the key heads of before"
-        )
+        raise ValueError(f"shapes do not fit: the heads of q {q.shape} and of before {shapes}")
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _AttentionCall(rows, implementation, kv_heads, None)
     before = jax.tree.map(lambda x: x.astype(q.dtype), before)
@@ -294,8 +291,8 @@ def _check_separate(q, slopes, kv_heads: int | None, kv: KeysAndValues) -> int:
     if not fits or (slopes is not None and slopes.shape != (heads,)):
         of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
         raise ValueError(
-            f"shapes do not fit: queries [B, N, H, D] are {q.shape}, keys [B, N, G, D] are "
-            f"{k.shape}, values [B, N, G, Dv] are {v.shape}{of_slopes}"
+            f"shapes do not fit: queries [B, N, H, D] are {q.shape}, keys [B, N, G, D] "
+            f"{k.shape}, values [B, N, G, Dv] {v.shape}{of_slopes}"
         )
     return keys
 

@@ -118,9 +118,7 @@ def depth_attention(
     if gain is not None:
         check_array("gain", gain, "D")
         if gain.shape != query.shape:
-            raise ValueError(
-                f"shapes do not fit: query [D] is {query.shape}, gain [D] is {gain.shape}"
-            )
+            raise ValueError(f"shapes do not fit: query [D] is {query.shape}, gain {gain.shape}")
     if prior is not None:
         check_array("prior[0]", prior[0], "... D")
         check_array("prior[1]", prior[1], "...")

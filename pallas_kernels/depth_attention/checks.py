@@ -20,15 +20,14 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
     if N == 0 or list(sources.shape[-axes:]) != shape:
         names = size.replace(" ", ", ")
         raise ValueError(
-            f"shapes do not fit: queries [S, {names}] are {queries.shape}, sources [N, ..., "
-            f"{names}] are {sources.shape}; legal: N at least 1, and the same {names} in both"
+            f"shapes do not fit: queries [S, {names}] are {queries.shape}, "
+            f"sources [N, ..., {names}] are {sources.shape}; legal: N of at least 1"
         )
     if gains is not None:
         check_array("gains", gains, f"S {size}")
         if gains.shape != queries.shape:
             raise ValueError(
-                f"shapes do not fit: queries [S, D] are {queries.shape}, gains [S, D] are "
-                f"{gains.shape}"
+                f"shapes do not fit: queries [S, D] are {queries.shape}, gains {gains.shape}"
             )
     if prior is not None:
         mixed, log_sums = prior
@@ -37,15 +36,13 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
         wanted = (S, *sources.shape[1:])
         if mixed.shape != wanted or log_sums.shape != wanted[:-axes]:
             raise ValueError(
-                f"shapes do not fit: the two arrays of prior have the shapes {mixed.shape} and "
-                f"{log_sums.shape}, but must have {wanted} and {wanted[:-axes]}"
+                f"shapes do not fit: the arrays of prior are {mixed.shape} and {log_sums.shape}, "
+                f"but must be {wanted} and {wanted[:-axes]}"
             )
     if count is None:
         return
     if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
-        raise ValueError(
-            f"count={count!r} must be an integer scalar, the number of sources to read"
-        )
+        raise ValueError(f"count={count!r} must be an integer, the number of sources")
     if isinstance(count, int) and not 0 <= count <= N:
         raise ValueError(f"count={count} must be from 0 to the number of sources, {N}")
 

@@ -68,8 +68,7 @@ def depth_attention_merge_read(
         check_array(name, x, "K V")
         if x.shape != current.shape[2:]:
             raise ValueError(
-                f"shapes do not fit: current [B, T, K, V] is {current.shape}, {name} [K, V] is "
-                f"{x.shape}"
+                f"shapes do not fit: current [B, T, K, V] is {current.shape}, {name} {x.shape}"
             )
     check_mixed(mixed, log_sums, current, "B T", 2)
     if read_keys.shape[1] != current.shape[2]:

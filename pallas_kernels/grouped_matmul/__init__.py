@@ -67,8 +67,8 @@ def grouped_matmul(
     check_array("matrices", matrices, "G K N")
     if matrices.shape[1] != rows.shape[1] or matrices.dtype != rows.dtype:
         raise ValueError(
-            f"matrices {matrices.dtype}{list(matrices.shape)} do not fit rows "
-            f"{rows.dtype}{list(rows.shape)}: both must have the same K and dtype"
+            f"matrices {matrices.dtype}{list(matrices.shape)} do not fit rows {rows.dtype}"
+            f"{list(rows.shape)}: K and the dtype must be the same"
         )
     if sizes.shape != matrices.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(

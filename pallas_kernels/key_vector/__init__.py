@@ -185,10 +185,7 @@ def store_norm_retrieve_at(
     ):
         check_array(name, x, axes)
         if x.shape[0] != gain.shape[0]:
-            raise ValueError(
-                f"shapes do not fit: {name} [{axes}] is {x.shape}, gain [L K V] is {gain.shape}; L "
-                "must be the same in both"
-            )
+            raise ValueError(f"shapes do not fit: {name} [{axes}] is {x.shape}, gain {gain.shape}")
     one = SiteOperands(residual, store_keys[0], data, gain[0], read_keys[0])
     calls.check(KeyVectorCall(norm, epsilon, implementation), one)
     flat = lambda x: x.reshape(-1, *x.shape[-2:])

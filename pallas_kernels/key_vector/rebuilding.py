@@ -179,9 +179,7 @@ def undo(
         KeyVectorCall(norm, 0.0, implementation, None, key_axis, fraction_bits), site
     )
     if retrieved is None and call.key_axis is not None:
-        raise ValueError(
-            f"key_axis={call.key_axis!r} requires the argument `retrieved` of undo, but it is None"
-        )
+        raise ValueError("with a key_axis, undo needs the argument `retrieved`")
     if again is not None:
         calls.check(call, SiteOperands(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis

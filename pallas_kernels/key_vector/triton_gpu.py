@@ -194,9 +194,7 @@ def forward(
       UnsupportedImplementation: a read alone has a `dtype` other than bfloat16 and float32.
     """
     if not site.stores and dtype not in _DATA:
-        raise UnsupportedImplementation(
-            f"a read cannot return dtype={dtype}; legal: bfloat16 or float32"
-        )
+        raise UnsupportedImplementation(f"dtype={dtype} of a read; legal: bfloat16 or float32")
     residual, store_keys, data, gain, read_keys = read_slices(site)
     if empty is not False:
         residual = jnp.where(empty, 0, residual)

@@ -51,8 +51,8 @@ def logits_with_sums(
     check_array("kernel", kernel, "width vocab")
     if kernel.shape[0] != x.shape[1] or kernel.dtype != x.dtype:
         raise ValueError(
-            f"kernel {kernel.dtype}{list(kernel.shape)} does not fit x "
-            f"{x.dtype}{list(x.shape)}: both must have the same width and dtype"
+            f"kernel {kernel.dtype}{list(kernel.shape)} does not fit x {x.dtype}{list(x.shape)}: "
+            "width and the dtype must be the same"
         )
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(

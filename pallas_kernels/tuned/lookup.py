@@ -61,15 +61,12 @@ class Kernel:
         kinds = field_types(self.blocks)
         if values.keys() != kinds.keys():
             raise ValueError(
-                f"the entry's blocks have the fields {', '.join(values)}; legal: {', '.join(kinds)}"
+                f"its blocks have the fields {', '.join(values)}; legal: {', '.join(kinds)}"
             )
         for name, value in values.items():
             if type(value) is not kinds[name] or (kinds[name] is int and value < 1):
                 least = ", at least 1" if kinds[name] is int else ""
-                raise ValueError(
-                    f"the entry's blocks have an illegal {name}={value!r}; legal: "
-                    f"{kinds[name].__name__}{least}"
-                )
+                raise ValueError(f"{name}={value!r}; legal: {kinds[name].__name__}{least}")
         return self.blocks(**values)
 
 
@@ -247,8 +244,8 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
     why = None
     if entry.kernel_version != kernel.version:
         why = (
-            f"the entry is for version {entry.kernel_version} of the kernel, whose version is "
-            f"now {kernel.version}; run recipes.autotune to replace it"
+            f"it is for version {entry.kernel_version} of the kernel, whose version is now "
+            f"{kernel.version}; run recipes.autotune to replace it"
         )
     else:
         try:
@@ -315,9 +312,7 @@ def _read_table(path: str) -> Table:
         if separator:
             reader = READERS.get(scheme)
             if reader is None:
-                raise OSError(
-                    f"paths that begin with {scheme}:// cannot be read before rmt_tpu is imported"
-                )
+                raise OSError(f"{scheme}:// paths need rmt_tpu to be imported")
             content = reader(path)
         else:
             file = Path(path).expanduser()

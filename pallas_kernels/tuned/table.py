@@ -130,7 +130,7 @@ def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise ValueError(f'the file is not a JSON object with "format": {_FORMAT}')
+            raise ValueError(f'it is not a JSON object with "format": {_FORMAT}')
         listed = values.get("entries")
         if not isinstance(listed, list):
             raise ValueError('the file has no list "entries"')
@@ -142,7 +142,7 @@ def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
             entry = _entry(value)
             entries[entry.identity] = entry
         except (ValueError, TypeError, KeyError) as error:
-            why = f"the entry has no {error}" if isinstance(error, KeyError) else error
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
             faults.append(f"{name}: entry {number} is ignored: {why}")
     return Table(name, tuple(sorted(entries.values(), key=_order)), exact, tuple(faults))
 
@@ -156,26 +156,22 @@ def _entry(value: Any) -> Entry:
     for name, kind in (("device", str), ("kernel", str), ("kernel_version", int), ("tokens", int)):
         if type(value[name]) is not kind or (kind is int and value[name] < 1):
             legal = "text" if kind is str else "a whole number, at least 1"
-            raise ValueError(f"{name}={value[name]!r} is illegal; legal: {legal}")
+            raise ValueError(f"{name}={value[name]!r}; legal: {legal}")
     if not _SLUG.fullmatch(value["device"]):
-        raise ValueError(
-            f"device={value['device']!r} is illegal; legal: a device kind in lower case"
-        )
+        raise ValueError(f"device={value['device']!r} is not a device kind in lower case")
     if value["source"] not in get_args(Source):
-        raise ValueError(
-            f"source={value['source']!r} is unknown; legal: {', '.join(get_args(Source))}"
-        )
+        raise ValueError(f"source={value['source']!r}; legal: {', '.join(get_args(Source))}")
     made = {name: _items(name, value.get(name, {})) for name in _MAPPINGS}
     if not made["blocks"] and not value.get("implementation"):
-        raise ValueError("the entry has neither blocks nor an implementation")
+        raise ValueError("it has neither blocks nor an implementation")
     for name in ("seconds", "default_seconds"):
         times = value.get(name, [])
         if not isinstance(times, list) or not all(_is_time(t) for t in times):
-            raise ValueError(f"{name}={times!r} is illegal; legal: a list of positive numbers")
+            raise ValueError(f"{name}={times!r}; legal: a list of positive numbers")
         made[name] = tuple(times)
     for name in ("implementation", "date", "table"):
         if name in value and not isinstance(value[name], str):
-            raise ValueError(f"{name}={value[name]!r} is illegal; legal: text")
+            raise ValueError(f"{name}={value[name]!r}; legal: text")
     return Entry(**(value | made))
 
 
@@ -186,7 +182,6 @@ def _is_time(value: Any) -> bool:
 def _items(name: str, value: Any) -> Items:
     if not isinstance(value, dict) or not all(type(v) in (str, int, bool) for v in value.values()):
         raise ValueError(
-            f"{name}={value!r} is illegal; legal: an object whose values are integers, text or "
-            "booleans"
+            f"{name}={value!r}; legal: an object whose values are integers, text or booleans"
         )
     return items(value)

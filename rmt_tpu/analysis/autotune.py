@@ -142,9 +142,7 @@ def check_table(out: str) -> None:
     except RunError as error:
         raise UsageError(f"--out={out} cannot be read: {error}") from None
     if table.faults:
-        raise UsageError(
-            f"--out={out} has a fault: {table.faults[0]}; fix the file, or move it away"
-        )
+        raise UsageError(f"{table.faults[0]}; fix the file, or move it away")
 
 
 def _entry(problem: Problem, result: SearchResult) -> tuned.Entry:

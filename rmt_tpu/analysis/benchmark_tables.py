@@ -171,10 +171,7 @@ class Pages(NamedTuple):
         """
         wanted = name.removeprefix(_TAKEN).split(" ") if name.startswith(_TAKEN) else []
         if not (wanted or name in TABLES) or not set(wanted) <= SOURCES.keys():
-            raise ValueError(
-                f"the comment <!-- table: {name} --> names an unknown table; legal: "
-                f"{', '.join(TABLES)}"
-            )
+            raise ValueError(f"<!-- table: {name} --> is unknown; legal: {', '.join(TABLES)}")
         found = [self.stored(source) for source in wanted or TABLES[name].sources]
         if None in found:
             return None
@@ -263,9 +260,7 @@ def _short(commit: str) -> str:
 def main() -> int:
     """Take the parts that the flags name, write the pages, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "folder", type=Path, help="folder of the Markdown pages, such as docs/benchmarks"
-    )
+    parser.add_argument("folder", type=Path, help="the folder of the pages: docs/benchmarks")
     parts = [f"{name}.{part}" for name, source in SOURCES.items() for part in source.parts]
     parser.add_argument(
         "--take",
@@ -273,13 +268,12 @@ def main() -> int:
         default=[],
         choices=parts,
         metavar="SOURCE.PART",
-        help=f"sources of data to measure before the pages are written; legal: {', '.join(parts)}",
+        help=f"run these parts' recipes first, any of {', '.join(parts)}",
     )
     flags = parser.parse_args()
     if not any(flags.folder.glob("*.md")):
         parser.error(
-            f"folder={flags.folder} has no pages; legal: a folder with .md files, such as "
-            "docs/benchmarks"
+            f"{flags.folder} has no pages; legal: a folder with .md files: docs/benchmarks"
         )
     pages = Pages(flags.folder)
     environment = describe()  # before the first file is written, which would change the checkout
@@ -287,10 +281,7 @@ def main() -> int:
         pages.take(*name.split(".", 1), environment)
     for name in pages.write():
         sources = TABLES[name].sources if name in TABLES else name.split(" ")[1:]
-        print(
-            f"the table {name} is not written, because {pages.folder}/data lacks its files; to "
-            "make them, run:"
-        )
+        print(f"not written, because {pages.folder}/data lacks its files: {name}; to make them:")
         for source in sources:
             parts = (f"{source}.{part}" for part in SOURCES[source].parts)
             print(f"  python -m {__spec__.name} {pages.folder} --take {' '.join(parts)}")

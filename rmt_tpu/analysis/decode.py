@@ -342,10 +342,10 @@ def _fault(case: DecodeCase, bound: DecodeLowerBound, limit: int | float) -> str
     """Return why a decode step cannot run, in one line, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
-        return f"the model has only {learned.max_length} learned positions"
+        return f"has only {learned.max_length} learned positions"
     if bound.held > limit:
         held, there = memory.format_bytes(bound.held), memory.format_bytes(int(limit))
-        return f"the step does not fit: weights and cache take {held}, but the device has {there}"
+        return f"does not fit: weights and cache take {held}, but the device has {there}"
     return ""
 
 

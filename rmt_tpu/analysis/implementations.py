@@ -334,8 +334,7 @@ def _usual(row: ImplementationRow, platform: str) -> str:
     names = {choice(row, call, platform, kind).name for call in usual for kind in kinds}
     if len(names) > 1:
         raise ValueError(
-            f"the usual calls of {row.ops[0]} on {platform} use several implementations, "
-            f"{sorted(names)}; legal: one"
+            f"{row.ops[0]} uses {sorted(names)} on {platform}; legal: one implementation"
         )
     (name,) = names
     if name != "xla":

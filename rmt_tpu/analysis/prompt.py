@@ -93,8 +93,8 @@ def lower_prompt(
     devices = model.devices("batch")
     if rows is not None and rows % devices:
         raise MeshError(
-            f"--decode={rows} cannot be divided evenly among the {devices} devices of the mesh "
-            f"axes data and fsdp; legal: multiples of {devices}"
+            f"--decode={rows} cannot be divided evenly over the {devices} devices of data and "
+            f"fsdp; legal: multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         # Ignore this warning: some kernels support only many tokens per call, others only few.

@@ -294,10 +294,7 @@ def assignment_of(program: Program) -> Assignment:
     """
     if program.assignment is None:
         label = program.target.label
-        raise RunError(
-            f"the compiler for {label} did not report its buffer assignment, so the step's memory "
-            "is unknown"
-        )
+        raise RunError(f"the compiler for {label} did not report its buffer assignment")
     return program.assignment
 
 

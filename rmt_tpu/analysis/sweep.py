@@ -116,14 +116,12 @@ def parse_space(text: str) -> Space:
         low, high = map(float, ends.split(".."))
         number = int(count) if count else None
     except ValueError:
-        raise UsageError(
-            f"--sweep={shown(text)} has a range that cannot be read; {legal}"
-        ) from None
+        raise UsageError(f"--sweep={shown(text)} is not a range; {legal}") from None
     finite = math.isfinite(low) and math.isfinite(high)
     if not finite or low >= high or (kind == "log" and low <= 0) or (number or 2) < 2:
         raise UsageError(
-            f"--sweep={shown(text)} is not a legal range; legal: two finite numbers, the second "
-            "larger than the first (both above 0 for log), and at least 2 points"
+            f"--sweep={shown(text)} is not a legal range; legal: from a number to a larger one "
+            "(for log: above 0), in at least 2 points"
         )
     return NumberRange(path, low, high, kind == "log", number)
 

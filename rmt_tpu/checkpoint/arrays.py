@@ -135,23 +135,14 @@ def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
         try:
             storage.join(name)
         except UsageError:
-            raise UsageError(
-                f"the array name {name!r} cannot be a path in a checkpoint; legal: no '..', "
-                "backslash, colon or control characters"
-            ) from None
+            raise UsageError(f"an array cannot be stored under the name {name!r}") from None
         if name in leaves:
-            raise UsageError(
-                f"two arrays have the same name {name!r}; each array of a checkpoint needs a name "
-                "of its own"
-            )
+            raise UsageError(f"two arrays have the same name {name!r}")
         leaves[name] = leaf
     for name in leaves:
         for slash in re.finditer("/", name):
             if (outer := name[: slash.start()]) in leaves:
-                raise UsageError(
-                    f"array {name!r} would be stored in a subfolder of the array {outer!r}; rename "
-                    "one of the two"
-                )
+                raise UsageError(f"array {name!r} would be stored inside array {outer!r}")
     return leaves, treedef
 
 
@@ -166,9 +157,7 @@ def describe(name: str, leaf: Any) -> StoredArray:
       UsageError: the leaf is not an array, or its dtype cannot be stored.
     """
     if not hasattr(leaf, "dtype"):
-        raise UsageError(
-            f"{name} is of the type {type(leaf).__name__}; a checkpoint can store only arrays"
-        )
+        raise UsageError(f"{name}: only arrays can be stored, not {type(leaf).__name__}")
     prng = None
 
     def key_data(key: jax.Array) -> jax.Array:
@@ -182,7 +171,7 @@ def describe(name: str, leaf: Any) -> StoredArray:
         leaf = jax.eval_shape(key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     dtype = np.dtype(leaf.dtype).name
     if dtype not in DTYPES:
-        raise UsageError(f"array {name} has the dtype {dtype}, which a checkpoint cannot store")
+        raise UsageError(f"{name}: numbers of dtype {dtype} cannot be stored")
     return StoredArray(name, tuple(leaf.shape), dtype, tuple(leaf.shape), prng)
 
 
@@ -279,10 +268,7 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
         wrap = partial(jax.random.wrap_key_data, impl=array.prng)
         placed = jax.jit(wrap, out_shardings=sharding)(placed)
     if placed.dtype != leaf.dtype:
-        raise UsageError(
-            f"array {array.name} cannot be restored as a jax.Array of {leaf.dtype} without "
-            "jax_enable_x64; set it, or restore a numpy array"
-        )
+        raise UsageError(f"{array.name}: {leaf.dtype} needs jax_enable_x64, or a numpy array")
     return placed
 
 

@@ -199,7 +199,7 @@ class Checkpointer:
         started = time.monotonic()
         before = self.wait()
         if step < 0:
-            raise UsageError(f"a checkpoint's step={step} is negative; legal: 0 or more")
+            raise UsageError(f"a checkpoint's step must not be negative, got {step}")
         sources, arrays = to_store(tree, self._compression)
         manifest = seal(arrays, meta)
         blocks = blocks_of(sources, arrays)
@@ -263,8 +263,8 @@ class Checkpointer:
     def _note_if_slow(self, step: int) -> threading.Timer:
         """Return a timer that reports a slow save, because requests may be retried for minutes."""
         line = (
-            f"note: the checkpoint of step {step} is not saved yet after {_SLOW_SECONDS:g} s; "
-            f"{self.root} is slow or does not answer; the save continues"
+            f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
+            "does not answer; the save continues"
         )
         timer = threading.Timer(_SLOW_SECONDS, self._report, [line])
         timer.daemon = True
@@ -412,7 +412,7 @@ class Checkpointer:
             except Fault as fault:
                 problems.append(f"step {candidate}: {fault}")
             if step is None:
-                self._report(f"skipped a damaged checkpoint in {self.root}: {problems[-1]}")
+                self._report(f"damaged checkpoint in {self.root} skipped: {problems[-1]}")
         raise RunError(f"no undamaged checkpoint in {self.root}: {'; '.join(problems)}")
 
     def _check_step(self, steps: list[int], step: int) -> None:
@@ -438,9 +438,9 @@ class Checkpointer:
     ) -> None:
         differing = []
         for name in names:
-            ours, theirs = wanted.get(name, "none"), stored.get(name, "none")
+            ours, theirs = wanted.get(name, "has none"), stored.get(name, "has none")
             if not (name in wanted and name in stored and theirs.fits(ours)):
-                differing.append(f"{name}: the checkpoint has {theirs}, the model has {ours}")
+                differing.append(f"{name}: checkpoint {theirs}, model {ours}")
         if differing:
             what = f"checkpoint step {step} in {self.root} does not fit the model"
             more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
@@ -449,7 +449,7 @@ class Checkpointer:
     def _read(self, name: str, limit: int) -> storage.Found:
         found = self.root.read(name, limit=limit)
         if found is None:
-            raise Fault(f"{name} is missing from the checkpoint folder")
+            raise Fault(f"{name} is missing")
         return found
 
     def _open(self, found: "_Found", arrays: Iterable[StoredArray]) -> list:

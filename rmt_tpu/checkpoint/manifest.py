@@ -57,9 +57,7 @@ class Commit(NamedTuple):
             fields = json.loads(data)
             attempt, loss = ATTEMPT.fullmatch(fields["attempt"])[0], fields.get("loss")
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            raise Fault(
-                "COMMIT is damaged: it does not name the folder of a saved attempt"
-            ) from None
+            raise Fault("COMMIT is damaged: it names no attempt") from None
         is_number = type(loss) in (int, float) and math.isfinite(loss)
         return cls(attempt, float(loss) if is_number else None)
 
@@ -75,9 +73,7 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
         # gets, such as lists in place of tuples.
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"the `meta` of a checkpoint cannot be converted to JSON: {error}"
-        ) from None
+        raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
     content = {
         "version": FORMAT_VERSION,
         "arrays": [array._asdict() for array in arrays],
@@ -106,7 +102,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
         raise Fault("manifest.json is damaged: it is not a manifest") from None
     named = {array.name: array for array in arrays}
     if len(named) < len(arrays) or not isinstance(meta, dict):
-        raise Fault('manifest.json is damaged: it names an array twice, or has no "meta" object')
+        raise Fault("manifest.json is damaged: it names an array twice, or has no meta")
     return named, meta
 
 
@@ -142,7 +138,7 @@ def _array(entry: dict) -> StoredArray:
         # than the array needs.
         and all(1 <= part <= max(size, 1) for size, part in zip(shape, chunk, strict=True))
     ):
-        raise Fault(f"manifest.json: array {name} has an impossible shape or chunk shape")
+        raise Fault(f"manifest.json: array {name} has an impossible shape or chunk")
     return array
 
 

@@ -26,12 +26,10 @@ class Retention:
 
     def __post_init__(self):
         if self.last < 1:
-            raise UsageError(
-                f"last={self.last} is not a number of checkpoints to keep; legal: 1 or more"
-            )
+            raise UsageError(f"the last {self.last} checkpoints cannot be kept; legal: at least 1")
         for name, value in (("every", self.every), ("best", self.best)):
             if value < 0:
-                raise UsageError(f"{name}={value} is negative; legal: 0 or more")
+                raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
 
     def retained_steps(self, losses: Mapping[int, float | None]) -> set[int]:
         """Return the committed steps that the rules keep.
@@ -135,8 +133,7 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
         return int(json.loads(found.data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Fault(
-            f"{folder}/{_BACK} is damaged: it does not name the step that the run goes back to; "
-            "delete this file and the checkpoints after that step"
+            f"{folder}/{_BACK} is damaged: it contains no step; delete it and the later steps"
         ) from None
 
 

@@ -254,7 +254,7 @@ class Attempt(NamedTuple):
             found.generation == self.damaged
             and self.folder.delete(path, generation=found.generation)
         ):
-            raise Fault("a checkpoint of this step is already committed")
+            raise Fault("the step is already committed")
 
     def _open(self, attempt: str, mode: Literal["create", "write"]) -> dict[str, ts.TensorStore]:
         parent = self.folder.child(f"{self.step}/{attempt}/arrays").kvstore()
@@ -289,8 +289,7 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
     """
     if not folder.create(f"{step}/COMMIT", content.to_bytes()):
         raise Fault(
-            "another process has committed a checkpoint of the same step first; does another run "
-            "train in this folder?"
+            "another writer committed the step first; does another process train in this folder?"
         )
 
 

@@ -255,7 +255,7 @@ class Mla(Heads):
         rotated = isinstance(self.positions, Rope)
         if rotated and self.positions.dims not in (None, self.rope_dim):
             raise UsageError(
-                f"Mla.positions.dims={self.positions.dims} must equal rope_dim={self.rope_dim}"
+                f"Mla.positions.dims={self.positions.dims} must be rope_dim={self.rope_dim}"
             )
         if rotated and self.rope_dim % 2:
             raise UsageError(

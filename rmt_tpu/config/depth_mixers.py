@@ -49,7 +49,7 @@ class _DepthAttention(BankedSystem):
         if size % self.num_heads:
             raise UsageError(
                 f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
-                f"{size} entries of a token's residual; legal: a divisor of {size}"
+                f"residual's {size} numbers; legal: a divisor of {size}"
             )
 
     def parameters(self, model: Sizes) -> int:
@@ -141,14 +141,13 @@ class FullAttention(_DepthAttention):
         num_layers = num_sublayers // 2
         if self.window is not None and self.window > num_sublayers:
             raise UsageError(
-                f"FullAttention.window={self.window} is more than the {num_sublayers} sublayers of "
-                f"num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all sublayers"
+                f"FullAttention.window={self.window} is more than the {num_sublayers} sublayers "
+                f"of num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all"
             )
         if self.phase_layers is not None and self.phase_layers > num_layers:
             raise UsageError(
-                f"FullAttention.phase_layers={self.phase_layers} is more than "
-                f"num_layers={num_layers}; legal: 1 to {num_layers}, or null to choose the number "
-                "automatically"
+                f"FullAttention.phase_layers={self.phase_layers} is more than num_layers="
+                f"{num_layers}; legal: 1 to {num_layers}, or null to pick"
             )
         return 1
 
@@ -179,8 +178,7 @@ class _Blocks(BankedSystem):
         if len(set_sizes) > 1:
             assignments = " and ".join(f"{name}={getattr(self, name)}" for name in set_sizes)
             raise UsageError(
-                f"{type(self).__name__}.{assignments} both set the size of blocks; give only one "
-                "of these fields"
+                f"{type(self).__name__}.{assignments} both set the blocks' size; give one of them"
             )
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
@@ -198,8 +196,8 @@ class _Blocks(BankedSystem):
                 if size > sublayers:
                     limit = sublayers if name == "sublayers_per_block" else num_layers
                     raise UsageError(
-                        f"{type(self).__name__}.{name}={getattr(self, name)} is more than a model "
-                        f"of num_layers={num_layers} has; legal: 1 to {limit}"
+                        f"{type(self).__name__}.{name}={getattr(self, name)} is more than the "
+                        f"depth of num_layers={num_layers}; legal: 1 to {limit}"
                     )
                 return size
         blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks
@@ -208,9 +206,9 @@ class _Blocks(BankedSystem):
             legal = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
             nearest = sorted(legal, key=lambda n: abs(n - blocks))[:2]
             raise UsageError(
-                f"{type(self).__name__}.num_blocks={blocks} cannot be the number of blocks of "
-                f"{sublayers} sublayers, which must have equal sizes except for a smaller last "
-                f"block; nearest legal: {' or '.join(map(str, sorted(nearest)))}"
+                f"{type(self).__name__}.num_blocks={blocks} does not divide {sublayers} sublayers "
+                f"into equal blocks and a last one that is no larger; nearest legal: "
+                f"{' or '.join(map(str, sorted(nearest)))}"
             )
         return size
 

@@ -173,16 +173,15 @@ class ModelConfig(Checked):
                 stack.cores[-1].writes
             ):
                 raise UsageError(
-                    f"ModelConfig.stacks.{index} cannot repeat, because its last core does not "
-                    "write as many vectors as the core or embedding before the stack; legal: its "
-                    "first period as a separate stack"
+                    f"ModelConfig.stacks.{index} repeats, but its last core has other write keys "
+                    "than what precedes it; legal: its first period as a separate stack"
                 )
             for core in stack.cores:
                 for port in (core.reads, core.writes):
                     if matrix and port.heads and port.head_dim != size:
                         raise UsageError(
-                            f"ModelConfig.{core.kind}.head_dim={port.head_dim} must equal "
-                            f"store.vector_dim={size}, the size of the residual's data vectors"
+                            f"ModelConfig.{core.kind}.head_dim={port.head_dim} must be the size of "
+                            f"the residual's data vectors, store.vector_dim={size}"
                         )
                 previous = core.writes
 
@@ -242,8 +241,8 @@ class ModelConfig(Checked):
         ]
         if kinds(self.base_model) != kinds(self):
             raise UsageError(
-                "ModelConfig.parametrization.base must have the same kinds of store, mixer and "
-                "cores as the model; legal: changes of sizes only, like store.dim=128"
+                "ModelConfig.parametrization.base has another store, mixer or cores than the "
+                "model; legal: other sizes only, like store.dim=128"
             )
 
     # The short form -----------------------------------------------------------------------------
@@ -273,7 +272,7 @@ class ModelConfig(Checked):
         if "stacks" in values:
             raise UsageError(
                 f"ModelConfig.{next(iter(short_values))} and ModelConfig.stacks both set what "
-                "sublayers compute; give only one of these fields"
+                "sublayers compute; give one of them"
             )
         cls.check_short(short_values)
         num_layers = short_values.pop("num_layers")
@@ -289,8 +288,8 @@ class ModelConfig(Checked):
         cores = [name for name in names if name != "num_layers"]
         if len(cores) != 2 or "num_layers" not in names:
             raise UsageError(
-                f"the model config has the fields {', '.join(names)}; legal: num_layers and "
-                "exactly two cores, like attention and feed_forward, or model.stacks instead"
+                f"the model has {', '.join(names)}; legal: num_layers and two cores, like "
+                "attention and feed_forward, or model.stacks"
             )
 
     def replace(self, **changes: Any) -> "ModelConfig":
@@ -337,10 +336,7 @@ class ModelConfig(Checked):
     def _core(self, cls: type) -> Any:
         matches = self.cores_of_kind(cls.kind)
         if len(matches) != 1:
-            raise AttributeError(
-                f"the model has {len(matches)} different configs of the core {cls.kind!r}; this "
-                "attribute needs exactly one"
-            )
+            raise AttributeError(f"the model has {len(matches)} different cores {cls.kind!r}")
         return matches[0]
 
     @property
@@ -382,8 +378,7 @@ class ModelConfig(Checked):
                 if port is None:
                     raise UsageError(
                         f"MatrixStore.vectors={vectors} and MatrixStore.vector_dim={vector_dim} "
-                        "must both be set to numbers, because no core of the model has heads "
-                        "whose number and size could be used"
+                        "must be set, because no core of the model has heads; legal: numbers"
                     )
                 return vectors or port.heads[0], vector_dim or port.head_dim
 

@@ -59,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("the JSON text is nested too deeply") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
@@ -123,7 +123,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
             parent = path.split(".")[: 1 - len(keys)]
-            raise UsageError(f"{path}: {'.'.join(parent)} is a plain value, which has no fields")
+            raise UsageError(f"{path}: {'.'.join(parent)} is a value without fields")
         places += _places(child, keys[1:], path)
     return places
 
@@ -173,11 +173,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
         return [line for i, values in pairs for line in differences(*values, f"{path}.{i}")]
-    return (
-        []
-        if old == new
-        else [f"{path} is {_short(old)} in the other config and {_short(new)} in this one"]
-    )
+    return [] if old == new else [f"{path} is {_short(old)} there, {_short(new)} here"]
 
 
 def _short(value: Any) -> str:

@@ -178,7 +178,7 @@ class TrainConfig(Checked):
         parse_mesh(self.mesh)
         if self.with_optimizer and not self.init_from:
             raise UsageError(
-                "--with_optimizer needs --init_from=RUN, the folder of the run to continue"
+                "--with_optimizer needs --init_from=RUN, the folder of the run that is copied"
             )
 
 
@@ -214,9 +214,8 @@ class RunConfig:
     def __post_init__(self):
         if isinstance(self.train.optimizer, Muon) and isinstance(self.model.parametrization, MuP):
             raise UsageError(
-                "train.optimizer=muon is not defined with model.parametrization=mup, whose "
-                "learning-rate factors are for Adam; legal: train.optimizer=adamw, or "
-                "model.parametrization=standard"
+                "train.optimizer=muon is not defined with model.parametrization=mup, whose rates "
+                "are for Adam; legal: train.optimizer=adamw, or model.parametrization=standard"
             )
         match self.model.learned_positions:
             case Learned(max_length=max_length) if self.data.seq_len > max_length:

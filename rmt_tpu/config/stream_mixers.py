@@ -121,8 +121,8 @@ class MhcLite(System):
         super().__post_init__()
         if self.streams > 6:
             raise UsageError(
-                f"MhcLite.streams={self.streams} would mix {self.streams}! permutations, which are "
-                "too many; legal: 1 to 6"
+                f"MhcLite.streams={self.streams} would take {self.streams}! permutations; "
+                "legal: 1 to 6"
             )
 
     @property
@@ -164,9 +164,8 @@ class WideStreams(System):
         super().__post_init__()
         if 0 < self.forget < 0.002:
             raise UsageError(
-                f"WideStreams.forget={self.forget} is too small, because at the start of training "
-                "a stream forgets 0.001 of itself before a write; legal: 0, or at least 0.002 and "
-                "below 1"
+                f"WideStreams.forget={self.forget} is too small for streams that keep 0.999 of "
+                "themselves at the start; legal: 0, or at least 0.002 and below 1"
             )
 
     def parameters(self, model: Sizes) -> int:

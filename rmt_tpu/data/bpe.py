@@ -56,8 +56,8 @@ class BpeTokenizer(Tokenizer):
         self._bos_name = before or next(there, "")
         if not self._bos_name:
             raise Unusable(
-                "the tokenizer has no token that starts a document; legal: a vocabulary with one "
-                f"of {', '.join(BOS_NAMES)}"
+                "has no token that starts a document; "
+                f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
         library.encode_special_tokens = True  # a special token's name in a text is ordinary text
@@ -240,17 +240,12 @@ def _import() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise Unusable(
-            "this tokenizer needs the tokenizers library: pip install 'rmt_tpu[data]'"
-        ) from None
+        raise Unusable("needs the tokenizers library: pip install 'rmt_tpu[data]'") from None
     return tokenizers
 
 
 def _damaged(error: Exception) -> Unusable:
-    return Unusable(
-        f"the tokenizer's files cannot be loaded ({' '.join(str(error).split())}); legal: "
-        "undamaged files"
-    )
+    return Unusable(f"cannot be loaded ({' '.join(str(error).split())}); legal: undamaged files")
 
 
 def _bos_of_template(library: Any) -> str | None:
@@ -265,7 +260,7 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
     for name, token in vocabulary.items():
         if not 0 <= token < _MOST_TOKENS:
             raise Unusable(
-                f"the tokenizer's vocabulary gives {name!r} the id {token}, which is out of range; "
+                f"gives {name!r} the id {token}, which is out of range; "
                 f"legal: 0 to {_MOST_TOKENS - 1}"
             )
 

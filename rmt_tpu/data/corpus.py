@@ -178,7 +178,7 @@ def _json_lines(span: Span, on_block: BlockCallback) -> Iterator[str]:
                 yield _json_text(text)
             except Problem as problem:
                 number = _line_number(span, line.offset)
-                raise Problem(f"{span.path!r} line {number}: {problem}") from None
+                raise Problem(f"{span.path!r} line {number} {problem}") from None
 
 
 def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -193,7 +193,7 @@ def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = _json_object(text, "{...}")
             except Problem as problem:
-                raise Problem(f"{where}: {problem}") from None
+                raise Problem(f"{where} {problem}") from None
             yield where, value
 
 
@@ -239,15 +239,12 @@ def _json_text(line: str) -> str:
     if not isinstance(value.get("text"), str):
         shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
         fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
-        raise Problem(
-            f'the JSON object has no field "text" that is a string; fields: {fields}; {legal}'
-        )
+        raise Problem(f'has no field "text" that is a string; fields: {fields}; {legal}')
     try:
         value["text"].encode("utf-8")
     except UnicodeEncodeError as error:
         raise Problem(
-            f'the field "text" has an unpaired surrogate at character {error.start}; legal: '
-            "Unicode text"
+            f'has an unpaired surrogate at character {error.start} of "text"; legal: Unicode text'
         ) from None
     return value["text"]
 
@@ -258,7 +255,7 @@ def _json_object(line: str, like: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Problem(f"the line is not JSON ({error}); {legal}") from None
+        raise Problem(f"is not JSON ({error}); {legal}") from None
     if not isinstance(value, dict):
-        raise Problem(f"the line is a JSON {type(value).__name__}, not an object; {legal}")
+        raise Problem(f"is a JSON {type(value).__name__}, not an object; {legal}")
     return value

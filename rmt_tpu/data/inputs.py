@@ -93,9 +93,7 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
         pieces = pieces[count:]
         for span in spans:
             if not span.path.lower().endswith(SUFFIXES):
-                raise Problem(
-                    f"{span.path!r} has an unknown file name suffix; legal: {', '.join(SUFFIXES)}"
-                )
+                raise Problem(f"{span.path!r} has an unknown suffix; legal: {', '.join(SUFFIXES)}")
             found.setdefault(span.path if span.in_bucket else os.path.realpath(span.path), span)
     return list(found.values())
 
@@ -110,7 +108,7 @@ def whole_span(path: str) -> Span:
         status = os.stat(path)
     # Refuse other kinds of files: reading a pipe that nobody writes to would block forever.
     if not stat.S_ISREG(status.st_mode):
-        raise Problem(f"{path!r} is not a regular file; legal: the path of a file with text")
+        raise Problem(f"{path!r} is not a regular file; legal: files")
     return Span(path, 0, status.st_size, _version(status))
 
 
@@ -259,7 +257,7 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
-        raise Problem(f"{pattern!r} is a folder; legal: the files in it, for example {globs}")
+        raise Problem(f"{pattern!r} is a folder; legal: the files in it, such as {globs}")
     if os.path.exists(path):  # check the exact name before globbing, because it may have brackets
         return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
@@ -283,9 +281,8 @@ def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
     for url, _, _, _, encoding in found:
         if encoding:
             raise Problem(
-                f"{url!r} is stored with the Content-Encoding {encoding!r}, which is not "
-                "supported; legal: objects without a Content-Encoding (compressed files such "
-                "as .gz are fine)"
+                f"{url!r} is stored with the Content-Encoding {encoding!r}; legal: objects without "
+                "a Content-Encoding, also compressed ones, such as .gz files"
             )
     return [Span(url, 0, size, (size, crc32c, number)) for url, size, crc32c, number, _ in found]
 
@@ -336,7 +333,7 @@ class _Zstandard(io.RawIOBase):
             packed = self._packed or self._raw.read(_PACKED)
             if not packed:
                 if self._frame is not None:
-                    raise EOFError("the file ends within a compressed frame")
+                    raise EOFError("it ends within a compressed frame")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
             try:

@@ -166,9 +166,9 @@ def check_inputs(
             tick(span.stop - span.start)
         elif not same_number or digest_of(span, lambda block: tick(len(block))) != digests[number]:
             raise UsageError(
-                f"--output={url} holds the output of another command: the content of the input "
-                f"{os.path.basename(span.path)!r} has changed. Give the same input and flags "
-                "to resume, or another --output"
+                f"--output={url} is from another command: the content of "
+                f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
+                "resume, or another --output"
             )
 
 
@@ -213,8 +213,7 @@ class PartWriter:
                 # Another process has written the part first. Its part is identical, so use it.
                 if (done := self._existing_part(job)) is None:
                     raise RunError(
-                        f"another command is also writing {self._folder.url}/{name}; give this "
-                        "command another --output"
+                        f"{self._folder.url}/{name} is being written by another command too"
                     )
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":

@@ -91,21 +91,20 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         return
     old = old if isinstance(old, dict) else {}
     different = [
-        f"{name} was {old.get(name)} and is now {new[name]}"
+        f"{name} {old.get(name)} is now {new[name]}"
         for name in ("eval_fraction", "seed", "part_bytes")
         if old.get(name) != new[name]
     ]
     if (tokenizer := old.get("tokenizer")) != new["tokenizer"]:
         tokenizer = tokenizer.get("name") if isinstance(tokenizer, dict) else None
         again = " with other files" if tokenizer == new["tokenizer"]["name"] else ""
-        different.append(f"tokenizer was {tokenizer} and is now {new['tokenizer']['name']}{again}")
+        different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
     changed = "the content of its input has changed"  # and its division into parts with it
     raise UsageError(
-        f"--output={folder.url} holds the output of another command: "
-        f"{'; '.join(different) or changed}. Give the same input and flags to resume, or another "
-        "--output"
+        f"--output={folder.url} is from another command: {'; '.join(different) or changed}. "
+        "Give the same input and flags to resume, or another --output"
     )
 
 
@@ -115,7 +114,7 @@ def _different_input(old: Any, new: list[list[Any]]) -> str:
         return f"the input had {count} files and now has {len(new)}"
     was, now = next((was, now) for was, now in zip(old, new, strict=True) if was != now)
     if was[:2] != now[:2]:
-        return f"the input was {was[0]!r} of {was[1]} bytes and is now {now[0]!r} of {now[1]} bytes"
+        return f"the input {was[0]!r} of {was[1]} bytes is now {now[0]!r} of {now[1]} bytes"
     if len(was) == len(now) and was[2] == now[2]:
-        return f"the input {now[0]!r} was written again, with the same content"
-    return f"the content of the input {now[0]!r} has changed"
+        return f"{now[0]!r} was written again, with the same content"
+    return f"the content of {now[0]!r} has changed"

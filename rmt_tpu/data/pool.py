@@ -86,7 +86,7 @@ def _start_worker(options: StoreOptions, finished: Any, stop: Any) -> None:
 
     def tick(count: int) -> None:
         if stop.is_set():
-            raise RunError("this tokenising process was stopped")
+            raise RunError("stopped")
         with finished.get_lock():
             finished.value += count
 

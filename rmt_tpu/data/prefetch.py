@@ -47,7 +47,7 @@ class Prefetcher(Generic[T]):
           threads: number of threads that read; at least 1.
         """
         if depth < 1 or threads < 1:
-            raise ValueError(f"depth={depth} and threads={threads} must both be 1 or more")
+            raise ValueError(f"depth={depth} and threads={threads} must be 1 or more")
         self._positions = itertools.count(start, advance)
         self._wanted: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
         self._ahead: deque[Future] = deque()

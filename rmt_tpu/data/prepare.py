@@ -135,9 +135,7 @@ def prepare(
         edited during the call.
     """
     if not 0 < eval_fraction <= 0.5:
-        raise UsageError(
-            f"--eval_fraction={eval_fraction} is out of range; legal: above 0 and at most 0.5"
-        )
+        raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: 0 < x <= 0.5")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -235,7 +233,7 @@ def _check_shared(folder: Folder, plan: dict[str, Any], group: ProcessGroup) -> 
     while read_sealed(folder, PLAN) != plan and not read_sealed(folder, MANIFEST):
         if time.monotonic() > until:
             raise UsageError(
-                f"--output={folder.url} is not the same folder on process {group.number} as on "
+                f"--output={folder.url} is another folder on process {group.number} than on "
                 "process 0; legal: a folder on a file system that all hosts share, or gs://"
             )
         time.sleep(0.1)
@@ -303,10 +301,7 @@ def _complete(
         until = time.monotonic() + _SHARED_SECONDS
         while (found := read_part_manifest(folder, number)) is None:
             if time.monotonic() > until:
-                raise RunError(
-                    f"{folder.url} has no part {number}, although another process wrote it; do all "
-                    "hosts share this folder?"
-                )
+                raise RunError(f"{folder.url} has no part {number}, which another process wrote")
             time.sleep(0.1)
         return found
 
@@ -377,7 +372,7 @@ def _check_totals(source: str, eval_fraction: float, seed: int, totals: Totals) 
         )
     if not totals.train.documents:
         raise UsageError(
-            f"all {totals.held_out.documents} documents of --input={source!r} are held out with "
-            f"--eval_fraction={eval_fraction} --seed={seed}, so none are left to train on; legal: "
-            "more documents, or a smaller --eval_fraction, in another --output"
+            f"all {totals.held_out.documents} documents of --input={source!r} are held out at "
+            f"--eval_fraction={eval_fraction} --seed={seed}; legal: more documents, or a smaller "
+            "--eval_fraction, in another --output"
         )

@@ -91,7 +91,7 @@ class Part(NamedTuple):
                 return cls(value["attempt"], *splits)
         except (TypeError, KeyError):
             pass
-        raise Fault("the manifest describes a part with impossible values")
+        raise Fault("it lists an impossible part")
 
     def json(self) -> dict[str, Any]:
         """Return a JSON value that describes the part, for `from_json`."""
@@ -139,9 +139,9 @@ class TokenStore:
             parts = [Part.from_json(value) for value in content["parts"]]
             vocabulary, bos = self.tokenizer.vocab_size, self.tokenizer.bos
             if not (type(vocabulary) is type(bos) is int and 0 <= bos < vocabulary <= 2**31):
-                raise Fault("the manifest describes a tokenizer with impossible token ids")
+                raise Fault("it lists an impossible tokenizer")
             if len(parts) != content["plan"]["num_parts"]:
-                raise Fault("the manifest does not list all parts")
+                raise Fault("it does not list all parts")
         except (Fault, KeyError, TypeError) as error:
             raise RunError(f"{folder.url}/{MANIFEST} is damaged: {error}") from None
         self.train = TokenStream(folder, "train", parts, self.tokenizer)
@@ -157,8 +157,7 @@ class TokenStore:
             raise UsageError(
                 f"--data={self.url} was made with the tokenizer {self.tokenizer.name!r} of "
                 f"{self.tokenizer.vocab_size} tokens, and --tokenizer={tokenizer.name} of "
-                f"{tokenizer.vocab_size} tokens encodes text differently; legal: "
-                f"--tokenizer={self.url}"
+                f"{tokenizer.vocab_size} encodes text differently; legal: --tokenizer={self.url}"
             )
 
 
@@ -224,9 +223,7 @@ class TokenStream:
             with faults(f"{self._name(number, 'tokens')}: "):
                 out[row, at : at + b - a] = read.result()
         if out.size and not (0 <= out.min() and out.max() < self._vocab_size):
-            raise Fault(
-                f"{self._folder.url} is damaged: it has tokens that are not in its vocabulary"
-            )
+            raise Fault(f"{self._folder.url} has tokens that are not in its vocabulary")
         return out
 
     def document(self, number: int) -> Int32[np.ndarray, " tokens"]:
@@ -239,9 +236,7 @@ class TokenStream:
           Fault: see `read`.
         """
         if not 0 <= number < self.num_documents:
-            raise IndexError(
-                f"document {number} is out of range; legal: 0 to {self.num_documents - 1}"
-            )
+            raise IndexError(f"document {number} of {self.num_documents}")
         part = int(np.searchsorted(self._documents, number, side="right")) - 1
         at = number - int(self._documents[part])
         name = self._name(part, "offsets")
@@ -324,10 +319,7 @@ def open_store(source: str | Folder) -> TokenStore:
                 f"--data={folder.url} holds no token store: there is no {MANIFEST}; legal: the "
                 "--output of recipes.prepare_data"
             )
-        raise UsageError(
-            f"--data={folder.url} is an incomplete token store; repeat the command of "
-            "recipes.prepare_data that began it"
-        )
+        raise UsageError(f"--data={folder.url} is not complete; run recipes.prepare_data again")
     return TokenStore(folder, content)
 
 
@@ -420,9 +412,7 @@ def read_sealed(folder: Folder, name: str) -> dict[str, Any] | None:
     try:
         sealed = json.loads(found.data)
         if type(sealed) is dict and sealed.get("kind") != _KIND:
-            raise UsageError(
-                f"{folder.url}/{name} was not written by recipes.prepare_data; give another folder"
-            )
+            raise UsageError(f"{folder.url}/{name} is from another program; legal: another folder")
         if sealed["version"] != VERSION:
             raise UsageError(
                 f"{folder.url}: token store version {sealed['version']!r} cannot be read; "

@@ -59,14 +59,14 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except Unusable as error:
-        raise UsageError(f"{what}: {error}") from None
+        raise UsageError(f"{what} {error}") from None
 
 
 def _from_bucket(spec: str) -> Tokenizer:
     with flag_errors("tokenizer"):
         found = open_folder(spec).read(FILE)
     if found is None:
-        raise Unusable(f"the folder has no {FILE}; legal: the folder of a run or of a token store")
+        raise Unusable(f"has no {FILE}; legal: the folder of a run or of a token store")
     return _from_json(spec, found.data)
 
 
@@ -76,8 +76,8 @@ def _from_local_folder(spec: str, folder: Path) -> Tokenizer:
     if (folder / FILE).is_file():
         return _from_file(spec, folder / FILE)
     raise Unusable(
-        f"the folder has no tokenizer; legal: a folder with {' and '.join(GPT2_FILES)}, or with "
-        f"{FILE}"
+        "is a folder without a tokenizer; "
+        f"legal: one with {' and '.join(GPT2_FILES)}, or with {FILE}"
     )
 
 
@@ -100,4 +100,4 @@ def _from_json(name: str, content: bytes) -> Tokenizer:
 
 
 def _unreadable(error: Exception) -> Unusable:
-    return Unusable(f"the file cannot be read as a tokenizer ({error}); legal: a {FILE}")
+    return Unusable(f"cannot be read ({error}); legal: a {FILE}")

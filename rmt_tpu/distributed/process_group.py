@@ -62,8 +62,6 @@ class ConnectedProcesses:
                 seconds = min(2 * seconds, _LONGEST_SECONDS)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise RunError(
-                f"process 0 cannot be reached at the synchronization point '{what}': {reason}"
-            ) from None
+            raise RunError(f"process 0 cannot be reached at '{what}': {reason}") from None
         values = {int(key.rpartition("/")[2]): value for key, value in found}
         return [values[number] for number in range(self.count)]

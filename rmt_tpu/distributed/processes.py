@@ -56,7 +56,7 @@ def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
             )
         )
         if None in (coordinator, num_processes, process_id):
-            raise LookupError("the environment variables of such a job are not set")
+            raise LookupError("no such environment variables")
     except Exception as error:  # each kind of cluster raises its own exceptions
         raise UsageError(
             "--distributed finds no TPU slice and no SLURM, Open MPI or Kubernetes job here "
@@ -173,9 +173,7 @@ class Channel:
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise RunError(
-                f"process 0 cannot be reached at the synchronization point '{what}': {reason}"
-            ) from None
+            raise RunError(f"process 0 cannot be reached at '{what}': {reason}") from None
         return [values[p] for p in range(count)]
 
     def _wait_at_barrier(self, client: Any, folder: str, what: str, timeout: int | float) -> None:
@@ -187,14 +185,14 @@ class Channel:
             missing = [p for p in range(count) if p not in there]
             if missing:
                 raise RunError(
-                    f"{rendezvous.name_processes(missing)} of {count} did not reach the "
-                    f"synchronization point '{what}' within {timeout:g} s; see their logs"
+                    f"{rendezvous.name_processes(missing)} of {count} did not reach '{what}' "
+                    f"within {timeout:g} s; see their logs"
                 ) from None
             # All processes have stored their values, but at least one waited at the barrier for
             # longer than the timeout.
             raise RunError(
-                f"the {count} processes did not all pass the synchronization point '{what}' within "
-                f"{timeout:g} s: one came late, or died while it waited; see their logs"
+                f"the {count} processes did not meet at '{what}': one arrived later than "
+                f"{timeout:g} s, or died while it waited; see their logs"
             ) from None
 
     def from_first(self, value: Any, what: str) -> Any:

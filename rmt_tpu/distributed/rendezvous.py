@@ -183,9 +183,9 @@ class _Host:
         process, count = hello["process"], self._member.num_processes
         if hello["of"] != count:
             self._fail(
-                f"process {process} on {hello['host']} was started with "
-                f"--num_processes={hello['of']}, but process 0 with --num_processes={count}; give "
-                "all processes the same --num_processes",
+                f"process {process} on {hello['host']} was started as one of {hello['of']} "
+                f"processes and process 0 as one of {count}; give all processes the same "
+                "--num_processes",
                 connection,
             )
         if process == 0 or process in self._members:
@@ -197,15 +197,15 @@ class _Host:
             )
         if hello["versions"] != self._hello["versions"]:
             self._fail(
-                f"process {process} on {hello['host']} runs {hello['versions']}, but process 0 "
-                f"runs {self._hello['versions']}; install the same versions on all hosts",
+                f"process {process} on {hello['host']} runs {hello['versions']} and process 0 "
+                f"{self._hello['versions']}; install the same versions on all hosts",
                 connection,
             )
         other_tables, own_tables = Tables(*hello["tables"]), Tables(*self._hello["tables"])
         if other_tables.fingerprint != own_tables.fingerprint:
             self._fail(
-                f"process {process} on {hello['host']} has block sizes of kernels (from "
-                f"{other_tables.file or 'no file'}) that differ from those of process 0 (from "
+                f"process {process} on {hello['host']} has other kernel block sizes (from "
+                f"{other_tables.file or 'no file'}) than process 0 (from "
                 f"{own_tables.file or 'no file'}); give all processes the same RMT_TPU_TUNED and "
                 "the same version of rmt_tpu",
                 connection,
@@ -237,14 +237,14 @@ def _join(member: Member, hello: dict[str, Any], timeout: int | float, deadline:
     Raises:
       RunError: process 0 cannot be reached within the timeout, or reports an error.
     """
-    where, reason = member.coordinator, "no connection was attempted"
+    where, reason = member.coordinator, "no connection was tried"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(member.host_and_port(), min(remaining, 5)) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
                 if _wait_for_go(connection, where, timeout, deadline):
                     return
-            reason = "process 0 closed the connection"
+            reason = "it closed the connection"
         # A look-up of the host's name may fail too, if the host has not started yet.
         except OSError as error:
             reason = error.strerror or str(error)

@@ -42,11 +42,7 @@ def main() -> int:
         mine = [i for i, row in enumerate(rows) if row.target == target]
         for i, row in zip(mine, compiled([rows[i] for i in mine]), strict=True):
             what = calibration.described(row)
-            print(
-                f"{target} {what}: estimated / published time was {rows[i].ratio():.3f}, is now "
-                f"{row.ratio():.3f}",
-                flush=True,
-            )
+            print(f"{target} {what}: {rows[i].ratio():.3f}, now {row.ratio():.3f}", flush=True)
             rows[i] = row
         values["versions"] |= versions()
         calibration.PATH.write_text(calibration.text(values, rows), encoding="utf-8")

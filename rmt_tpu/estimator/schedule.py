@@ -150,10 +150,7 @@ def parse_schedule(
     bundles = _bundles(bundles_text)
     slots, use = _utilization(utilization_text)
     if not bundles or len(bundles) != len(use):
-        raise ValueError(
-            f"the schedule has {len(bundles)} bundles, but the file of unit usage describes "
-            f"{len(use)}"
-        )
+        raise ValueError(f"the schedule has {len(bundles)} bundles, but unit usage for {len(use)}")
     spans = _loop_spans(bundles)
     skipped = _skipped_bundles(bundles) if longest_branch_only else frozenset()
     constants = dict(_CONSTANT.findall(bundles_text))

@@ -202,7 +202,7 @@ def search(
             continue
         accepted = _accepted(trials[candidates[0]], trials.values(), ESTIMATED_GAIN)
         if time is None and accepted.is_bound:
-            why = f"with any blocks, memory traffic takes at least {accepted.floor * 1e6:.1f} us"
+            why = f"the memory traffic of any blocks takes {accepted.floor * 1e6:.1f} us"
             bound = [Trial(each, "no faster", why) for each in untried]
             trials |= {trial.blocks: trial for trial in bound}
             log(*bound)
@@ -269,10 +269,7 @@ def _tried(blocks, compile, fields, grows, earlier: Iterable[Trial]) -> Trial:
             return Trial(
                 blocks,
                 "skipped",
-                (
-                    f"these block sizes are larger than {dict(fields(trial.blocks))}, which did "
-                    "not fit"
-                ),
+                f"larger than {dict(fields(trial.blocks))}, which did not fit",
             )
     outcome = compile(blocks)
     if isinstance(outcome, Refusal):

@@ -69,10 +69,7 @@ def wrong(errors: Sequence[float], allowed: Sequence[float]) -> str:
     """Return a message about the first error that exceeds its allowed value, or "" if none does."""
     for number, (error, most) in enumerate(zip(errors, allowed, strict=True)):
         if not error <= most:
-            return (
-                f"result {number} differs by {error:.2g} of its largest value; legal: at most "
-                f"{most:.2g}"
-            )
+            return f"result {number} differs by {error:.2g} of its largest value; legal: {most:.2g}"
     return ""
 
 

@@ -87,11 +87,9 @@ def read_task(
             try:
                 documents.append(task.document(line))
             except Malformed as error:
-                raise Problem(
-                    f"{number}: {error}; a document needs the fields {task.fields}"
-                ) from None
+                raise Problem(f"{number} {error}; legal: {task.fields}") from None
         if not documents:
-            raise Problem(f"the data of the task {task.name} have no documents")
+            raise Problem(f"{task.name} has no documents")
     return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
 
 
@@ -125,8 +123,7 @@ def _find(task: Task, data_dir: str):
         with contextlib.suppress(Problem):
             return files(base + ending, buckets=True)[0]
     raise Problem(
-        f"the folder has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, "
-        f"or {HUB}"
+        f"has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, or {HUB}"
     )
 
 
@@ -227,9 +224,7 @@ def ask(
         ]
         requests, owners = [w[0] for w in windows], [w[1] for w in windows]
         if not requests:
-            raise UsageError(
-                "the texts of --text have no tokens to score; legal: texts that are not empty"
-            )
+            raise UsageError("--text has no tokens to score; legal: texts that are not empty")
         return SourceRequests(source, requests, np.array(owners))
     pairs = [
         _strip_context(context, continuation)
@@ -248,7 +243,7 @@ def ask(
         if len(text) <= prefix:
             raise UsageError(
                 f"--tasks={source.name}: with this tokenizer, the continuation "
-                f"{continuation!r:.80} adds no token to its context, so it cannot be scored"
+                f"{continuation!r:.80} adds no token to its context"
             )
         requests.append(Request(tokenizer.with_bos(text[:prefix]), text[prefix:]))
     return SourceRequests(source, requests, owners)

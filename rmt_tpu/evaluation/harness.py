@@ -264,8 +264,7 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
     for source in sources:
         if source.kind == "text":
             raise UsageError(
-                f"--tasks={source.name} is not supported, because it scores a whole text, "
-                "which lm-evaluation-harness would score differently"
+                f"--tasks={source.name} scores a text, which the harness measures differently"
             )
         lines, fields = _in_fields(source)
         path = folder / f"{source.name}.jsonl"

@@ -98,7 +98,7 @@ def difference(first: Metric, second: Metric) -> Difference:
     """
     if first.name != second.name or len(first.total) != len(second.total):
         raise ValueError(
-            "two metrics can be compared only if they have the same name and number of documents"
+            "two models can only be compared by the same metric over the same documents"
         )
     error = _error(first.influence - second.influence)
     errors = [_error(m.influence) for m in (first, second)]

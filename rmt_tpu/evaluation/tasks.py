@@ -78,7 +78,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str):
         names = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise Malformed(f"the document has no text field {name!r}; its fields: {names}")
+        raise Malformed(f"has no text field {name!r}; its fields: {names}")
     return value
 
 
@@ -87,7 +87,7 @@ def _index(line: Mapping[str, Any], name: str, count: int) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
-        raise Malformed(f"the document has {name!r}={shown(value)}; legal: 0 to {count - 1}")
+        raise Malformed(f"has {name!r}={shown(value)}; legal: 0 to {count - 1}")
     return value
 
 
@@ -100,7 +100,7 @@ def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
     value = line.get(name)
     valid = isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value)
     if not valid:
-        raise Malformed(f"the document has no field {name!r} with a list of two or more texts")
+        raise Malformed(f"has no field {name!r} with a list of texts")
     return value
 
 
@@ -116,14 +116,14 @@ def _arc(line: Mapping[str, Any]) -> Document:
         return _query(line, "\nAnswer:")
     choices = line.get("choices")
     if not isinstance(choices, Mapping):
-        raise Malformed("the document has no object 'choices' with the lists 'text' and 'label'")
+        raise Malformed("has no field 'choices' with 'text' and 'label'")
     texts, labels, key = (
         _listed(choices, "text"),
         _listed(choices, "label"),
         _text(line, "answerKey"),
     )
     if len(labels) != len(texts) or key not in labels:
-        raise Malformed(f"the document has 'answerKey'={key!r}; legal: one of the labels {labels}")
+        raise Malformed(f"has 'answerKey'={key!r}; legal: one of the labels {labels}")
     question = f"Question: {_text(line, 'question')}\nAnswer:"
     return _choices(question, texts, labels.index(key))
 
@@ -160,9 +160,9 @@ def _winogrande(line: Mapping[str, Any]) -> Document:
     sentence, answer = _text(line, "sentence"), line.get("answer")
     prefix, blank, suffix = sentence.partition("_")
     if not blank:
-        raise Malformed("the document's 'sentence' has no '_' in place of the missing words")
+        raise Malformed("has no '_' in 'sentence'")
     if str(answer) not in ("1", "2"):
-        raise Malformed(f"the document has 'answer'={shown(answer)}; legal: '1' or '2'")
+        raise Malformed(f"has 'answer'={shown(answer)}; legal: '1' or '2'")
     beginnings = [prefix + _text(line, name) for name in ("option1", "option2")]
     continuation = f" {suffix.strip()}"
     return Document(tuple((b, continuation) for b in beginnings), int(answer) - 1)
@@ -174,7 +174,7 @@ def _lambada(line: Mapping[str, Any]) -> Document:
     else:
         context, space, word = _text(line, "text").rpartition(" ")
         if not space:
-            raise Malformed("the document has a 'text' of only one word; legal: at least two words")
+            raise Malformed("has a 'text' of one word; legal: at least two words")
     return Document(((context, f" {word}"),))
 
 

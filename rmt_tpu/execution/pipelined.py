@@ -62,9 +62,9 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     layers, chunks = config.stacks[0].repeat, schedule.chunks
     if layers % chunks:
         raise sharding.MeshError(
-            f"model.num_layers={layers} must be divisible by the number of chunks, "
-            f"stage={schedule.stages} x train.virtual_stages={schedule.virtual}; nearest "
-            f"legal: {sharding.nearest_multiples(layers, chunks)}"
+            f"model.num_layers={layers} is not divisible over stage={schedule.stages} x "
+            f"train.virtual_stages={schedule.virtual}; nearest legal: "
+            f"{sharding.nearest_multiples(layers, chunks)}"
         )
     if sequences % schedule.microbatches:
         raise sharding.MeshError(
@@ -81,7 +81,7 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     legal = config.mixer.chunk_multiple(config.num_sublayers)
     if legal is None:
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} does not support ablations of "
+            f"--mesh: stage={schedule.stages} does not support an ablation of "
             f"{config.mixer.kind}; legal: stage=1"
         )
     if layers * period // chunks % legal:
@@ -89,10 +89,9 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
             n for n in range(1, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
         ]
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} x train.virtual_stages={schedule.virtual} gives "
-            f"chunks of {layers * period // chunks} sublayers, but a chunk must be a multiple "
-            f"of {legal} sublayers, the size of a block; legal numbers of chunks: "
-            f"{', '.join(map(str, fit)) or 'none'}"
+            f"--mesh: with stage={schedule.stages} x train.virtual_stages={schedule.virtual}, a "
+            f"chunk has {layers * period // chunks} sublayers, not a multiple of a block's "
+            f"{legal}; legal numbers of chunks: {', '.join(map(str, fit)) or 'none'}"
         )
 
 

@@ -85,8 +85,8 @@ class ExperimentText:
         if (found := runs.read(_TEXT)) is None:
             if runs.names("runs") or runs.names("rates"):
                 raise UsageError(
-                    f"--workdir={runs} has runs of an older version of rmt_tpu, which "
-                    "initialized weights differently; legal: another --workdir"
+                    f"--workdir={runs} has runs of an older version, which initialized weights "
+                    "differently; legal: another --workdir"
                 )
         elif json.loads(found.data) != self.checksum():
             raise UsageError(

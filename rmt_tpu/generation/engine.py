@@ -336,8 +336,8 @@ def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
     rows = sharding.CACHE_RULES["batch"]
     if (count := len(processes)) > 1 and any(sizes[axis] > 1 for axis in rows):
         raise sharding.MeshError(
-            f"the mesh axes {' and '.join(rows)} divide the texts of a batch among devices of "
-            f"{count} processes; legal: devices of only one process"
+            f"{' and '.join(rows)} divide texts over devices of {count} processes; legal: over "
+            "devices of one process only"
         )
 
 

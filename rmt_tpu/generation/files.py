@@ -22,7 +22,7 @@ def read_prompts(location: str) -> list[str]:
     folder, name = _split(location)
     file = folder.read(name, limit=2**30)
     if file is None:
-        raise UsageError(f"{location} does not exist; legal: the path of a file with prompts")
+        raise UsageError(f"{location} does not exist; legal: a file with prompts")
     try:
         lines = file.data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -83,8 +83,8 @@ class Output:
                 continue  # an interrupted run left this line incomplete
             if not isinstance(value, dict) or "number" not in value:
                 raise UsageError(
-                    f"{self.location}:{number} is not a line that this command writes; give "
-                    "another --output"
+                    f"{self.location}:{number} is not a line that this command writes; name "
+                    "another file"
                 )
             yield value
 
@@ -104,8 +104,8 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
         line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same_prompt or line_settings != settings:
             raise RunError(
-                f"{output.location} has continuations of other prompts, or was written with "
-                "other flags; give another --output"
+                f"{output.location} has continuations of other prompts, or was written with other "
+                "flags; name another --output"
             )
         done.add((number, line.get("sample")))
     return done
@@ -114,5 +114,5 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
 def _split(location: str) -> tuple[Folder, str]:
     folder, name = open_parent(location)
     if not name:
-        raise UsageError(f"{location!r} does not name a file; legal: the path of a file")
+        raise UsageError(f"{location!r} does not name a file")
     return folder, name

@@ -50,8 +50,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
             # There may be fewer key heads than devices, because `key_heads` repeats key heads.
             if heads % devices and name != "num_kv_heads":
                 raise sharding.MeshError(
-                    f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} does "
-                    f"not divide the {heads} heads of the generation cache "
-                    f"(model.{core.kind}.{name}); legal products of these axes: "
-                    f"{sharding.divisors(heads)}"
+                    f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} does not "
+                    f"divide the {heads} heads of a cache (model.{core.kind}.{name}); legal "
+                    f"products: {sharding.divisors(heads)}"
                 )

@@ -81,9 +81,7 @@ def describe(folder: str | Path) -> Description:
     path = Path(folder)
     values = values_in(path / CONFIG)
     if values is None:
-        raise UsageError(
-            f"{folder} has no {CONFIG} in Hugging Face format; legal: a folder with this file"
-        )
+        raise UsageError(f"{folder} has no {CONFIG} in the hub's format; legal: a folder with one")
     where = str(path / CONFIG)
     config_fields = Fields(_with_defaults(values), where)
     max_length = config_fields.size("max_position_embeddings", 2048)
@@ -319,9 +317,7 @@ def config_values(
     kinds = {flags: kind for kind, flags in reversed(KINDS.items())}
     kind = kinds.get((attention.bias, attention.query_key_norm))
     if kind is None:
-        raise _not_in_hub_format(
-            "model.attention.bias with query_key_norm", "true", "only one of the two set to true"
-        )
+        raise _not_in_hub_format("model.attention.bias and query_key_norm", "both", "one of them")
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     return {
         "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
@@ -391,4 +387,4 @@ def _rope_scaling(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
 
 
 def _not_in_hub_format(name: str, value: object, legal: str) -> UsageError:
-    return UsageError(f"{name}={value} cannot be written in Hugging Face format; legal: {legal}")
+    return UsageError(f"{name}={value} cannot be written in the hub's format; legal: {legal}")

@@ -274,8 +274,7 @@ def _library() -> Any:
         import safetensors
     except ImportError:
         raise UsageError(
-            "weights in Hugging Face format need the package safetensors: pip install "
-            "'rmt_tpu[hub]'"
+            "weights in the hub's format need the package safetensors: pip install 'rmt_tpu[hub]'"
         ) from None
     return safetensors
 

@@ -237,23 +237,17 @@ class _Slots:
 
 def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
     if not (old_model.store.has_keys and new_model.store.has_keys):
-        raise UsageError(
-            "model.store.key_dim (D_k) can grow only if the checkpoint and the model have a "
-            "matrix store"
-        )
+        raise UsageError("D_k can grow only in a model whose model.store is a matrix")
     old, new = overrides.to_json(old_model), overrides.to_json(new_model)
     different = overrides.differences(old, new | {name: old[name] for name in _MAY_DIFFER}, "model")
     if different:
-        raise UsageError(
-            "a checkpoint can grow only in model.store.key_dim (D_k), but other fields differ "
-            f"too: {'; '.join(different)}"
-        )
+        raise UsageError(f"a checkpoint can grow only in D_k: {'; '.join(different)}")
     size, wanted = old_model.store.key_dim, new_model.store.key_dim
     parts = getattr(new_model.mixer, "num_heads", 1)
     if wanted != size and size % parts:
         raise UsageError(
-            f"model.store.key_dim={wanted}: the checkpoint's {size} cannot grow with "
-            f"mixer.num_heads={parts}, which does not divide {size}; legal: {size}"
+            f"model.store.key_dim={size} cannot be grown with mixer.num_heads={parts}, whose parts "
+            "end within a slot; legal: no growth"
         )
     if wanted != size and (wanted < 2 * size or wanted % parts):
         multiples = f" in multiples of {parts}" if parts > 1 else ""

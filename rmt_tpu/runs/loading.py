@@ -128,7 +128,7 @@ def _check_finite(params: Any, where: str) -> None:
         if not good:
             name = "/".join(str(key.key) for key in path)
             raise RunError(
-                f"{where}: {name} has numbers that are not finite; give another --step of the run"
+                f"{where}: {name} has numbers that are not finite; open another --step of the run"
             )
 
 

@@ -155,7 +155,7 @@ def read_metrics(
             rows.setdefault(row["step"], {}).update(row)
     if bad:
         lines = "1 line is not a row" if len(bad) == 1 else f"{len(bad)} lines are not rows"
-        report(f"note: {folder}/{FILE}: {lines} of metrics and skipped; the first is line {bad[0]}")
+        report(f"note: {folder}/{FILE}: {lines} of metrics, the first is line {bad[0]}; skipped")
     return [rows[step] for step in sorted(rows)]
 
 

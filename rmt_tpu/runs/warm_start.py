@@ -53,15 +53,14 @@ class WarmStart:
         self._shared = [path for path in own if own[path] == other_shapes.get(path)]
         self._random = [path for path in own if path not in other_shapes]
         different = [
-            f"{_name(path)} is {list(other_shapes[path])} in that run and {list(own[path])} in "
-            "this model"
+            f"{_name(path)} is {list(other_shapes[path])} there and {list(own[path])} here"
             for path in own
             if path in other_shapes and own[path] != other_shapes[path]
         ]
         if different:
             more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
             raise UsageError(
-                f"--init_from={location} has parameters of different shapes: "
+                f"--init_from={location} has parameters of other shapes: "
                 f"{'; '.join(different[:8])}{more}{_growth_hint(location, other, model)}"
             )
         if not self._shared:
@@ -162,9 +161,9 @@ class ContinuedRun:
         fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"
         if different := [line for line, path in paths.items() if fixed(path)]:
             raise UsageError(
-                f"{what}: that run has a different config: {'; '.join(different[:8])}; give "
-                "the same config, or leave out --with_optimizer to load only its "
-                f"weights{_growth_hint(location, self.config.model, config.model)}"
+                f"{what}: the run there has another config: {'; '.join(different[:8])}; give the "
+                "same config, or leave out --with_optimizer to load only its weights"
+                f"{_growth_hint(location, self.config.model, config.model)}"
             )
         self.checkpoints = open_checkpoints(self.folder)
         try:
@@ -173,8 +172,8 @@ class ContinuedRun:
             raise UsageError(f"{what}: {error}") from None
         if step >= config.train.steps:
             raise UsageError(
-                f"{what}: that run is at step {step}, so --steps={config.train.steps} leaves "
-                f"no step to train; legal: more than {step}"
+                f"{what}: that run is at step {step}, and --steps={config.train.steps} leaves no "
+                f"step to train; legal: more than {step}"
             )
 
 

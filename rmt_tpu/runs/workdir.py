@@ -142,8 +142,8 @@ def _check_shared(folder: Folder) -> None:
         folder.delete(mark)
     if blind := [process for process, answer in enumerate(answers) if not answer]:
         raise UsageError(
-            f"--workdir={folder} is not the same folder on {name_processes(blind)} as on process "
-            "0; legal: a folder on a file system that all hosts share, or gs://"
+            f"--workdir={folder} is another folder on {name_processes(blind)} than on process 0; "
+            "legal: a folder on a file system that all hosts share, or gs://"
         )
 
 
@@ -294,7 +294,7 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     shown, more = what[:8], len(what) - 8
     shown += [f"and {more} more"] if more > 0 else []
     ways = "Give the same flags to resume it, " + (
-        "" if fixed else "--change_config to continue with the new values, "
+        "" if fixed else "--change_config to continue with these, "
     )
     raise UsageError(
         f"--workdir={folder} holds a run with another config: {'; '.join(shown)}. "

@@ -259,10 +259,8 @@ def _prompts(values: Mapping[str, Any], n: int, served: ServedModel) -> list[Pro
     prompts = prompts if several else [prompts]
     if (texts := len(prompts) * n) > served.max_texts:
         raise Refusal(
-            (
-                f"prompt: {len(prompts)} prompts with n={n} make {texts} texts; legal: at most "
-                f"{served.max_texts} texts"
-            ),
+            f"prompt has {len(prompts)} prompts, which with n={n} make {texts} texts; legal: at "
+            f"most {served.max_texts} texts",
             "prompt",
         )
     return [_prompt(prompt, served) for prompt in prompts]

@@ -120,9 +120,7 @@ class GcsFolder(Folder):
                 return None
             # Check the size before the download allocates memory.
             if blob.size > limit:
-                raise Fault(
-                    f"{self._url_of(name)} has {blob.size} bytes, more than the limit of {limit}"
-                )
+                raise Fault(f"{self._url_of(name)} has {blob.size} bytes, more than {limit}")
             try:
                 # Download the bytes as stored: decompression could yield more than `limit` bytes.
                 data = blob.download_as_bytes(
@@ -168,9 +166,7 @@ class GcsFolder(Folder):
             whole = self._bucket.get_blob(self._key(name), **_retry_options())
             if whole is None:
                 if not self.create(name, data):
-                    raise Fault(
-                        f"{self._url_of(name)}: another writer is appending to the same object"
-                    )
+                    raise Fault(f"{self._url_of(name)}: another writer appends to it")
                 return
             tail = self._blob(f"{name}.tail-{uuid.uuid4().hex[:8]}")
             self._upload(tail, data)
@@ -185,9 +181,7 @@ class GcsFolder(Folder):
                 # If the first request succeeded but its response was lost, the retry was refused,
                 # and the object has the size of both pieces. Otherwise another writer appended.
                 if now is None or now.size != whole.size + len(data):
-                    raise Fault(
-                        f"{self._url_of(name)}: another writer is appending to the same object"
-                    ) from None
+                    raise Fault(f"{self._url_of(name)}: another writer appends to it") from None
             finally:
                 # An object that cannot be deleted does no harm: `names` leaves it out.
                 with contextlib.suppress(Exception):

@@ -88,9 +88,7 @@ class LocalFolder(Folder):
             # Check the size before the read allocates memory.
             path = self.local_path / join(name)
             if path.is_file() and (size := path.stat().st_size) > limit:
-                raise Fault(
-                    f"{self._url_of(name)} has {size} bytes, more than the limit of {limit}"
-                )
+                raise Fault(f"{self._url_of(name)} has {size} bytes, more than {limit}")
             found = self._kv.read(name).result()
         if found.state == "missing":
             return None
@@ -195,5 +193,5 @@ def _check_path(url: str, path: str) -> None:
         if character in path and character != os.sep:
             within = "" if character in url else f", in {path!r}"
             raise UsageError(
-                f"{url!r} cannot be opened: it has a {name}{within}; legal: a path without a {name}"
+                f"{url!r} cannot be opened: it has a {name}{within}; legal: a path without it"
             )

@@ -82,5 +82,5 @@ def _read(folder: Folder, log: Callable[[str], None]) -> tuned.Table:
         return tuned.Table(FILE)
     table = tuned.parse(found.data, f"{folder}/{FILE}")
     for fault in table.faults[:1]:
-        log(f"note: {fault}; the block sizes in question are chosen again")
+        log(f"note: {fault}; those block sizes are chosen again")
     return table

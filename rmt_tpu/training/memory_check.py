@@ -86,10 +86,9 @@ def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
         if needed > available:
             parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
             return (
-                f"--batch_size={config.train.batch_size} with --seq_len={config.data.seq_len} "
-                f"and {parameters:,} parameters needs at least {memory.format_bytes(needed)} "
-                f"on this {place}, which has {memory.format_bytes(available)} "
-                f"({describe(needs)})"
+                f"--batch_size={config.train.batch_size} of --seq_len={config.data.seq_len} with "
+                f"{parameters:,} parameters needs at least {memory.format_bytes(needed)} on this "
+                f"{place}, which has {memory.format_bytes(available)} ({describe(needs)})"
             )
     return None
 

@@ -130,14 +130,14 @@ def _restore_at(
     fingerprint = text.tokenizer.fingerprint()
     if meta.get("tokenizer", fingerprint) != fingerprint:
         raise UsageError(
-            f"--tokenizer={config.data.tokenizer} differs from the tokenizer of checkpoint "
-            f"{step} in {flag}; give the same tokenizer, or another {name}"
+            f"--tokenizer={config.data.tokenizer} differs from the tokenizer of checkpoint {step} "
+            f"in {flag}; give the same one, or another {name}"
         )
     if meta["data_checksum"] != text.checksum:
         raise UsageError(
             f"--data={config.data.source} does not give the tokens that the run in {flag} was "
-            f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version "
-            f"of Python has changed; give the same as for that run, or another {name}"
+            f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version of "
+            f"Python has changed; give the same ones, or another {name}"
         )
     return Start(run.with_copies(state), step, meta["windows_read"], meta.get("branch"))
 

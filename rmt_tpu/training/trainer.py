@@ -209,7 +209,7 @@ def _open(
     changes = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if changes.lines:
         verb = "starting again" if changes.restarts else "continuing"
-        log(f"{verb} with a config that differs from the run's: {'; '.join(changes.lines)}")
+        log(f"{verb} with another config: {'; '.join(changes.lines)}")
     if note := _untrained_positions(config):
         log(note)
     return changes
@@ -264,13 +264,13 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
     first = processes.from_first(own, "the run's config")
     if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
         raise UsageError(
-            f"process {processes.process_id()} has a config that differs from process 0's: "
+            f"process {processes.process_id()} has another config than process 0, "
             f"{'; '.join(different[:8])}; start all processes with the same flags"
         )
     if first["data"] != own["data"]:
         raise UsageError(
-            f"--data={config.data.source} gives different tokens on process "
-            f"{processes.process_id()} and process 0; give all processes the same files"
+            f"--data={config.data.source} gives other tokens on process "
+            f"{processes.process_id()} than on process 0; give all processes the same files"
         )
 
 

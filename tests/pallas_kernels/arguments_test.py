@@ -92,17 +92,17 @@ def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
     [
         ({"query": ones((1, 8))}, r"query \[D\] .* with 1 axis, but has shape \(1, 8\)"),
         ({"query": ones(7)}, r"shapes do not fit: queries \[S, D\] are \(1, 7\)"),
-        ({"gain": ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), gain \[D\] is \(7,\)"),
+        ({"gain": ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), gain \(7,\)"),
         ({"gain": ones((3, 8))}, r"gain \[D\] .* with 1 axis, but has shape \(3, 8\)"),
         ({"sources": ones((3, B, N, 8), np.int32)}, "sources .* floats, but is int32"),
-        ({"sources": ones((0, B, N, 8))}, "legal: N at least 1"),
+        ({"sources": ones((0, B, N, 8))}, "legal: N of at least 1"),
         ({"count": 2.5}, "count=2.5 must be an integer"),
         ({"count": ones((2,), np.int32)}, "count=.* must be an integer"),
         ({"count": 4}, "count=4 must be from 0 to the number of sources, 3"),
         ({"epsilon": -1e-6}, "epsilon=-1e-06 must be a finite number"),
         (
             {"prior": (ones((B, 8)), ones((B,)))},
-            r"the two arrays of prior have the shapes \(1, 2, 8\) and \(1, 2\)",
+            r"the arrays of prior are \(1, 2, 8\) and \(1, 2\)",
         ),
     ],
 )
@@ -199,7 +199,9 @@ def test_derivatives_but_one_in_reverse_mode_are_refused_in_a_line(op):
     with pytest.raises(TypeError, match="in reverse mode only; legal: .* jax.jvp, jax.jacfwd"):
         jax.jvp(loss, (x,), (x,))
     for again in (jax.grad(twice), jax.jit(jax.grad(jax.jit(twice)))):
-        with pytest.raises(TypeError, match="or more than once; legal: .* implementation='xla'"):
+        with pytest.raises(
+            TypeError, match="supports reverse mode only, once .* implementation='xla'"
+        ):
             again(x)
 
 

@@ -489,7 +489,7 @@ def test_what_does_not_fit_is_named():
         return pallas_kernels.undo(*args, norm="rmsnorm", key_axis="key")
 
     d_z = np.ones((2, case.N, case.P, case.V), np.float32)
-    with pytest.raises(ValueError, match="requires the argument `retrieved`"):
+    with pytest.raises(ValueError, match="needs the argument `retrieved`"):
         run(undo, X, w, y[:2], gain, r, d_z)
 
     def read_again(X, w, y, gain, r, dz, short):

@@ -22,7 +22,7 @@ from tests import cli
         (["--from_preset=rmt-1b", "--target=v5e"], "rmt-1b' is unknown"),
         (
             ["--op=attention", "--device"],
-            "--device does not support this machine's device, cpu; legal",
+            "--device: this machine's device, cpu, cannot be tuned for; legal",
         ),
         pytest.param(
             ["--op=attention", "--target=h100", "--dry_run"],

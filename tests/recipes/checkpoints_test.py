@@ -90,15 +90,9 @@ def test_a_save_that_fails_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--batch_size=8"], "train.batch_size is 4 in the other config and 8 in this one"),
-        (
-            ["--set=model.store.dtype=bfloat16"],
-            'model.store.dtype is "float32" in the other config and "bfloat16"',
-        ),
-        (
-            ["--set=model.store.key_dim=40"],
-            "model.store.key_dim is 16 in the other config and 40 in this one",
-        ),
+        (["--batch_size=8"], "train.batch_size is 4 there, 8 here"),
+        (["--set=model.store.dtype=bfloat16"], 'model.store.dtype is "float32" there, "bfloat16"'),
+        (["--set=model.store.key_dim=40"], "model.store.key_dim is 16 there, 40 here"),
     ],
     ids=["batch", "dtype", "key_dim"],
 )
@@ -109,7 +103,7 @@ def test_another_config_is_taken_when_that_is_wanted(trained, flags, said, tmp_p
     assert said in error and "--change_config" in error
     before = json.loads((copy / "config.json").read_text())
     done = cli.succeed("train", *flags, "--change_config")
-    assert f"continuing with a config that differs from the run's: {said}" in done.stderr
+    assert f"continuing with another config: {said}" in done.stderr
     assert f"resuming {copy} from step 40" in done.stderr
     after = json.loads((copy / "config.json").read_text())
     assert before != after
@@ -144,10 +138,7 @@ def test_a_narrower_residual_is_refused_and_nothing_changed(trained, tmp_path):
 def test_another_model_is_refused_even_so(trained):
     flags = (*cli.TINY, "--set=model.num_layers=3", "--change_config", f"--workdir={trained}")
     error = cli.fail("train", *flags)
-    assert (
-        "model.num_layers is 2 in the other config and 3 in this one" in error
-        and "--change_config" not in error
-    )
+    assert "model.num_layers is 2 there, 3 here" in error and "--change_config" not in error
 
 
 @pytest.mark.slow

@@ -45,10 +45,7 @@ REFUSED = [
     (["--batch=32,0"], "--batch=0 must be a whole number from 1 to 1,048,576"),
     (
         ["--context=512,8192"],
-        (
-            "--context=8192 is more than the learned positions of gpt2-405m, rmt-305m; legal: up "
-            "to 512"
-        ),
+        "--context=8192 is beyond the learned positions of gpt2-405m, rmt-305m; legal: up to 512",
     ),
     *later(
         (["--presets=rmt-tiny,rmt-tiny"], "must be one or more different names"),
@@ -71,5 +68,5 @@ def test_what_does_not_fit_is_an_error_where_nothing_else_is_left():
     flags = ("--presets=gpt2-405m", "--target=host", "--batch=1048576")
     line = cli.fail("decode_report", *flags, code=1)
     assert line.startswith(
-        "error: no decode step has a time; gpt2-405m: the step does not fit: weights and cache take"
+        "error: no step has a time: gpt2-405m does not fit: weights and cache take"
     )

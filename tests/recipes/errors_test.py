@@ -139,10 +139,7 @@ def test_workdir_of_another_config(trained):
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     flags = (*cli.TINY, "--seed=1", "--set=model.store.key_dim=8", f"--workdir={trained}")
     error = cli.fail("train", *flags)
-    assert (
-        "model.store.key_dim is 16 in the other config and 8 in this one; train.seed is 0 in the "
-        "other config and 1 in this one" in error
-    )
+    assert "model.store.key_dim is 16 there, 8 here; train.seed is 0 there, 1 here" in error
     assert "another --workdir" in error
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
 

@@ -57,7 +57,7 @@ def test_a_run_beside_what_knows_less(trained, data_dir, tmp_path):
 
 
 REFUSED = {
-    "nothing": ([], ["give --tasks, --text or both"]),
+    "nothing": ([], ["--tasks or --text is needed"]),
     "no data": (["--tasks=piqa"], ["--tasks and --data_dir, the folder"]),
     "stride": (["--tasks=piqa", "--data_dir={data}", "--stride=3"], ["--stride=3 needs --text"]),
     "unknown": (["--tasks=pika", "--data_dir={data}"], ["'pika'", "did you mean 'piqa'"]),

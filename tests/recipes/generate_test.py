@@ -170,8 +170,5 @@ def test_usage_of_files(trained, tmp_path, flags, words):
 def test_note_when_positions_end(trained, loaded):
     done = cli.succeed("generate", f"--workdir={trained}", "--prompt=the", "--temperature=0")
     # Four tokens with the start; the 64th position reads the last token but one.
-    assert (
-        done.stderr
-        == "note: only 61 of --max_tokens=256 new tokens fit in the model's learned positions\n"
-    )
+    assert done.stderr == "note: only 61 of --max_tokens=256 fit in the model's positions\n"
     assert done.stdout == f"the{text(loaded, 'the', temperature=0.0, max_tokens=61)}\n"

@@ -225,15 +225,15 @@ def test_errors_are_one_line(store, source, tmp_path):
         ("prepare_data", ["--output=x"], "--input is needed"),
         ("prepare_data", ["--input=stdlib"], "--output is needed"),
         ("prepare_data", [f"--input={bad}", f"--output={tmp_path}/x"], "line 2"),
-        ("prepare_data", [*flags(source, store), "--seed=1"], "seed was 0 and is now 1"),
+        ("prepare_data", [*flags(source, store), "--seed=1"], "seed 0 is now 1"),
         (
             "prepare_data",
             [*flags(source, store), f"--tokenizer={words}"],
-            "tokenizer was byte and is now words",
+            "tokenizer byte is now words",
         ),
         ("prepare_data", ["--input=stdlib", "--output=s3://b/x"], "gs://bucket/path"),
         ("prepare_data", ["--input=stdlib", "--output=x", "--seed=a"], "must be a whole number"),
-        ("train", [*run, f"--data={half}"], "is an incomplete token store; repeat the command"),
+        ("train", [*run, f"--data={half}"], "is not complete; run recipes.prepare_data again"),
         ("train", [*run, f"--data={store}", f"--tokenizer={words}"], "encodes text differently"),
     ]:
         assert said in cli.fail(recipe, *command), command

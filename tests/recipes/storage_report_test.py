@@ -87,7 +87,7 @@ def test_reading_of_a_store(tmp_path):
     cli.succeed("prepare_data", f"--input={cli.TEXT}", "--tokenizer=byte", f"--output={store}")
     how = ("--batch_size=4", "--seq_len=16", "--seconds=0.2")
     said = cli.succeed("storage_report", f"--store={store}", *how).stdout
-    assert f"{store}, batches of 4 x 16 tokens: " in said and "tokens/s without train steps" in said
+    assert f"{store}, batches of 4 x 16 tokens: " in said and "tokens/s without steps" in said
     error = cli.fail("storage_report", f"--store={tmp_path}", *how)
     assert f"--store={tmp_path} holds no token store" in error
     assert "--folder" in cli.fail("storage_report")

@@ -99,7 +99,7 @@ def test_config_file_keeps_its_vocabulary(trained, tmp_path):
     config["model"]["vocab_size"] = 300
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     error = cli.fail("train", f"--config={tmp_path / 'config.json'}", f"--workdir={trained}")
-    assert "model.vocab_size is 257 in the other config and 300 in this one" in error
+    assert "model.vocab_size is 257 there, 300 here" in error
 
 
 def test_same_command_again_is_complete(trained):

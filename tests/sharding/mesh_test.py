@@ -34,7 +34,7 @@ def test_meshes(spec, shape):
     [
         ("data=3", "--mesh='data=3' needs 3 devices, but there are 8.* 1, 2, 4, 8, or -1"),
         ("", "needs 1 devices, but there are 8"),
-        ("data=3,fsdp=-1", "needs 3 devices or a multiple of that, but there are 8"),
+        ("data=3,fsdp=-1", "needs 3 devices or a multiple, but there are 8"),
         ("data=-1,fsdp=-1", "-1 for data and fsdp; legal: -1 for one axis"),
         ("dtaa=8", "axis 'dtaa' is unknown; legal axes: stage, data, fsdp, expert, key"),
         ("data=2,data=4", "axis 'data' is given twice"),
@@ -85,7 +85,7 @@ def test_slices_of_a_pod_are_spanned_by_the_outer_axes():
     assert [{device.slice_index for device in row} for row in grid] == [{0}, {1}]
     with pytest.raises(
         MeshError,
-        match="'tensor=8' cannot be divided among 2 slices; legal: a size of data or stage",
+        match="'tensor=8' cannot be divided over 2 slices; legal: the size of data or stage",
     ):
         sharding.make_mesh("tensor=8", target)
 

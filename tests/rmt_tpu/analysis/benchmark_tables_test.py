@@ -61,17 +61,12 @@ def test_a_table_whose_files_are_missing_stays_and_is_named(pages, capsys, monke
     assert benchmark_tables.main() == 0
     assert texts(pages.folder) == texts(FOLDER)
     command = f"rmt_tpu.analysis.benchmark_tables {pages.folder} --take decode_host.host\n"
-    assert (
-        f"data lacks its files; to make them, run:\n  python -m {command}"
-        in capsys.readouterr().out
-    )
+    assert f"files: decode_host; to make them:\n  python -m {command}" in capsys.readouterr().out
 
 
 def test_a_region_of_an_unknown_table_is_refused(pages):
     (pages.folder / "page.md").write_text("<!-- table: nothing -->\n<!-- end -->\n")
-    with pytest.raises(
-        ValueError, match=r"table: nothing --> names an unknown table; legal: ops, "
-    ):
+    with pytest.raises(ValueError, match=r"table: nothing --> is unknown; legal: ops, "):
         pages.write()
 
 

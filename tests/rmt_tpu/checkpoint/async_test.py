@@ -182,9 +182,9 @@ def test_an_error_reaches_the_loop_once_and_the_next_save_is_as_ever(
 
 def test_what_cannot_be_stored_is_told_at_once_and_nothing_is_under_way(root):
     saver = Checkpointer(root)
-    with pytest.raises(UsageError, match="a checkpoint can store only arrays"):
+    with pytest.raises(UsageError, match="only arrays can be stored"):
         saver.begin_save(1, {"a": "text"}, {})
-    with pytest.raises(UsageError, match="cannot be converted to JSON"):
+    with pytest.raises(UsageError, match="meta must be JSON"):
         saver.begin_save(1, small_tree(1), {"x": {1, 2}})
     assert saver.wait() is None and saver.steps() == []
 
@@ -442,13 +442,11 @@ def test_of_copies_that_all_hold_each_process_writes_its_half(root):
 def test_a_process_that_does_not_come_is_named_and_nothing_is_committed(root):
     first, second = map(told, run_two(ONE_IS_LATE, root))
     where = f"error: cannot save step 1 in {root}: "
-    missing = (
-        "did not reach the synchronization point 'checkpoint 1: write' within 2 s; see their logs"
-    )
+    missing = "did not reach 'checkpoint 1: write' within 2 s; see their logs"
     assert first == [f"{where}process 1 of 2 {missing}", "[]"]
     late = (
-        "the 2 processes did not all pass the synchronization point 'checkpoint 1: write' "
-        "within 2 s: one came late, or died while it waited; see their logs"
+        "the 2 processes did not meet at 'checkpoint 1: write': one arrived later than 2 s, or "
+        "died while it waited; see their logs"
     )
     assert second == [where + late, "[]"]
 
@@ -467,6 +465,6 @@ def test_process_0_that_is_gone_is_told_in_one_line(root, monkeypatch):
     with pytest.raises(RunError) as failure:
         saver.wait()
     assert str(failure.value) == (
-        f"cannot save step 1 in {root}: process 0 cannot be reached at the synchronization "
-        "point 'checkpoint 1: begin': UNAVAILABLE: recvmsg: Connection reset"
+        f"cannot save step 1 in {root}: process 0 cannot be reached at 'checkpoint 1: begin': "
+        "UNAVAILABLE: recvmsg: Connection reset"
     )

@@ -109,7 +109,7 @@ def test_typed_prng_keys_keep_their_implementation(root, impl):
 def test_a_key_of_another_implementation_does_not_fit(root):
     saver = Checkpointer(str(root))
     saver.save(0, {"key": jax.random.key(3, impl="rbg")}, {})
-    with pytest.raises(UsageError, match=r"uint32\[4\] \(rbg key\), the model has uint32\[4\]$"):
+    with pytest.raises(UsageError, match=r"uint32\[4\] \(rbg key\), model uint32\[4\]$"):
         saver.restore({"key": np.zeros(4, np.uint32)})
 
 
@@ -195,18 +195,12 @@ def test_only_layers_are_stacked_otherwise(root):
     saver.save(1, {"stacks": {"w": LAYERS}, "table": LAYERS}, {})
     shape = lambda *sizes: np.zeros(sizes, np.float32)
     for tree, reason in [
-        (
-            {"stacks": {"w": shape(48, 2)}},
-            r"stacks/w: the checkpoint has float32\[24,4\], the model has .*48,2",
-        ),
+        ({"stacks": {"w": shape(48, 2)}}, r"stacks/w: checkpoint float32\[24,4\], model .*48,2"),
         ({"stacks": {"w": shape(2, 10, 4)}}, "stacks/w: "),
         ({"stacks": {"w": shape(2, 12, 2, 2)}}, "stacks/w: "),
         ({"stacks": {"w": shape(2, 3, 4, 4)}}, "stacks/w: "),
         ({"stacks": {"w": np.zeros((2, 12, 4), np.int32)}}, "stacks/w: "),
-        (
-            {"table": shape(2, 12, 4)},
-            r"table: the checkpoint has float32\[24,4\], the model has float32\[2,12,4",
-        ),
+        ({"table": shape(2, 12, 4)}, r"table: checkpoint float32\[24,4\], model float32\[2,12,4"),
     ]:
         with pytest.raises(UsageError, match=reason):
             saver.restore(tree, partial=True)
@@ -217,17 +211,15 @@ def test_a_part_can_be_restored_but_not_what_is_not_there(saver):
     saver.save(4, whole, {})
     part = {"params": small_tree(0)}
     assert_same(saver.restore(part, partial=True)[1], {"params": whole["params"]})
-    with pytest.raises(
-        UsageError, match="optimizer: the checkpoint has int64.* the model has none"
-    ):
+    with pytest.raises(UsageError, match="optimizer: checkpoint int64.* model has none"):
         saver.restore(part)
-    with pytest.raises(UsageError, match="more: the checkpoint has none, the model has int64"):
+    with pytest.raises(UsageError, match="more: checkpoint has none, model int64"):
         saver.restore(part | {"more": np.arange(2)}, partial=True)
 
 
 @pytest.mark.parametrize("meta", [{"loss": float("nan")}, {"x": np.float32(1)}])
 def test_meta_that_is_not_json_is_refused_before_anything_is_written(root, meta):
-    with pytest.raises(UsageError, match="cannot be converted to JSON"):
+    with pytest.raises(UsageError, match="meta must be"):
         Checkpointer(str(root)).save(1, small_tree(1), meta)
     assert not root.exists()
 
@@ -299,22 +291,16 @@ def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(sa
     with pytest.raises(UsageError) as failure:
         saver.restore(like)
     told = str(failure.value)
-    assert "a/w: the checkpoint has float32[4,6], the model has float32[12,6]" in told
-    assert "b: the checkpoint has int32[3], the model has none" in told
-    assert "c: the checkpoint has none, the model has bfloat16[2]" in told
+    assert "a/w: checkpoint float32[4,6], model float32[12,6]" in told
+    assert "b: checkpoint int32[3], model has none" in told
+    assert "c: checkpoint has none, model bfloat16[2]" in told
     assert "\n" not in told and reports == []
-    with pytest.raises(
-        UsageError, match=r"b: the checkpoint has int32\[3\], the model has uint32\[3\]$"
-    ):
+    with pytest.raises(UsageError, match=r"b: checkpoint int32\[3\], model uint32\[3\]$"):
         saver.restore({**small_tree(0), "b": np.zeros(3, np.uint32)})
     for dtype in (np.float32, np.int64):  # a number of 25 bits would be another one
-        with pytest.raises(
-            UsageError, match=rf"b: the checkpoint has int32\[3\], the model has {dtype.__name__}"
-        ):
+        with pytest.raises(UsageError, match=rf"b: checkpoint int32\[3\], model {dtype.__name__}"):
             saver.restore({**small_tree(0), "b": np.zeros(3, dtype)})
-    with pytest.raises(
-        UsageError, match=r"a/w: the checkpoint has float32\[4,6\], the model has bfloat16\[4,6\]$"
-    ):
+    with pytest.raises(UsageError, match=r"a/w: checkpoint float32\[4,6\], model bfloat16\[4,6\]$"):
         saver.restore({**small_tree(0), "a": {"w": jnp.zeros((4, 6), jnp.bfloat16)}})
     with pytest.raises(RunError, match="already committed"):
         saver.save(3, small_tree(3), {})
@@ -323,18 +309,15 @@ def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(sa
 @pytest.mark.parametrize(
     "tree, reason",
     [
-        ({"..": np.zeros(2)}, "the array name '..' cannot be a path in a checkpoint"),
-        ({"a": {"../../x": np.zeros(2)}}, "cannot be a path in a checkpoint"),
-        ({"/etc/x": np.zeros(2)}, "the array name '/etc/x' cannot be a path in a checkpoint"),
-        ({"": np.zeros(2)}, "the array name '' cannot be a path in a checkpoint"),
-        ({"a\nb": np.zeros(2)}, "cannot be a path in a checkpoint"),
+        ({"..": np.zeros(2)}, "cannot be stored under the name '..'"),
+        ({"a": {"../../x": np.zeros(2)}}, "cannot be stored under the name"),
+        ({"/etc/x": np.zeros(2)}, "cannot be stored under the name '/etc/x'"),
+        ({"": np.zeros(2)}, "cannot be stored under the name ''"),
+        ({"a\nb": np.zeros(2)}, "cannot be stored under the name"),
         ({"a/b": np.zeros(2), "a": {"b": np.zeros(2)}}, "two arrays have the same name 'a/b'"),
-        (
-            {"a": np.zeros(2), "a/c": np.zeros(2)},
-            "'a/c' would be stored in a subfolder of the array 'a'",
-        ),
-        ({"a": 3}, "a is of the type int; a checkpoint can store only arrays"),
-        ({"a": "text"}, "a is of the type str; a checkpoint can store only arrays"),
+        ({"a": np.zeros(2), "a/c": np.zeros(2)}, "'a/c' would be stored inside array 'a'"),
+        ({"a": 3}, "a: only arrays can be stored, not int"),
+        ({"a": "text"}, "a: only arrays can be stored, not str"),
     ],
 )
 def test_trees_that_cannot_be_stored_are_refused(root, tree, reason):
@@ -346,13 +329,11 @@ def test_trees_that_cannot_be_stored_are_refused(root, tree, reason):
 def test_wrong_arguments_are_told(root):
     with pytest.raises(UsageError, match="'ftp://host/x' cannot be opened; legal: a local path"):
         Checkpointer("ftp://host/x")
-    with pytest.raises(UsageError, match="is negative; legal: 0 or more"):
+    with pytest.raises(UsageError, match="must not be negative"):
         Checkpointer(str(root)).save(-1, small_tree(1), {})
     saver = Checkpointer(str(root))
     saver.save(1, {"a": np.zeros(2)}, {})
-    with pytest.raises(
-        UsageError, match="array a cannot be restored .* float64 without jax_enable_x64"
-    ):
+    with pytest.raises(UsageError, match="a: float64 needs jax_enable_x64"):
         saver.restore({"a": jax.ShapeDtypeStruct((2,), np.float64)})
 
 
@@ -473,4 +454,4 @@ def test_a_save_that_takes_long_is_told_and_so_is_the_one_before(root, reports, 
     assert saver.begin_save(1, small_tree(1), {}, before_commit=waits) is None
     assert saver.begin_save(2, small_tree(2), {}).step == 1
     assert saver.wait().step == 2
-    assert reports[0].startswith("note: the checkpoint of step 1 is not saved yet after 0 s; ")
+    assert reports[0].startswith("note: step 1 is not saved yet after 0 s; ")

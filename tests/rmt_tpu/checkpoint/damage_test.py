@@ -171,7 +171,7 @@ def test_of_two_writers_at_one_step_exactly_one_commits(root, monkeypatch):
     for thread in threads:
         thread.join(600)
     (winner,), (refusal,) = winners, refusals
-    assert "another process has committed a checkpoint of the same step first" in refusal
+    assert "another writer committed the step first" in refusal
     reader = Checkpointer(root)
     assert_same(reader.restore(small_tree(0))[1], small_tree(winner))
     # The loser takes its own data away.
@@ -314,7 +314,7 @@ HOSTILE = {
     "no_arrays": (lambda content: content.update(arrays=3), "it is not a manifest"),
     "no_entry": (lambda content: content.update(arrays=[3]), "it is not a manifest"),
     "no_version": (lambda content: content.pop("version"), "it is not a manifest"),
-    "no_meta": (lambda content: content.update(meta=[]), 'or has no "meta" object'),
+    "no_meta": (lambda content: content.update(meta=[]), "or has no meta"),
 }
 
 
@@ -344,9 +344,7 @@ def test_a_shape_that_does_not_fit_costs_no_memory(tmp_path):
     saver = Checkpointer(str(tmp_path))
     saver.save(1, small_tree(1), {})
     rewrite_manifest(saver.root, 1, first_array(shape=[2**30, 2**20]))
-    with pytest.raises(
-        UsageError, match=r"a/w: the checkpoint has float32\[1073741824,1048576\], the model"
-    ):
+    with pytest.raises(UsageError, match=r"a/w: checkpoint float32\[1073741824,1048576\], model"):
         saver.restore(small_tree(0))
 
 
@@ -381,14 +379,12 @@ def test_a_chunk_that_unpacks_to_more_than_the_array_is_not_unpacked(tmp_path):
 
 def test_files_that_are_too_large_are_not_read(saver, reports, monkeypatch):
     monkeypatch.setattr(checkpoint, "MANIFEST_LIMIT", 100)
-    with pytest.raises(
-        RunError, match=r"step 3: \S+/manifest.json has \d+ bytes, more than the limit of 100"
-    ):
+    with pytest.raises(RunError, match=r"step 3: \S+/manifest.json has \d+ bytes, more than 100"):
         saver.restore(small_tree(0), 3)
     monkeypatch.undo()
     saver.root.write("3/COMMIT", saver.root.read("3/COMMIT").data + b" " * 2**20)
     assert saver.restore(small_tree(0))[0] == 2
-    assert "3/COMMIT has 10486" in reports[0] and reports[0].endswith("more than the limit of 4096")
+    assert "3/COMMIT has 10486" in reports[0] and reports[0].endswith("more than 4096")
 
 
 @pytest.mark.parametrize(
@@ -397,9 +393,7 @@ def test_files_that_are_too_large_are_not_read(saver, reports, monkeypatch):
     ids=["empty", "null", "list", "text", "bytes", "nothing", "number", "deep"],
 )
 def test_a_commit_that_names_no_attempt(data):
-    with pytest.raises(
-        Fault, match="^COMMIT is damaged: it does not name the folder of a saved attempt$"
-    ):
+    with pytest.raises(Fault, match="^COMMIT is damaged: it names no attempt$"):
         Commit.from_bytes(data)
 
 

@@ -82,6 +82,6 @@ def test_killed_anywhere_it_is_done_or_nothing_is(saver, root, monkeypatch):
 
 def test_what_cannot_be_known_is_told(saver):
     saver.root.write("BACK", b"}garbage")
-    with pytest.raises(RunError, match="BACK is damaged: it does not name the step") as told:
+    with pytest.raises(RunError, match="BACK is damaged: it contains no step") as told:
         saver.steps()
     assert isinstance(told.value, Fault)

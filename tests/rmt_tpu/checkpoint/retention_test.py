@@ -54,9 +54,9 @@ def test_what_the_rules_keep(rules, kept):
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"last": 0}, "last=0 is not a number of checkpoints to keep; legal: 1 or more"),
-        ({"every": -1}, "every=-1 is negative"),
-        ({"best": -2}, "best=-2 is negative"),
+        ({"last": 0}, "the last 0 checkpoints cannot be kept; legal: at least 1"),
+        ({"every": -1}, "every=-1 checkpoints cannot be kept"),
+        ({"best": -2}, "best=-2 checkpoints cannot be kept"),
     ],
 )
 def test_rules_that_cannot_be(rules, reason):

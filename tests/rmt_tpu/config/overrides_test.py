@@ -87,7 +87,7 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.store=true", "model.store 'true' is unknown"),
         ("model=null", "model=null must be an object"),
         ("model.num_layers=0", "model.num_layers=0 must be positive"),
-        ("model.num_layers.x=1", "model.num_layers is a plain value, which has no fields"),
+        ("model.num_layers.x=1", "model.num_layers is a value without fields"),
         ("model.norm=batchnorm", "model.norm 'batchnorm' is unknown.*layernorm, rmsnorm"),
         ("model.attention.positions=ropee", "did you mean 'rope'.*learned, alibi, rope, none"),
         ("model.store=vector", 'model.store needs dim, like model.store={"kind": "vector"'),
@@ -123,14 +123,11 @@ def test_differences_name_every_leaf():
     old = overrides.to_json(run("rmt-tiny"))
     new = overrides.to_json(apply("model.store.key_dim=4", "train.steps=7"))
     assert overrides.differences(old, new) == [
-        "model.store.key_dim is 16 in the other config and 4 in this one",
-        "train.steps is 400 in the other config and 7 in this one",
+        "model.store.key_dim is 16 there, 4 here",
+        "train.steps is 400 there, 7 here",
     ]
     vector = overrides.to_json(apply("model.store=vector", "model.store.dim=4"))
-    assert (
-        'model.store.kind is "matrix" in the other config and "vector" in this one'
-        in overrides.differences(old, vector)
-    )
+    assert 'model.store.kind is "matrix" there, "vector" here' in overrides.differences(old, vector)
 
 
 def test_fields_left_out_of_a_file_take_their_defaults():

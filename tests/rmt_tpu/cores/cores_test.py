@@ -237,16 +237,16 @@ def test_a_list_of_layers_becomes_stacks():
         (lambda: cfg.Mla(2, 4, 6, 3), "Mla.rope_dim=3 must be even for rope positions"),
         (
             lambda: cfg.Mla(2, 4, 6, 2, None, cfg.Rope(dims=4)),
-            "positions.dims=4 must equal rope_dim=2",
+            "positions.dims=4 must be rope_dim=2",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
         (
             lambda: cfg.ModelConfig(STACKS, cfg.MatrixStore(6, vectors=3, vector_dim=8)),
-            "attention.head_dim=4 must equal store.vec",
+            "attention.head_dim=4 must be the size of the residual's data vectors, store.vec",
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GROUPED,), 2),), STORES["vector"]),
-            "stacks.0 cannot repeat, because its last core does not write as many vectors",
+            "stacks.0 repeats, but its last core has other write keys than what precedes it",
         ),
         (
             lambda: cfg.ModelConfig(
@@ -260,10 +260,7 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GATED,)),), cfg.MatrixStore(6)),
-            (
-                "MatrixStore.vectors=None and MatrixStore.vector_dim=None must both be set to "
-                "numbers, because no core"
-            ),
+            "MatrixStore.vectors=None and MatrixStore.vector_dim=None must be set, because no core",
         ),
     ],
 )

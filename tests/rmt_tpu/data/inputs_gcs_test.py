@@ -112,7 +112,7 @@ def test_what_is_not_there_and_what_is_stored_otherwise(server, tmp_path, monkey
     server.replace("bucket", "in/a.csv", b"text")
     for source, said in {
         "gs://bucket/in/b.txt": "'gs://bucket/in/b.txt' matches no file",
-        "gs://bucket/in/*.csv": "'gs://bucket/in/a.csv' has an unknown file name suffix",
+        "gs://bucket/in/*.csv": "'gs://bucket/in/a.csv' has an unknown suffix",
         "gs://no-such-bucket/a.txt": "no bucket gs://no-such-bucket",
         "gs://No/a.txt": "has an illegal bucket name",
     }.items():
@@ -132,7 +132,7 @@ def test_another_object_of_the_same_name_is_another_input(both, server, tmp_path
     with pytest.raises(UsageError, match="'a.jsonl' was written again, with the same content"):
         make(both[1], tmp_path / "store")
     server.replace("bucket", "in/a.jsonl", content.replace(b"stone", b"stein"))
-    with pytest.raises(UsageError, match="the content of the input 'a.jsonl' has changed"):
+    with pytest.raises(UsageError, match="the content of 'a.jsonl' has changed"):
         make(both[1], tmp_path / "store")
 
 

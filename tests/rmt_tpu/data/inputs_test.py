@@ -35,7 +35,7 @@ def test_a_name_may_have_commas(here):
     assert "'x.txt' matches no file" in refusal("a,b.txt,x.txt,c.txt")
     assert ": an empty item next to a comma matches no file" in refusal("c.txt,")
     (here / "a").write_text("")
-    assert "'a' has an unknown file name suffix" in refusal("a,b.txt")
+    assert "'a' has an unknown suffix" in refusal("a,b.txt")
 
 
 def test_a_pipe_is_refused_at_once(here):

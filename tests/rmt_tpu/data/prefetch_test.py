@@ -131,5 +131,5 @@ def test_a_read_that_hangs_does_not_keep_a_run_from_ending(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"depth": 0}, {"threads": 0}])
 def test_sizes_below_one_are_refused(options):
-    with pytest.raises(ValueError, match="must both be 1 or more"):
+    with pytest.raises(ValueError, match="must be 1 or more"):
         Prefetcher(lambda position: position, 0, 1, **options)

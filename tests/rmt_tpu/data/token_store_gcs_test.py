@@ -67,7 +67,7 @@ def test_a_command_that_ends_in_the_midst_goes_on(server, source, local):
     with pytest.raises(RunError, match="no more") as error:
         make(source)
     assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="is an incomplete token store; repeat the command"):
+    with pytest.raises(UsageError, match="is not complete; run recipes.prepare_data again"):
         open_store(URL)
     server.faults.clear()
     assert make(source).kept == 4

@@ -282,7 +282,7 @@ def test_copies_within_vmem_are_told():
 
 
 def test_dump_that_is_not_whole():
-    with pytest.raises(ValueError, match="0 bundles, but the file of unit usage describes 0"):
+    with pytest.raises(ValueError, match="0 bundles, but unit usage for 0"):
         schedule()
 
 

@@ -42,7 +42,7 @@ def test_a_difference_is_of_the_same_documents():
     assert apart.error == pytest.approx(np.std(each, ddof=1) / math.sqrt(300))
     errors = share(right).error, share(flipped).error
     assert apart.unpaired == pytest.approx(math.hypot(*errors)) and apart.error < apart.unpaired / 2
-    with pytest.raises(ValueError, match="only if they have the same name and number of documents"):
+    with pytest.raises(ValueError, match="same metric over the same documents"):
         difference(share(right), share(right[1:]))
 
 

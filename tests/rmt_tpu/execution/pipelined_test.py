@@ -119,16 +119,13 @@ REFUSED = [
         {"num_layers": 4, "mixer": cfg.FullAttention(num_heads=2)},
         (2, 1, 2),
         2,
-        "ablations of full_attention; legal: stage=1",
+        "ablation of full_attention; legal: stage=1",
     ),
     (
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
         4,
-        (
-            "2 sublayers, but a chunk must be a multiple of 4 sublayers, .*; legal numbers of "
-            "chunks: 1, 2, 4$"
-        ),
+        "2 sublayers, not a multiple of a block's 4; legal numbers of chunks: 1, 2, 4$",
     ),
 ]
 

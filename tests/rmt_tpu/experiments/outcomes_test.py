@@ -224,7 +224,7 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
     def once_free(self, name, data):
         if refused:
             refused.pop()
-            raise Fault(f"{name}: another writer is appending to the same object")
+            raise Fault(f"{name}: another writer appends to it")
         append(self, name, data)
 
     monkeypatch.setattr(type(folder), "append", once_free)

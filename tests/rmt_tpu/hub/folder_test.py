@@ -460,7 +460,5 @@ def test_later_files_have_rope_s_base_elsewhere():
     ],
 )
 def test_what_has_no_form_there_is_named(changes, field):
-    with pytest.raises(
-        UsageError, match=f"{field} cannot be written in Hugging Face format; legal: "
-    ):
+    with pytest.raises(UsageError, match=f"{field} cannot be written in the hub's format; legal: "):
         config_values(model(**changes), max_length=1, bos=0, ends=[0])

@@ -41,25 +41,19 @@ def test_without_a_checkpoint_any_config_is_taken_and_said(folder):
 
 def test_what_another_process_may_train_does_not_become_another_run(folder):
     assert workdir.open_workdir(folder, CONFIG, other="process 7 on h") == ([], False)
-    with pytest.raises(
-        UsageError,
-        match="by process 7 on h, .*: train.seed is 0 in the other config and 1 in this one",
-    ):
+    with pytest.raises(UsageError, match="by process 7 on h, .*: train.seed is 0 there, 1 here"):
         workdir.open_workdir(folder, changed(train__seed=1), other="process 7 on h")
 
 
 def test_with_a_checkpoint_it_must_be_the_same(folder):
     commit(folder)
-    with pytest.raises(UsageError, match="train.seed is 0 in the other config and 1 in this one"):
+    with pytest.raises(UsageError, match="train.seed is 0 there, 1 here"):
         workdir.open_workdir(folder, changed(train__seed=1), change_config=True)
     bigger = changed(train__batch_size=128)
-    with pytest.raises(UsageError, match="--change_config to continue with the new values"):
+    with pytest.raises(UsageError, match="--change_config to continue with these"):
         workdir.open_workdir(folder, bigger)
     opened = workdir.open_workdir(folder, bigger, change_config=True)
-    assert (
-        opened.lines == ["train.batch_size is 16 in the other config and 128 in this one"]
-        and not opened.restarts
-    )
+    assert opened.lines == ["train.batch_size is 16 there, 128 here"] and not opened.restarts
 
 
 def test_paths_of_data_and_tokenizer_are_free(folder):
@@ -79,12 +73,10 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
     with pytest.raises(
         UsageError,
         match=f"^{folder}: config.json does not match the run that saved checkpoint "
-        "4: train.seed is 0 in the other config and 1 in this one",
+        "4: train.seed is 0 there, 1 here",
     ):
         check(other)
-    with pytest.raises(
-        UsageError, match="model.num_layers is 4 in the other config and 7 in this one"
-    ):
+    with pytest.raises(UsageError, match="model.num_layers is 4 there, 7 here"):
         check(changed(model__num_layers=7), within="model.")
     with pytest.raises(UsageError, match="the config in checkpoint 4: "):
         check(CONFIG, {"config": {"model": 3}})
@@ -101,9 +93,7 @@ def test_a_run_over_depth_goes_on_at_its_own_rate(tmp_path, rate):
     assert found.train.depth_rate == rate == workdir.read_config(folder).train.depth_rate
     other = overrides.apply(config, {"train.depth_rate": 0.5})
     assert resolve_auto(other, workdir.resume_overrides(folder)).train.depth_rate == 0.5
-    with pytest.raises(
-        UsageError, match="train.depth_rate is .* in the other config and 0.5 in this one"
-    ):
+    with pytest.raises(UsageError, match="train.depth_rate is .* there, 0.5 here"):
         workdir.open_workdir(folder, other)
 
 

@@ -122,12 +122,12 @@ REFUSED = [
     (
         {"prompt": ["a"] * 7},
         "prompt",
-        "prompt: 7 prompts with n=1 make 7 texts; legal: at most 6",
+        "prompt has 7 prompts, which with n=1 make 7 texts; legal: at most 6",
     ),
     (
         {"prompt": ["a"] * 4, "n": 2},
         "prompt",
-        "4 prompts with n=2 make 8 texts; legal: at most 6",
+        "4 prompts, which with n=2 make 8 texts; legal: at most 6",
     ),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be a whole number from 1 to 50"),
     ({"max_tokens": 51}, "max_tokens", "max_tokens=51 must be a whole number from 1 to 50"),
@@ -188,7 +188,7 @@ def test_what_is_refused(fields, param, words):
         (b"", "the request body is not JSON: Expecting value"),
         (b"\xff", "the request body is not JSON: 'utf-8' codec can't decode byte 0xff"),
         (b"[1]", "the request body is [1]; legal: a JSON object"),
-        (b"[" * 100_000, "the request body is not JSON: the JSON text is nested too deeply"),
+        (b"[" * 100_000, "the request body is not JSON: it is nested too deeply"),
     ],
 )
 def test_bodies_that_are_no_requests(body, words):

@@ -49,7 +49,7 @@ def test_a_batch_that_a_host_cannot_hold(tiny, monkeypatch):
     monkeypatch.setattr(memory, "machine_bytes", lambda: on_both)
     assert memory_check.shortfall(config, run) is None
     monkeypatch.setattr(memory, "machine_bytes", lambda: on_both - 1)
-    line = r"^--batch_size=8 with --seq_len=16 and .* on this machine, which has .* a batch\)"
+    line = r"^--batch_size=8 of --seq_len=16 with .* on this machine, which has .* a batch\)"
     with pytest.raises(RunError, match=f"{line}: use a smaller --batch_size"):
         memory_check.check(config, run)
 
