@@ -92,8 +92,8 @@ def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
     The factor multiplies the learning rate of the parameters that weigh sources over depth. If a
     logit is a sum of more terms than with a vector residual, the factors are divided by the ratio.
     """
-    size, tried = config.model.residual_size, {"rate": rates}
-    if terms := config.model.mixer.logit_terms(size):
+    tried = {"rate": rates}
+    if terms := config.model.mixer.logit_terms(config.model):
         more = max(1, terms.get("query", 1) / config.model.width)
         tried["depth_rate"] = tuple(float(f"{factor / more:.3g}") for factor in _FACTORS)
     return Search(config, points(**tried), _SEARCH_SEEDS)
