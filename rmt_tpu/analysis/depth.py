@@ -18,10 +18,10 @@ between tokens, there are two more measurements for each site with n >= 2 source
 
 - entropy: the entropy of the weights divided by `log n`, averaged over tokens and heads. It is 1
   for equal weights, and 0 if one source has all the weight. Weights that do not add up to 1 are
-  normalized first.
-- spread: the maximum over tokens and heads of `log(largest weight / smallest weight)`, which for a
-  softmax is the range of the logits. Weights that underflow count as the dtype's smallest normal
-  number.
+  normalized first, and of a negative weight the magnitude counts.
+- spread: the maximum over tokens and heads of `log(largest weight / smallest weight)`, again of
+  magnitudes. For a softmax this is the range of the logits. Weights that underflow count as the
+  dtype's smallest normal number.
 
 The layers run one by one, in float32 or wider, and without kernels for the mixing over depth. A
 zero array (a tap) is added to every write; the gradient with respect to the tap is the gradient
@@ -201,15 +201,16 @@ def _entropy(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
     """Return the entropy over sources divided by the entropy of equal weights, from 0 to 1."""
-    share = weights / jnp.sum(weights, axis=0)
+    share = jnp.abs(weights)
+    share /= jnp.sum(share, axis=0)
     return -jnp.sum(jax.scipy.special.xlogy(share, share), axis=0) / np.log(max(2, len(share)))
 
 
 def _spread(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Return `log(largest weight / smallest weight)` over the sources."""
-    logs = jnp.log(jnp.maximum(weights, jnp.finfo(weights.dtype).tiny))
+    """Return `log(largest magnitude / smallest magnitude)` over the weights of the sources."""
+    logs = jnp.log(jnp.maximum(jnp.abs(weights), jnp.finfo(weights.dtype).tiny))
     return jnp.max(logs, axis=0) - jnp.min(logs, axis=0)
 
 

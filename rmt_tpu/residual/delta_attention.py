@@ -23,10 +23,13 @@ gives the mean of the rows that a kernel reads. Times their number, the mean is 
 needs no other pass over the bank.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -190,10 +193,14 @@ class DeltaAttention(DepthAttention):
         attention = jax.nn.softmax(logits, axis=0)[: len(deltas)]
         return jnp.concatenate([embedding, 1 + site.mix.gate[...] * attention])
 
-    def depth_weights(self, names, means) -> DepthWeights:
-        """Return the mean weight of each source at each site: see `protocols.BankMixer`."""
-        weights = super().depth_weights(names, means)
-        return DepthWeights(weights.sites, weights.sources, weights.mean, signed=True)
+    def depth_weights(
+        self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
+    ) -> DepthWeights:
+        """Return the mean weight of each source at each site: see `protocols.BankMixer`.
+
+        Weights are negative if the gate and the attention give a delta less than -1.
+        """
+        return dataclasses.replace(super().depth_weights(names, means), signed=True)
 
 
 def _with_zeros(rows: Float[Array, "rows *shape"], value: float = 0.0) -> Array:

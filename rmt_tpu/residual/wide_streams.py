@@ -31,7 +31,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import Index, Row, Store, Written
 
-_KEPT_AT_FIRST = 0.999
+_FORGOTTEN_AT_FIRST = 0.001
 
 
 class WideState(NamedTuple):
@@ -39,11 +39,16 @@ class WideState(NamedTuple):
 
     The streams are a tuple, because a TPU would copy all streams of a single array whenever they
     are joined or split.
+
+    Attributes:
+      streams: X_1 to X_K.
+      write: w, the write weights.
+      keep: rho, the shares that streams keep; None if streams forget nothing.
     """
 
     streams: tuple[Row, ...]
     write: Float[Array, " K"]
-    keep: Float[Array, " K"]
+    keep: Float[Array, " K"] | None
 
 
 class WideMix(nnx.Module):
@@ -61,16 +66,17 @@ class WideMix(nnx.Module):
         learned = lambda x: nnx.Param(jnp.asarray(x, jnp.float32), role="gain", axes=("stream",))
         self.most = most
         self.read = learned(np.full(count, 1 / count))
+        # A single stream has the weight of a middle stream, 1.
         self.write_logits = learned(config.spread * np.linspace(-1, 1, count) * (count > 1))
-        share = (1 - _KEPT_AT_FIRST) / most if most else 0
-        logit = np.log(share / (1 - share)) if most else 0
-        self.forget_logits = learned(np.full(count, logit)) if most else None
+        # The sigmoid of the first logit, times the largest share, is what is forgotten at first.
+        first = np.log(_FORGOTTEN_AT_FIRST / (most - _FORGOTTEN_AT_FIRST)) if most else None
+        self.forget_logits = learned(np.full(count, first)) if most else None
 
-    def weights(self) -> tuple[Float[Array, " K"], Float[Array, " K"]]:
-        """Return the write weights w_i and the kept shares rho_i."""
+    def weights(self) -> tuple[Float[Array, " K"], Float[Array, " K"] | None]:
+        """Return the write weights w_i, and the kept shares rho_i or None if all is kept."""
         write = 2 * jax.nn.sigmoid(self.write_logits[...])
         if self.forget_logits is None:
-            return write, jnp.ones_like(write)
+            return write, None
         return write, 1 - self.most * jax.nn.sigmoid(self.forget_logits[...])
 
 
@@ -86,7 +92,7 @@ class WideStreams(nnx.Module):
         """Return K equal streams, and the embedding, which is written to all streams alike."""
         residual = store.hold(state)
         ones = jnp.ones(self.count, jnp.result_type(residual, jnp.float32))
-        return WideState((residual,) * self.count, ones, ones), y
+        return WideState((residual,) * self.count, ones, ones if self.forgets else None), y
 
     @jax.named_scope("residual")
     def advance(
@@ -95,10 +101,9 @@ class WideStreams(nnx.Module):
         """Write the preceding output y to all streams, and read their weighted sum."""
         streams, write, keep = state
         term = store.write(jnp.zeros(streams[0].shape, write.dtype), y, site.writer)
-        if not self.forgets:
-            keep = jnp.ones_like(keep)
         streams = tuple(
-            (keep[i] * x + write[i] * term).astype(x.dtype) for i, x in enumerate(streams)
+            ((x if keep is None else keep[i] * x) + write[i] * term).astype(x.dtype)
+            for i, x in enumerate(streams)
         )
         last = site.mix is None
         read = jnp.full(self.count, 1 / self.count, write.dtype) if last else site.mix.read[...]
@@ -109,5 +114,5 @@ class WideStreams(nnx.Module):
         u = u if last else jax.lax.optimization_barrier(u.astype(y.dtype))
         z = store.read(u, site, y.dtype)
         if not last:
-            write, keep = (x.astype(write.dtype) for x in site.mix.weights())
+            write, keep = jax.tree.map(lambda x: x.astype(write.dtype), site.mix.weights())
         return WideState(streams, write, keep), z

@@ -169,6 +169,13 @@ def test_one_source_alone_has_no_entropy_and_weights_that_vanish_no_infinite_spr
     assert 80 < spread[0] < 90 and not np.any(spread[1:])
 
 
+def test_negative_weights_count_by_their_magnitude():
+    weights = jnp.asarray([[1.0, 3.0], [-1.0, -1.0]], jnp.float32).reshape(2, 1, 2, 1)
+    quarters = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(2)
+    np.testing.assert_allclose(depth._entropy(weights).reshape(-1), [1, quarters], rtol=1e-6)
+    np.testing.assert_allclose(depth._spread(weights).reshape(-1), [0, np.log(3)], rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_weights_stand_at_their_sources():
     """Learned logits do not depend on the tokens, so that the weights are known."""

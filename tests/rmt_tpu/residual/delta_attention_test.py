@@ -91,7 +91,7 @@ def test_cached_equals_uncached(store, name):
 
 
 def test_queries_get_a_gradient_once_their_gate_has_moved():
-    """At the start the gates are 0, and so are the queries' gradients; not after one step."""
+    """Queries get no gradient while their gate is 0, and one after the gate's first step."""
     config = models.model("vector", mixer=cfg.DeltaAttention(num_blocks=2))
     _, params = models.split(config)
     run, tree = checks.gradients_and_logits(config), lambda n: metadata(models.abstract(config), n)

@@ -176,7 +176,7 @@ def test_neither_option_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", [BOTH, SCALARS, VALUES], ids=label)
 def test_flops_are_near_the_compilers(mixer):
-    """What the mixer adds to the site before an attention sublayer that is not the first."""
+    """The FLOPs that the mixer adds to an attention site after the first are those it declares."""
     sizes = {"num_layers": 2, "num_heads": 2, "head_dim": 64, "store": cfg.VectorStore(256)}
     config = models.model("vector", mixer=mixer, **sizes)
     added = _site_flops(config) - _site_flops(config.replace(mixer=cfg.Sum()))
