@@ -2,14 +2,17 @@
 
 The file is small and can be kept with the code, so that the same command on another machine trains
 only the remaining runs. A line identifies its run by a digest of the training text and of all
-config values that affect results. It also contains the software versions and the commit that the
-run used.
+config values that affect results and differ from their defaults. Config fields that are added
+later, with a default that changes nothing, therefore leave the digests of former runs as they are.
+A line also contains the software versions and the commit that the run used.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rmt_tpu.analysis import sweep
@@ -123,7 +126,7 @@ class Records:
         config = resolve_auto(config)
         values = {
             path: value
-            for path, value in _leaves(overrides.to_json(config))
+            for path, value in _changed(config)
             if path in _MEASURED or resume_rule(config, path) != "free"
         }
         # `train.depth_rate` may be null, which selects the factors by a rule. The digest includes
@@ -142,9 +145,22 @@ def _parsed(line: bytes) -> tuple[str, Record]:
     return str(value["digest"]), record
 
 
-def _leaves(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    found = []
-    for name, value in values.items():
-        inner = _leaves(value, f"{before}{name}.") if isinstance(value, dict) else None
-        found += inner or [(f"{before}{name}", value)]
-    return found
+def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and JSON value of each field that differs from its default, and each kind."""
+    if hasattr(config, "kind"):
+        yield f"{prefix}kind", config.kind
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == _default(field):
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", overrides.to_json(value)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """Return the default of a config field, or a value that equals nothing if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

@@ -119,13 +119,15 @@ def _tiny_ladder(*systems: str) -> Plan:
             tiny(system, heads),
             system,
             None if system == systems[0] else f"{systems[0]}-{heads * HEAD_DIM}",
+            num_seeds=5 if heads == _LADDER[-1] else None,  # a run takes 13 times that at width 24
         )
         for heads in _LADDER
         for system in systems
     )
     arms = tuple(arms)
     tested = tuple(arm.name for arm in arms if arm.system == systems[1])
-    return _tiny_plan(arms, systems, fits=True, registered=tested, notes=(TINY_NOTE,))
+    notes = (TINY_NOTE, f"Models of width {_LADDER[-1] * HEAD_DIM} have only the first five seeds.")
+    return _tiny_plan(arms, systems, fits=True, registered=tested, notes=notes)
 
 
 def _preset(name: str, system: str, against: str | None = None, **options) -> Arm:
@@ -301,16 +303,17 @@ def attnres_block_size(scale: Scale) -> Plan:
     return Plan(tuple(arms), x=axis)
 
 
-def _mixed(name: str, mixer: Mixer, system: str, plain: str, **options) -> Arm:
+def _mixed(name: str, mixer: Mixer, system: str, plain: str, heads=HEADS, **options) -> Arm:
     """Return an arm: a tiny Transformer with this mixer and the learning rate of `system`."""
-    config = _with_mixer(tiny("attnres", HEADS), mixer)
-    return Arm(f"{name}-{HEADS * HEAD_DIM}", config, system, plain, **options)
+    config = _with_mixer(tiny("attnres", heads), mixer)
+    return Arm(f"{name}-{heads * HEAD_DIM}", config, system, plain, **options)
 
 
-def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
+def _ablations(size: int, window: int, heads: int) -> dict[str, tuple[Mixer, float]]:
     """Return the mixers of the Attention Residuals paper's Table 4, each with the paper's loss.
 
-    `size` is the block size S in the table's Block rows.
+    `size` is the block size S in the table's Block rows, and `heads` the number of heads over depth
+    in one of these rows.
     """
     block = {"sublayers_per_block": size}
     return {
@@ -323,14 +326,14 @@ def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
         "full-no-key-norm": (FullAttention(key_norm=False), 1.743),
         "full-window": (FullAttention(window=window), 1.764),
         "block": (BlockAttention(**block), 1.746),
-        "block-heads": (BlockAttention(**block, num_heads=16 if window == 8 else HEADS), 1.752),
+        "block-heads": (BlockAttention(**block, num_heads=heads), 1.752),
         "block-no-key-norm": (BlockAttention(**block, key_norm=False), 1.750),
     }
 
 
 _ABLATION_NOTE = (
-    "Each ablation has its own search, at its own width; the paper's ablations use the learning "
-    "rate of the plain model."
+    f"All at width {_SEARCHED * HEAD_DIM}, and each ablation has its own search there; the "
+    "paper's ablations use the learning rate of the plain model."
 )
 
 
@@ -338,18 +341,19 @@ def attnres_ablations(scale: Scale) -> Plan:
     """Return the plan of the Attention Residuals paper's ablations: Table 4."""
     notes = ("Table 4's mHC is mHC-lite here.",)
     if scale == "tiny":
-        plain = f"transformer-{HEADS * HEAD_DIM}"
-        arms = [Arm(plain, tiny("transformer", HEADS), "transformer", paper=1.766)]
+        heads = _SEARCHED
+        plain = f"transformer-{heads * HEAD_DIM}"
+        arms = [Arm(plain, tiny("transformer", heads), "transformer", paper=1.766)]
         arms += [
-            _mixed(f"ablation-{name}", mixer, f"ablation-{name}", plain, paper=loss)
-            for name, (mixer, loss) in _ablations(2, 2).items()
+            _mixed(f"ablation-{name}", mixer, f"ablation-{name}", plain, heads, paper=loss)
+            for name, (mixer, loss) in _ablations(2, 2, heads).items()
         ]
         shared = _tiny_plan(arms, ("transformer",), notes=(TINY_NOTE, _ABLATION_NOTE, *notes))
         own_searches = {arm.system: searched_for(arm.config, RATES[1:4]) for arm in arms[1:]}
         return replace(shared, searches=shared.searches | own_searches)
     plain = "prenorm-436m"
     arms = [_preset(plain, "prenorm", paper=1.766)]
-    for name, (mixer, loss) in _ablations(4, 8).items():
+    for name, (mixer, loss) in _ablations(4, 8, 16).items():
         config = _with_mixer(run(plain), mixer)
         arms.append(Arm(f"ablation-{name}-436m", config, "attnres", plain, paper=loss))
     return Plan(tuple(arms), notes=notes)

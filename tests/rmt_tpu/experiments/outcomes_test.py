@@ -1,14 +1,17 @@
 """What is said of losses: intervals, fits, shares, tables and pictures, of losses made up."""
 
+import dataclasses
 import json
 import math
+import typing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rmt_tpu.analysis.sweep import SweepRow, resolve_auto
-from rmt_tpu.config import overrides
+from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError
 from rmt_tpu.experiments import (
     outcomes,
@@ -26,6 +29,7 @@ from rmt_tpu.runs.plots import save_picture
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import depth_rate
 
+_DEFAULTS = Path(__file__).with_name("defaults.json")
 SEEDS = (0, 1, 2)
 TEXTS = (0.1, -0.05, 0.02)  # what a seed's held-out text adds to every loss
 
@@ -284,6 +288,57 @@ def test_the_rule_of_a_rate_is_part_of_what_a_run_is(tmp_path, monkeypatch):
     assert known.find(config) is None
 
 
+def _config_classes(kind, found):
+    """Collect the config classes that a type contains, including those in unions and tuples."""
+    if dataclasses.is_dataclass(kind) and kind not in found:
+        found.add(kind)
+        for hint in typing.get_type_hints(kind).values():
+            _config_classes(hint, found)
+    for inner in typing.get_args(kind):
+        _config_classes(inner, found)
+    return found
+
+
+def test_a_field_that_is_added_with_a_default_leaves_the_digests(tmp_path):
+    """Lines in docs/outcomes would otherwise be lost with every new config field."""
+    known = records.Records(open_folder(tmp_path), "lines.jsonl", 7)
+    digest = known._digest(CONFIG, None)
+    former = CONFIG.train.optimizer
+    longer = dataclasses.make_dataclass(
+        "Added", [("new", int, 3)], bases=(type(former),), frozen=True
+    )
+    optimizer = lambda **new: longer(**vars(former), **new)
+    with_field = lambda **new: replace(
+        CONFIG, train=replace(CONFIG.train, optimizer=optimizer(**new))
+    )
+    assert known._digest(with_field(), None) == digest
+    assert known._digest(with_field(new=4), None) != digest
+
+
+def test_defaults_stay_because_digests_leave_them_out():
+    """A line in docs/outcomes/ names only values that differ from defaults.
+
+    A default that changes therefore changes which run a line describes. Give the field that needs
+    it another name, or train the runs in docs/outcomes/ again. Fields that are new are added to the
+    file: `python -m tests.rmt_tpu.experiments.outcomes_test` writes it.
+    """
+    pinned = json.loads(_DEFAULTS.read_text())
+    found = _defaults()
+    changed = {name for name in pinned if name in found and found[name] != pinned[name]}
+    assert not changed, changed
+    assert not set(found) - set(pinned), "fields to add to defaults.json"
+
+
+def _defaults():
+    found = {}
+    for cls in _config_classes(RunConfig, set()):
+        for field in dataclasses.fields(cls):
+            default = records._default(field)
+            if default is not dataclasses.MISSING:
+                found[f"{cls.__name__}.{field.name}"] = overrides.to_json(default)
+    return json.loads(json.dumps(dict(sorted(found.items()))))
+
+
 def test_what_is_not_sure_or_diverged(ladder):
     one, other = made_up(B, 1.99, noise=(0.1, 0.0, -0.1)), made_up(A, 2.0)
     lines = results.arms_table([other, one], SEEDS).splitlines()
@@ -312,3 +367,7 @@ def test_pictures(make, tmp_path):
     found[2] = replace(found[2], losses=(None, 2.0, 2.1))
     path = save_picture(pictures.draw(plan, found), open_folder(tmp_path), "results.png")
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG"), path
+
+
+if __name__ == "__main__":
+    _DEFAULTS.write_text(json.dumps(_defaults(), indent=1) + "\n")
