@@ -53,6 +53,7 @@ from rmt_tpu.config.model import (
     RematPolicy,
     Standard,
 )
+from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.config.resume import (
     PINNED_ON_RESUME,
     START_FIELDS,
@@ -67,6 +68,7 @@ from rmt_tpu.config.run import (
     RunConfig,
     TrainConfig,
 )
+from rmt_tpu.config.start import is_same_model, start_from
 from rmt_tpu.config.stores import (
     DType,
     MatrixStore,
@@ -112,6 +114,7 @@ __all__ = [
     "MuP",
     "NoPositions",
     "Parametrization",
+    "PlainStart",
     "Port",
     "Positions",
     "Kernels",
@@ -130,6 +133,8 @@ __all__ = [
     "TrainConfig",
     "VectorStore",
     "WideStreams",
+    "is_same_model",
     "resume_rule",
     "stacks",
+    "start_from",
 ]

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Finite, Positive, Size
 from rmt_tpu.config.mixer_base import BankedSystem, Sizes, System
+from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.errors import UsageError
 
 
@@ -51,6 +52,17 @@ class _DepthAttention(BankedSystem):
                 f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
                 f"residual's {size} numbers; legal: a divisor of {size}"
             )
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return True unless a window excludes outputs.
+
+        All logits start at zero, so a site reads the mean of all sources. The mean is the plain sum
+        divided by the number of sources, and the norm before the read removes this factor.
+        """
+        window = getattr(self, "window", None)
+        if window is not None and window < model.num_sublayers:
+            return PlainStart(False, f"window={window} excludes earlier outputs from sums")
+        return PlainStart(True, "queries of zero read the mean of all outputs, which is normed")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters: by default a query and a key gain per site.
@@ -254,6 +266,12 @@ class DeltaAttention(_Blocks):
         """Raise UsageError if the blocks do not fit the depth."""
         self.sublayers_a_block(model.num_sublayers)
 
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return whether gates start at zero, so that nothing is added to the plain residual."""
+        if self.gate:
+            return PlainStart(False, f"gate={self.gate:g} adds attention over deltas")
+        return PlainStart(True, "gates of zero add nothing to the plain residual")
+
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters: a query, a gate and, if set, a key gain and a logit."""
         a_site = model.residual_size * (1 + self.key_gain) + 1 + (self.null_source is not None)
@@ -297,6 +315,10 @@ class Dense(BankedSystem):
     dilation: Size = 1
     period: Size = 1
 
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return True, because every weighted sum starts as its newest term alone."""
+        return PlainStart(True, "each weighted sum is its newest term alone")
+
     def parameters(self, model: Sizes) -> int:
         """Return the number of weights in all sums; a sum has one weight per earlier output."""
         ends = range(self.period, model.num_layers + 1, self.period)
@@ -334,6 +356,10 @@ class Hierarchical(System):
                 f"Hierarchical.every={self.every} is more than num_layers={model.num_layers}; "
                 f"legal: 1 to {model.num_layers}"
             )
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return False, because the weights of nodes are drawn at random."""
+        return PlainStart(False, "the weights of nodes are drawn at random")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters in all nodes, counting shared weights once."""

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from rmt_tpu.config.checks import Checked
 from rmt_tpu.config.core import Computes
+from rmt_tpu.config.plain_start import PlainStart
 
 
 @runtime_checkable
@@ -51,6 +52,13 @@ class System(Checked):
 
     def check(self, model: Sizes) -> None:
         """Raise UsageError if the mixer's options do not fit the model's sizes or cores."""
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return whether a new model starts as the plain model with the same weights.
+
+        The result is "not known" for a mixer that does not override this method.
+        """
+        return PlainStart(None, f"how the mixer {self.kind} starts is not stated")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters that the mixer adds to a model."""

@@ -14,7 +14,8 @@ from rmt_tpu.config.depth_mixers import (
     FullAttention,
     Hierarchical,
 )
-from rmt_tpu.config.mixer_base import System
+from rmt_tpu.config.mixer_base import Sizes, System
+from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.config.stream_mixers import (
     DepthLstm,
     Highway,
@@ -33,6 +34,10 @@ class Sum(System):
     kind: ClassVar[str] = "sum"
     on_matrix: ClassVar[bool] = True
     remats: ClassVar[tuple[str, ...]] = ("none", "dots", "full", "reversible")
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return True, because this mixer is the plain model's."""
+        return PlainStart(True, "the residual is the plain sum")
 
 
 Mixer = (

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, FractionBits, Size
 from rmt_tpu.config.cores import Port
+from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.config.resume import changeable
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
@@ -29,6 +30,15 @@ class VectorStore(Checked):
     has_keys: ClassVar[bool] = False
     dim: Size
     dtype: DType = changeable("auto")
+
+    def plain_start(self, source: "Store") -> PlainStart:
+        """Return whether a model with this store starts as one with the store `source`.
+
+        All weights that both stores have are equal.
+        """
+        if source.kind != self.kind:
+            return PlainStart(False, "the matrices that read and write the residual are random")
+        return PlainStart(True, "the residual is the same vector")
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
         """Return the number of entries in the matrices that read or write the vectors of a port.
@@ -71,6 +81,15 @@ class MatrixStore(Checked):
     fraction_bits: FractionBits | None = changeable(None)
     vectors: Size | None = None
     vector_dim: Size | None = None
+
+    def plain_start(self, source: "Store") -> PlainStart:
+        """Return whether a model with this store starts as one with the store `source`.
+
+        All weights that both stores have are equal.
+        """
+        if source.kind != self.kind:
+            return PlainStart(False, "the key vectors that read and write the residual are random")
+        return PlainStart(True, "the residual is the same matrix")
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
         """Return the number of entries in the key vectors that read or write the vectors of a port.

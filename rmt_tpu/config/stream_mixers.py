@@ -12,6 +12,7 @@ from rmt_tpu.config.checks import Decay, Finite, NonNegative, Size
 from rmt_tpu.config.core import Computes, Heads
 from rmt_tpu.config.cores import Attention
 from rmt_tpu.config.mixer_base import Sizes, System
+from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.errors import UsageError
 
 
@@ -33,6 +34,10 @@ class HyperConnections(System):
     streams: Size = 4
     dynamic: bool = True
     tanh: bool = True
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return True, because all streams stay equal to the plain residual."""
+        return PlainStart(True, "all streams are equal to the plain residual")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters in all sublayers.
@@ -80,6 +85,10 @@ class Mhc(System):
     streams: Size = 4
     rounds: Size = 20
 
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return True, because all streams start equal to the plain residual."""
+        return PlainStart(True, "all streams are equal to the plain residual")
+
     @property
     def _coefficients(self) -> int:
         """Number of coefficients per sublayer: for reading, writing and mixing the streams."""
@@ -125,6 +134,12 @@ class MhcLite(System):
                 "legal: 1 to 6"
             )
 
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return whether all streams start equal to the plain residual, which `init` decides."""
+        if self.init == "paper":
+            return PlainStart(False, "with init=paper streams are written with unequal weights")
+        return PlainStart(True, "all streams are equal to the plain residual")
+
     @property
     def _coefficients(self) -> int:
         """Number of coefficients per sublayer: for reading, for writing and for permutations."""
@@ -167,6 +182,12 @@ class WideStreams(System):
                 f"WideStreams.forget={self.forget} is too small for streams that keep 0.999 of "
                 "themselves at the start; legal: 0, or at least 0.002 and below 1"
             )
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return whether streams forget nothing, so that their mean is the plain residual."""
+        if self.forget:
+            return PlainStart(False, f"forget={self.forget:g} lets streams forget a part of writes")
+        return PlainStart(True, "the mean of the streams is the plain residual")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of read weights, write weights and, if set, logits of forgetting."""
@@ -218,10 +239,22 @@ class ResidualScalars(System):
     @property
     def note(self) -> str:
         """The differences from the plain model, in one line for reports."""
-        of_scalars = (self.residual_scale, self.embedding_scale) == (1, 0) or not self.scalars
-        of_values = (self.first_value_scale, self.value_scale) == (0, 1) or not self.values
-        starts = "starts" if of_scalars and of_values else "does not start"
+        starts = "does not start" if self._changed_factors else "starts"
         return f"{starts} as the plain model; its factors do not decay"
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return whether all factors that are used start at their values in the plain model."""
+        if changed := self._changed_factors:
+            return PlainStart(False, f"{', '.join(changed)} changes the residual or values")
+        return PlainStart(True, "all factors have their values in the plain model")
+
+    @property
+    def _changed_factors(self) -> list[str]:
+        """The factors that do not start at their values in the plain model, like "name=0.5"."""
+        of_plain = {"residual_scale": 1.0, "embedding_scale": 0.0} if self.scalars else {}
+        of_plain |= {"first_value_scale": 0.0, "value_scale": 1.0} if self.values else {}
+        own = {name: getattr(self, name) for name in of_plain}
+        return [f"{name}={own[name]:g}" for name in own if own[name] != of_plain[name]]
 
     @property
     def by_layers(self) -> bool:
@@ -283,6 +316,10 @@ class Highway(System):
     activation: Literal["sigmoid", "tanh"] = "sigmoid"
     form: Literal["add", "carry", "gated"] = "add"
 
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return False, because the weights of gates and values are drawn at random."""
+        return PlainStart(False, "the weights of gates and values are drawn at random")
+
     def parameters(self, model: Sizes) -> int:
         """Return the number of weights in the matrices W_1 and W_2 of all units."""
         return model.num_sublayers * 2 * model.residual_size**2
@@ -312,6 +349,10 @@ class DepthLstm(System):
     )
     forget_offset: Finite = 0.0
     cell_start: Literal["zero", "embedding"] = "zero"
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return False, because an LSTM cell replaces the sum over depth."""
+        return PlainStart(False, "an LSTM cell replaces the sum over depth")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters in gates, their norms, and the feed-forward norms."""

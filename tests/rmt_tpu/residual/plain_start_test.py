@@ -10,6 +10,8 @@ hyper-connections. What L sublayers and the readout make of it, to first order: 
 """
 
 import functools
+import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -221,8 +223,56 @@ def test_after_five_steps_queries_have_moved_and_logits_differ(store):
     assert largest_error(logits[config], logits[plain]) > 1e-3 > 1e3 * bound(config)
 
 
+ANOTHER = {
+    "mhc-lite as its authors start it": cfg.MhcLite(streams=2),
+    "wide, forgetting": cfg.WideStreams(forget=0.1),
+    "scalars with x_0": cfg.ResidualScalars(embedding_scale=0.1),
+    "delta as in its paper": cfg.DeltaAttention(sublayers_per_block=3, gate=1.0),
+    "a window": cfg.FullAttention(window=2),
+    "highway": cfg.Highway(),
+    "hierarchical": cfg.Hierarchical(hidden_dim=10),
+}
+
+
+def test_a_mixer_states_whether_it_begins_as_the_plain_model():
+    """As the other tests measure it; a mixer that is not among them is found here."""
+    measured = {True: BEGINS, False: ANOTHER | {"lstm": cfg.DepthLstm()}}
+    for same, mixers in measured.items():
+        for name, mixer in mixers.items():
+            config = make("vector", mixer)
+            stated = cfg.start_from(config, make("vector", cfg.Sum()))
+            assert stated == mixer.plain_start(config) and stated.same is same, name
+    kinds = {mixer.kind for mixers in measured.values() for mixer in mixers.values()}
+    assert kinds == {mixer.kind for mixer in get_args(cfg.Mixer)} - {"sum"}
+
+
+def test_a_start_from_another_config_is_stated():
+    plain = make("vector", cfg.Sum())
+    block = make("vector", cfg.BlockAttention(num_blocks=2))
+    matrix, of_matrix = make("matrix", cfg.Sum()), make("matrix", cfg.FullAttention())
+    dtypes = {"compute_dtype": "bfloat16", "remat": "full", "init_std": 0.5}
+    cases = [
+        (block, plain, True, "queries of zero"),
+        (block, block.replace(**dtypes), True, "the config is the same"),
+        (plain, block, None, "mixer is block_attention there and sum here"),
+        (matrix, plain, False, "key vectors .* are random"),
+        (plain, matrix, False, "matrices .* are random"),
+        (of_matrix, matrix, True, "queries of zero"),
+        (block.replace(norm="rmsnorm"), plain, None, 'model.norm is "layernorm" there, "rmsnorm"'),
+        (make("vector", cfg.Sum(), norm_epsilon=1e-6), plain, None, "model.norm_epsilon is 1e-14"),
+    ]
+    for model, source, same, reason in cases:
+        stated = cfg.start_from(model, source)
+        assert stated.same is same and re.search(reason, stated.reason), (stated, reason)
+        alike = reason == "the config is the same"
+        assert cfg.is_same_model(model, source) == alike
+    assert not cfg.is_same_model(matrix.replace(store=cfg.MatrixStore(key_dim=6)), matrix)
+
+
 @pytest.mark.slow
-def test_a_mixer_that_begins_as_its_paper_does_is_another_model():
-    """mHC-lite as its authors start it: home streams are written more than others."""
-    config, plain = make("vector", cfg.MhcLite(streams=2), remat="none"), make("vector", cfg.Sum())
-    assert abs(trained(config)[1].objective / trained(plain)[1].objective - 1) > 1e-4
+@pytest.mark.parametrize("name", ANOTHER)
+def test_other_mixers_begin_as_another_model(name):
+    """mHC-lite as its authors start it, for example: home streams are written more than others."""
+    remat = "full" if ANOTHER[name].banked else "none"
+    config, plain = make("vector", ANOTHER[name], remat=remat), make("vector", cfg.Sum())
+    assert abs(trained(config)[1].objective / trained(plain)[1].objective - 1) > 1e-5 > 1e4 * bound(config)

@@ -1,0 +1,49 @@
+"""The comparison of a new model's config with that of the model whose weights it takes over."""
+
+from rmt_tpu.config import overrides
+from rmt_tpu.config.mixers import Sum
+from rmt_tpu.config.model import ModelConfig
+from rmt_tpu.config.plain_start import PlainStart
+
+# Fields that do not change which function a model computes: the mixer and the store have statements
+# of their own, and the others affect only rounding, memory, speed or the values of new weights.
+_OTHERS = ("mixer", "store", "compute_dtype", "remat", "kernels", "init_std")
+
+
+def is_same_model(model: ModelConfig, source: ModelConfig) -> bool:
+    """Return whether two models with equal weights compute the same function by their configs."""
+    return (
+        not _differences(model, source)
+        and model.mixer == source.mixer
+        and _residual(model) == _residual(source)
+    )
+
+
+def start_from(model: ModelConfig, source: ModelConfig) -> PlainStart:
+    """Return whether a new model that takes over all weights of `source` starts as that model.
+
+    Weights that only the new model has are at their initial values.
+    """
+    if different := _differences(model, source):
+        return PlainStart(None, f"{'; '.join(different[:3])}, so that this is not known")
+    store = model.store.plain_start(source.store)
+    if not store.same:
+        return store
+    if _residual(model) != _residual(source):
+        return PlainStart(False, "the residual has another shape")
+    if model.mixer == source.mixer:
+        return PlainStart(True, "the config is the same")
+    if not isinstance(source.mixer, Sum):
+        what = f"the mixer is {source.mixer.kind} there and {model.mixer.kind} here"
+        return PlainStart(None, f"{what}, and the weights of {source.mixer.kind} may be trained")
+    return model.mixer.plain_start(model)
+
+
+def _differences(model: ModelConfig, source: ModelConfig) -> list[str]:
+    values = [overrides.to_json(m, short=False) for m in (source, model)]
+    kept = ({k: v for k, v in m.items() if k not in _OTHERS} for m in values)
+    return overrides.differences(*kept, "model")
+
+
+def _residual(model: ModelConfig) -> tuple:
+    return model.store.kind, model.residual_shape, model.data_shape
