@@ -95,6 +95,10 @@ class DepthAblation(depth_attention.DepthAttention):
         """Return None, because the ablations have no shared pass over earlier rows (phase one)."""
         return None
 
+    def empty_cotangent(self, prior: None) -> None:
+        """Return None, because there is no phase one that needs a cotangent."""
+        return None
+
     def prior_backward(
         self,
         scores: Float[Array, "sites scored"],

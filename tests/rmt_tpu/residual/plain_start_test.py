@@ -275,4 +275,8 @@ def test_other_mixers_begin_as_another_model(name):
     """mHC-lite as its authors start it, for example: home streams are written more than others."""
     remat = "full" if ANOTHER[name].banked else "none"
     config, plain = make("vector", ANOTHER[name], remat=remat), make("vector", cfg.Sum())
-    assert abs(trained(config)[1].objective / trained(plain)[1].objective - 1) > 1e-5 > 1e4 * bound(config)
+    assert (
+        abs(trained(config)[1].objective / trained(plain)[1].objective - 1)
+        > 1e-5
+        > 1e4 * bound(config)
+    )
