@@ -23,6 +23,7 @@ from rmt_tpu.hub.models import (
     describe,
     special_tokens,
 )
+from rmt_tpu.hub.pieces import Piece, pieces
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -77,7 +78,7 @@ def export(
     max_length: int,
     dtype: str = "float32",
 ) -> None:
-    """Write a model of the Llama family in the hub's format, together with its tokenizer.
+    """Write a model in the hub's format, together with its tokenizer.
 
     The start and end tokens of texts are written to config.json and generation_config.json, and
     also to tokenizer_config.json if the tokenizer has names for them.
@@ -96,7 +97,7 @@ def export(
     values = config_values(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
-    def value(piece: weights.Piece) -> np.ndarray:
+    def value(piece: Piece) -> np.ndarray:
         array = params
         for key in piece.path:
             array = array[key]
@@ -106,7 +107,7 @@ def export(
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
-        weights.write(path, weights.pieces(model), value, DTYPES[dtype])
+        weights.write(path, pieces(model), value, DTYPES[dtype])
         files = {
             CONFIG: values | {"torch_dtype": dtype},
             GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),

@@ -1,50 +1,23 @@
-"""Conversion between the hub's config.json and a `ModelConfig`, for the Llama family.
+"""Conversion between the hub's config.json and a `ModelConfig`.
 
 This module imports no jax.
 """
 
-import json
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
-from rmt_tpu.errors import UsageError, shown, unknown
+from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.families import BIAS, FAMILIES, QUERY_KEY_NORM, UNROTATED_LAYERS, Family
+from rmt_tpu.hub.fields import Fields, values_in
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# Maps each model type to (whether queries, keys and values have a bias, whether queries and keys
-# are normalized).
-KINDS = {
-    "llama": (False, False),
-    "mistral": (False, False),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-}
-# The values that the transformers library uses for keys that are absent from a config.json, by
-# model type. A key whose value is null does not get a default.
-_ABSENT: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "max_position_embeddings": 131_072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 32,
-        "use_sliding_window": False,
-    },
-    "qwen3": {
-        "head_dim": 128,
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 32,
-        "use_sliding_window": False,
-    },
-}
-_DEFAULT_ENDS = {"llama": 2, "mistral": 2}
+# The values of keys that are absent from a config.json of any kind.
+_ABSENT = {"hidden_act": "silu"}
+_MOST_LAYERS = 1000
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 class Description(NamedTuple):
@@ -87,13 +60,14 @@ def describe(folder: str | Path) -> Description:
     max_length = config_fields.size("max_position_embeddings", 2048)
     model, tied = model_config(values, where), config_fields.flag("tie_word_embeddings")
     ends = _ends(path, values, model.vocab_size)
-    return Description(model, max_length, tied, ends, _DEFAULT_ENDS.get(values["model_type"]))
+    return Description(model, max_length, tied, ends, FAMILIES[values["model_type"]].end)
 
 
 def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a config.json, with the model type's defaults for absent keys."""
     kind = values.get("model_type")
-    return {**_ABSENT.get(kind if isinstance(kind, str) else "", {}), **values}
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    return {**_ABSENT, **(family.absent if family else {}), **values}
 
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
@@ -113,142 +87,6 @@ def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int
     return ()
 
 
-def values_in(file: Path) -> Mapping[str, Any] | None:
-    """Return the JSON object in a file; None if the file is missing or holds no object."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-class Fields:
-    """The fields of a config.json, which are checked as they are read.
-
-    Args:
-      values: the JSON object.
-      where: the location of the file, for error messages.
-    """
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self._values, self._where = values, where
-
-    def wrong(self, name: str, value: object, legal: str) -> UsageError:
-        """Return an error that says that a field has an illegal value."""
-        return UsageError(f"{self._where}: {name}={shown(value)} is not supported; legal: {legal}")
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """Return a field that holds a whole number from 1 to 2^31 - 1.
-
-        Raises:
-          UsageError: the field has another value, or it is missing and there is no default.
-        """
-        value = self._values.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value < 2**31:
-            raise self.wrong(name, value, "a whole number, at least 1")
-        return value
-
-    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the tokens in a field that holds one token or a list of tokens."""
-        value = self._values.get(name)
-        several = value if isinstance(value, list) else [value]
-        if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
-            raise self.wrong(name, value, f"a token from 0 to {vocab_size - 1}, or a list of them")
-        return tuple(several)
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        """Return a field that holds a finite number above 0.
-
-        Raises:
-          UsageError: the field has another value, or it is missing and there is no default.
-        """
-        value = self._values.get(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.wrong(name, value, "a positive number")
-        return float(value)
-
-    def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
-        """Return the value that the dict `legal` has for the field's text.
-
-        Raises:
-          UsageError: the field is missing or its value is not a key of `legal`.
-        """
-        value = self._values.get(name)
-        if not isinstance(value, str) or value not in legal:
-            raise UsageError(unknown(f"{self._where}: {name}", value, legal))
-        return legal[value]
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Return a field that holds true or false.
-
-        Raises:
-          UsageError: the field has another value.
-        """
-        value = self._values.get(name, default)
-        if type(value) is not bool:
-            raise self.wrong(name, value, "true or false")
-        return value
-
-    def only(self, name: str, *legal: object) -> None:
-        """Raise UsageError unless a field has one of the values `legal` or is absent.
-
-        An absent field counts as having the first of these values.
-        """
-        value = self._values.get(name, legal[0])
-        if value not in legal:
-            raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
-
-    def only_each(self, name: str, legal: str) -> None:
-        """Raise UsageError unless a field is absent or a list in which every value is `legal`."""
-        value = self._values.get(name) or []
-        if not isinstance(value, list) or any(item != legal for item in value):
-            raise self.wrong(name, value, f"a list of {legal!r}")
-
-    def group(self, name: str) -> "Fields":
-        """Return the fields of a nested object, which may be absent.
-
-        Raises:
-          UsageError: the field is not an object, or contains further objects.
-        """
-        value = self._values.get(name) or {}
-        if not isinstance(value, dict) or any(isinstance(item, dict) for item in value.values()):
-            raise self.wrong(name, value, "null, or an object of plain values")
-        return Fields(value, f"{self._where}: {name}")
-
-    def rope(self) -> cfg.Rope:
-        """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
-
-        Files of newer versions of transformers have `rope_parameters`, which contains both the base
-        and the scaling.
-        """
-        parameters, scaling = self.group("rope_parameters"), None
-        for group in (parameters, self.group("rope_scaling")):
-            scaling = group._scaling(self) or scaling
-            group.only("partial_rotary_factor", 1.0, None)
-        self.only("partial_rotary_factor", 1.0, None)
-        base = parameters.positive("rope_theta", self.positive("rope_theta", 10_000.0))
-        return cfg.Rope(base=base, scaling=scaling)
-
-    def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
-        """Return the RoPE scaling in this group of fields, or None if it has none.
-
-        If the group does not give the length before scaling, the model's `max_position_embeddings`
-        is used.
-        """
-        for name in ("rope_type", "type"):
-            self.only(name, "default", cfg.Llama3Scaling.kind)
-        if cfg.Llama3Scaling.kind not in (self._values.get("rope_type"), self._values.get("type")):
-            return None
-        low, high = self.positive("low_freq_factor"), self.positive("high_freq_factor")
-        if low >= high:
-            raise self.wrong("low_freq_factor", low, f"below high_freq_factor={high}")
-        length = self.size(
-            "original_max_position_embeddings", model.size("max_position_embeddings", 2048)
-        )
-        return cfg.Llama3Scaling(self.positive("factor"), low, high, length)
-
-
 def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     """Return the model config that a config.json in the hub's format describes.
 
@@ -261,16 +99,30 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     """
     present, values = values, _with_defaults(values)
     config_fields = Fields(values, where)
-    bias, norm = config_fields.lookup("model_type", KINDS)
+    family = config_fields.lookup("model_type", FAMILIES)
     config_fields.only("mlp_bias", False)
-    config_fields.only("attention_bias", bias, False)
+    config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
     config_fields.only_each("layer_types", "full_attention")
     slides = config_fields.flag("use_sliding_window", True)
     if slides and (window := values.get("sliding_window")) is not None:
         legal = "null" if "sliding_window" in present else "null, written explicitly"
         raise config_fields.wrong("sliding_window", window, legal)
-    width, heads = config_fields.size("hidden_size"), config_fields.size("num_attention_heads")
+    activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
+    feed_forward = cfg.FeedForward(config_fields.size("intermediate_size"), activation)
+    return cfg.ModelConfig(
+        cfg.stacks([(core, feed_forward) for core in _attention(config_fields, family)]),
+        cfg.VectorStore(config_fields.size("hidden_size")),
+        vocab_size=config_fields.size("vocab_size"),
+        norm="rmsnorm",
+        norm_epsilon=config_fields.positive("rms_norm_eps", 1e-6),
+    )
+
+
+def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
+    """Return the attention core of each layer."""
+    width = config_fields.size("hidden_size")
+    heads = config_fields.size("num_attention_heads")
     size = config_fields.size("head_dim", max(width // heads, 1))
     if size % 2:
         raise config_fields.wrong(
@@ -279,24 +131,24 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     groups = config_fields.size("num_key_value_heads", heads)
     if heads % groups:
         raise config_fields.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
-    attention = cfg.Attention(
-        heads,
-        size,
-        config_fields.rope(),
-        inverse_layer_scaling=False,
-        num_kv_heads=groups,
-        query_key_norm=norm,
-        bias=bias,
-    )
-    activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
-    feed_forward = cfg.FeedForward(config_fields.size("intermediate_size"), activation)
-    return cfg.ModelConfig(
-        (cfg.Stack((attention, feed_forward), config_fields.size("num_hidden_layers")),),
-        cfg.VectorStore(width),
-        vocab_size=config_fields.size("vocab_size"),
-        norm="rmsnorm",
-        norm_epsilon=config_fields.positive("rms_norm_eps", 1e-6),
-    )
+    rope, layers = config_fields.rope(), config_fields.size("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise config_fields.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
+    rotated = [True] * layers
+    if UNROTATED_LAYERS in family.traits:
+        interval = config_fields.size("no_rope_layer_interval", 4)
+        default = [(layer + 1) % interval > 0 for layer in range(layers)]
+        rotated = config_fields.switches("no_rope_layers", default)
+    options = {
+        "inverse_layer_scaling": False,
+        "num_kv_heads": groups,
+        "query_key_norm": QUERY_KEY_NORM in family.traits,
+        "bias": BIAS in family.traits,
+    }
+    return [
+        cfg.Attention(heads, size, rope if turned else cfg.NoPositions(), **options)
+        for turned in rotated
+    ]
 
 
 def config_values(
@@ -305,33 +157,33 @@ def config_values(
     """Return the fields of the hub's config.json for a model.
 
     Args:
-      model: a model of the Llama family.
+      model: a model of one of `FAMILIES`.
       max_length: the sequence length in training, in tokens.
       bos: the start token of texts.
       ends: the end tokens; each end token ends a text.
 
     Raises:
-      UsageError: the model is not of the Llama family; the message names the field that differs.
+      UsageError: the model is of no such family; the message names the field that differs.
     """
-    attention, feed_forward = _sublayers(model)
-    kinds = {flags: kind for kind, flags in reversed(KINDS.items())}
-    kind = kinds.get((attention.bias, attention.query_key_norm))
-    if kind is None:
-        raise _not_in_hub_format("model.attention.bias and query_key_norm", "both", "one of them")
+    layers = _layers(model)
+    kind = kind_of(model)
+    attention, feed_forward = layers[0]
+    rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
+    rope = next((core.positions for core, _ in layers if core.positions.kind == "rope"), cfg.Rope())
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-    return {
-        "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
+    values = {
+        "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
         "hidden_size": model.store.dim,
         "intermediate_size": feed_forward.hidden_dim,
-        "num_hidden_layers": model.stacks[0].repeat,
+        "num_hidden_layers": len(layers),
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "hidden_act": activations[feed_forward.activation],
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": attention.positions.base,
-        "rope_scaling": _rope_scaling(attention.positions.scaling),
+        "rope_theta": rope.base,
+        "rope_scaling": _rope_scaling(rope.scaling),
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
         "attention_bias": attention.bias,
@@ -339,6 +191,10 @@ def config_values(
         "tie_word_embeddings": False,
         **special_tokens(bos, ends),
     }
+    if not all(rotated):
+        values["no_rope_layers"] = list(map(int, rotated))
+    _check_expressed(model, model_config(values, CONFIG))
+    return values
 
 
 def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
@@ -346,8 +202,32 @@ def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
     return {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
-def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
-    """Return the attention and the feed-forward core of a Llama-family model's layers."""
+def kind_of(model: cfg.ModelConfig) -> str:
+    """Return the kind as which a model is written: the first that has all of its traits.
+
+    Raises:
+      UsageError: no kind has all of the model's traits.
+    """
+    cores = [core for core, _ in _layers(model)]
+    has = {
+        BIAS: any(core.bias for core in cores),
+        QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
+        UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
+    }
+    traits = [name for name in has if has[name]]
+    for kind, family in FAMILIES.items():
+        if family.traits == set(traits):
+            return kind
+    several = sorted({" and ".join(sorted(f.traits)) for f in FAMILIES.values() if f.traits})
+    raise _not_in_hub_format("model.attention", " and ".join(traits), ", or ".join(several))
+
+
+def _layers(model: cfg.ModelConfig) -> list[tuple[cfg.Attention, cfg.FeedForward]]:
+    """Return the attention and the feed-forward core of each layer of a model.
+
+    Raises:
+      UsageError: the model has another residual or other cores than the hub's models.
+    """
     if not isinstance(model.store, cfg.VectorStore):
         raise _not_in_hub_format("model.store", model.store.kind, "vector")
     if not isinstance(model.mixer, cfg.Sum):
@@ -356,22 +236,34 @@ def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
         raise _not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")
     if model.norm != "rmsnorm":
         raise _not_in_hub_format("model.norm", model.norm, "rmsnorm")
-    kinds = [core.kind for core in model.cores]
-    if len(model.stacks) > 1 or kinds != ["attention", "feed_forward"]:
-        raise _not_in_hub_format(
-            "model.stacks", ", ".join(kinds), "one stack, of attention and feed_forward"
-        )
-    attention, feed_forward = model.cores
-    if feed_forward.activation not in _ACTIVATIONS.values():
-        legal = " or ".join(_ACTIVATIONS.values())
-        raise _not_in_hub_format("model.feed_forward.activation", feed_forward.activation, legal)
-    if not isinstance(attention.positions, cfg.Rope) or attention.positions.dims is not None:
-        raise _not_in_hub_format(
-            "model.attention.positions", attention.positions.kind, "rope over all dimensions"
-        )
-    if attention.inverse_layer_scaling:
-        raise _not_in_hub_format("model.attention.inverse_layer_scaling", True, "false")
-    return attention, feed_forward
+    cores = list(model.sublayers)
+    layers = list(zip(cores[::2], cores[1::2], strict=False))
+    kinds = [core.kind for core in cores]
+    if kinds != ["attention", "feed_forward"] * len(layers):
+        listed = ", ".join(dict.fromkeys(kinds))
+        raise _not_in_hub_format("model.stacks", listed, "layers of attention and feed_forward")
+    for attention, feed_forward in layers:
+        if feed_forward.activation not in _ACTIVATIONS.values():
+            legal = " or ".join(_ACTIVATIONS.values())
+            raise _not_in_hub_format(
+                "model.feed_forward.activation", feed_forward.activation, legal
+            )
+        if not isinstance(attention.positions, cfg.Rope | cfg.NoPositions):
+            raise _not_in_hub_format("model.attention.positions", attention.positions.kind, "rope")
+    return layers
+
+
+def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
+    """Raise UsageError unless `found`, which is what config.json says of a model, is the model.
+
+    So no field that the hub's format lacks is dropped silently.
+    """
+    for core, other in zip(model.sublayers, found.sublayers, strict=True):
+        for name in (field.name for field in fields(core)):
+            value, legal = getattr(core, name), getattr(other, name)
+            by_default = name == "num_kv_heads" and core.kv_heads == other.kv_heads
+            if value != legal and not by_default:
+                raise _not_in_hub_format(f"model.{core.kind}.{name}", value, legal)
 
 
 def _rope_scaling(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
@@ -386,5 +278,5 @@ def _rope_scaling(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
     }
 
 
-def _not_in_hub_format(name: str, value: object, legal: str) -> UsageError:
+def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
     return UsageError(f"{name}={value} cannot be written in the hub's format; legal: {legal}")

@@ -9,7 +9,8 @@ from typing import Any
 
 from rmt_tpu import data
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub.models import Description, values_in
+from rmt_tpu.hub.fields import values_in
+from rmt_tpu.hub.models import Description
 
 CONFIG = "tokenizer_config.json"
 

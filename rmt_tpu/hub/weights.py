@@ -1,111 +1,23 @@
-"""Conversion between the hub's tensors and parameters, one tensor at a time.
-
-This module supports models of the Llama family.
-"""
+"""Conversion between the hub's tensors and parameters, one tensor at a time."""
 
 import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from rmt_tpu import config as cfg
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.hub.models import Description
+from rmt_tpu.hub.pieces import Piece, pieces
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
 
 Index = tuple[slice, ...]
-
-
-class Piece(NamedTuple):
-    """The correspondence between a tensor in the hub's format and a slice of a parameter.
-
-    Attributes:
-      name: the name of the tensor.
-      path: the path of the parameter in the tree of `nnx.to_pure_dict`.
-      at: the (start, stop) of the slice along each axis of the parameter.
-      transposed: whether the tensor's last two axes are swapped relative to the parameter's.
-    """
-
-    name: str
-    path: tuple[Any, ...]
-    at: tuple[tuple[int, int], ...]
-    transposed: bool = False
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of the slice along the parameter's axes."""
-        return tuple(stop - start for start, stop in self.at)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
-        *_, row, last = (1, *self.sizes)
-        if self.name.endswith((".bias", "norm.weight")):
-            return (math.prod(self.sizes),)
-        return (last, row) if self.transposed else (row, last)
-
-
-def pieces(model: cfg.ModelConfig) -> list[Piece]:
-    """Return all tensors of a Llama-family model with a plain residual, as slices of parameters.
-
-    No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
-    along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
-    queries, keys and values, or norms of queries and keys, their tensors are included.
-    """
-    attention, feed_forward = model.cores
-    dim, vocab, hidden = model.store.dim, model.vocab_size, feed_forward.hidden_dim
-    counts = attention.num_heads, attention.kv_heads, attention.kv_heads
-    size, equal = attention.head_dim, attention.num_heads == attention.kv_heads
-    full = lambda *sizes: tuple((0, s) for s in sizes)
-    tensors = [
-        Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim)),
-        Piece("model.norm.weight", ("final_site", "gain"), full(dim)),
-        Piece("lm_head.weight", ("unembedding", "kernel"), full(dim, vocab), True),
-    ]
-    for layer in range(model.stacks[0].repeat):
-        layer_range = (layer, layer + 1)
-        first, second = ("stacks", 0, 0), ("stacks", 0, 1)
-        layer_piece = (
-            lambda name, path, *at, transposed=True, layer_range=layer_range, layer=layer: Piece(
-                f"model.layers.{layer}.{name}", path, (layer_range, *at), transposed
-            )
-        )
-        matrix = lambda name, path, number, *sizes, layer_piece=layer_piece: layer_piece(
-            f"{name}_proj.weight", path, (number, number + 1), *full(*sizes)
-        )
-        width = lambda count: (dim, count * size)
-        tensors.append(layer_piece("input_layernorm.weight", (*first, "site", "gain"), (0, dim)))
-        for number, (letter, count) in enumerate(zip("qkv", counts, strict=True)):
-            fewer = number > 0 and not equal
-            path = (*first, "site", "read_fewer" if fewer else "read")
-            index = number - fewer
-            tensors.append(matrix(f"self_attn.{letter}", path, index, *width(count)))
-            if attention.bias:
-                begin = sum(counts[:number])
-                at = (begin, begin + count), (0, size)
-                tensors.append(
-                    layer_piece(f"self_attn.{letter}_proj.bias", (*first, "core", "bias"), *at)
-                )
-        if attention.query_key_norm:
-            for letter, gain in (("q", "query_gain"), ("k", "key_gain")):
-                path = (*first, "core", gain)
-                tensors.append(layer_piece(f"self_attn.{letter}_norm.weight", path, (0, size)))
-        out = full(counts[0] * size, dim)
-        tensors += [
-            layer_piece("self_attn.o_proj.weight", (*second, "site", "write"), *out),
-            layer_piece("post_attention_layernorm.weight", (*second, "site", "gain"), (0, dim)),
-            matrix("mlp.gate", (*second, "core", "w_1"), 0, dim, hidden),
-            matrix("mlp.up", (*second, "core", "w_1"), 1, dim, hidden),
-            layer_piece("mlp.down_proj.weight", (*second, "core", "w_2"), *full(hidden, dim)),
-        ]
-    return tensors
 
 
 # Reading -------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import json
 
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub.models import GENERATION, Fields, describe, is_hub, special_tokens
+from rmt_tpu.hub.fields import Fields
+from rmt_tpu.hub.models import GENERATION, describe, is_hub, special_tokens
 from rmt_tpu.hub.tokens import read_tokenizer
 from rmt_tpu.storage import Folder
 

@@ -26,6 +26,7 @@ from rmt_tpu.hub.tokens import read_tokenizer
 from rmt_tpu.runs.loading import identity, load_step
 from rmt_tpu.training import trainer
 from tests import cli, models
+from tests.rmt_tpu.hub import oracle
 from tests.tiers import later
 
 KINDS = {
@@ -72,47 +73,6 @@ def folder(tmp_path):
     return tmp_path / "hub"
 
 
-def llama(tensors, config, tokens):
-    """Logits of a row, by the equations of Touvron et al. (2023), in float64."""
-    t = {name: np.float64(x) for name, x in tensors.items()}
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    size, places = config["head_dim"], np.arange(len(tokens))
-
-    def norm(x, gain):
-        return gain * x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config["rms_norm_eps"])
-
-    def turned(x):
-        """Number i of a head and number i + size / 2 are turned together."""
-        half = size // 2
-        angles = places[:, None] * config["rope_theta"] ** (-2 * np.arange(half) / size)
-        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
-        return np.concatenate([z.real, z.imag], -1)
-
-    h = t["model.embed_tokens.weight"][tokens]
-    for layer in range(config["num_hidden_layers"]):
-        own = lambda name, layer=layer: t[f"model.layers.{layer}.{name}"]
-        x, qkv = norm(h, own("input_layernorm.weight")), {}
-        for letter, count in (("q", heads), ("k", groups), ("v", groups)):
-            y = x @ own(f"self_attn.{letter}_proj.weight").T
-            if config["attention_bias"]:
-                y += own(f"self_attn.{letter}_proj.bias")
-            y = y.reshape(-1, count, size)
-            if config["model_type"] == "qwen3" and letter != "v":
-                y = norm(y, own(f"self_attn.{letter}_norm.weight"))
-            qkv[letter] = np.repeat(y if letter == "v" else turned(y), heads // count, axis=1)
-        logits = np.einsum("qhd,khd->hqk", qkv["q"], qkv["k"]) / np.sqrt(size)
-        logits = np.where(places[:, None] >= places, logits, -np.inf)
-        share = np.exp(logits - logits.max(-1, keepdims=True))
-        share /= share.sum(-1, keepdims=True)
-        mixed = np.einsum("hqk,khd->qhd", share, qkv["v"]).reshape(len(tokens), -1)
-        h = h + mixed @ own("self_attn.o_proj.weight").T
-        x = norm(h, own("post_attention_layernorm.weight"))
-        gate = x @ own("mlp.gate_proj.weight").T
-        hidden = gate / (1 + np.exp(-gate)) * (x @ own("mlp.up_proj.weight").T)
-        h = h + hidden @ own("mlp.down_proj.weight").T
-    return norm(h, t["model.norm.weight"]) @ t["lm_head.weight"].T
-
-
 @pytest.mark.parametrize("kind", ["qwen3", *later("llama", "qwen2", "no groups")])
 def test_the_published_equations_on_its_tensors(kind, tmp_path):
     decoder = made(model(kind, vocab_size=PADDED))
@@ -120,7 +80,7 @@ def test_the_published_equations_on_its_tensors(kind, tmp_path):
     tensors = load_file(tmp_path / "hub/model.safetensors")
     config = json.loads((tmp_path / "hub/config.json").read_text())
     tokens = np.array([256, 5, 99, 5, 200, 7, 31])
-    wanted = llama(tensors, config, tokens)
+    wanted = oracle.logits(tensors, config, tokens)
     found = jax.jit(lambda tokens: decoder(tokens))(jnp.array(tokens)[None])[0]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -175,7 +135,7 @@ def test_what_was_trained_on_from_a_folder_goes_out_again(tmp_path):
     tensors, tokens = load_file(tmp_path / "out/model.safetensors"), np.array([256, 5, 99, 200])
     assert written["vocab_size"] == PADDED == len(tensors["model.embed_tokens.weight"])
     found = jax.jit(lambda tokens: trained.decoder(tokens))(jnp.array(tokens)[None])[0]
-    np.testing.assert_allclose(found, llama(tensors, written, tokens), atol=1e-5)
+    np.testing.assert_allclose(found, oracle.logits(tensors, written, tokens), atol=1e-5)
 
 
 def test_narrow_tensors_and_tied_embeddings(folder, tmp_path):

@@ -1,0 +1,74 @@
+"""The kinds of models in the hub's format that this package reads and writes, one row for each.
+
+This module imports no jax.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Family(NamedTuple):
+    """One kind of model, by what distinguishes it from Llama.
+
+    Attributes:
+      architecture: the name of the kind's class in the transformers library.
+      absent: the values that the transformers library uses for keys that are absent from a
+        config.json. A key whose value is null does not get a default.
+      traits: names of what the kind's models have and Llama's do not.
+      end: the token that ends a text by default, or None.
+    """
+
+    architecture: str
+    absent: Mapping[str, Any]
+    traits: frozenset[str] = frozenset()
+    end: int | None = None
+
+
+# The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
+# position information.
+BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, end=2),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        end=2,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 32,
+            "use_sliding_window": False,
+        },
+        frozenset({BIAS}),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {
+            "head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 32,
+            "use_sliding_window": False,
+        },
+        frozenset({QUERY_KEY_NORM}),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "max_position_embeddings": 32_768,
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+        frozenset({UNROTATED_LAYERS}),
+        end=128_001,
+    ),
+}

@@ -1,0 +1,165 @@
+"""The fields of a config.json in the hub's format, which are checked as they are read.
+
+This module imports no jax.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rmt_tpu import config as cfg
+from rmt_tpu.errors import UsageError, shown, unknown
+
+
+def values_in(file: Path) -> Mapping[str, Any] | None:
+    """Return the JSON object in a file; None if the file is missing or holds no object."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+class Fields:
+    """The fields of a config.json, which are checked as they are read.
+
+    Args:
+      values: the JSON object.
+      where: the location of the file, for error messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self._values, self._where = values, where
+
+    def wrong(self, name: str, value: object, legal: str) -> UsageError:
+        """Return an error that says that a field has an illegal value."""
+        return UsageError(f"{self._where}: {name}={shown(value)} is not supported; legal: {legal}")
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a field that holds a whole number from 1 to 2^31 - 1.
+
+        Raises:
+          UsageError: the field has another value, or it is missing and there is no default.
+        """
+        value = self._values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self.wrong(name, value, "a whole number, at least 1")
+        return value
+
+    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """Return the tokens in a field that holds one token or a list of tokens."""
+        value = self._values.get(name)
+        several = value if isinstance(value, list) else [value]
+        if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
+            raise self.wrong(name, value, f"a token from 0 to {vocab_size - 1}, or a list of them")
+        return tuple(several)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Return a field that holds a finite number above 0.
+
+        Raises:
+          UsageError: the field has another value, or it is missing and there is no default.
+        """
+        value = self._values.get(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.wrong(name, value, "a positive number")
+        return float(value)
+
+    def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
+        """Return the value that the dict `legal` has for the field's text.
+
+        Raises:
+          UsageError: the field is missing or its value is not a key of `legal`.
+        """
+        value = self._values.get(name)
+        if not isinstance(value, str) or value not in legal:
+            raise UsageError(unknown(f"{self._where}: {name}", value, legal))
+        return legal[value]
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a field that holds true or false.
+
+        Raises:
+          UsageError: the field has another value.
+        """
+        value = self._values.get(name, default)
+        if type(value) is not bool:
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def only(self, name: str, *legal: object) -> None:
+        """Raise UsageError unless a field has one of the values `legal` or is absent.
+
+        An absent field counts as having the first of these values.
+        """
+        value = self._values.get(name, legal[0])
+        if value not in legal:
+            raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
+
+    def only_each(self, name: str, legal: str) -> None:
+        """Raise UsageError unless a field is absent or a list in which every value is `legal`."""
+        value = self._values.get(name) or []
+        if not isinstance(value, list) or any(item != legal for item in value):
+            raise self.wrong(name, value, f"a list of {legal!r}")
+
+    def switches(self, name: str, default: list[bool]) -> list[bool]:
+        """Return the first values of a field that holds a list of zeros and ones.
+
+        As many are returned as `default`, which is returned if the field is absent or null, has.
+
+        Raises:
+          UsageError: the field is no such list, or it is too short.
+        """
+        value = self._values.get(name)
+        if value is None:
+            return default
+        count = len(default)
+        if not isinstance(value, list) or len(value) < count or any(x not in (0, 1) for x in value):
+            raise self.wrong(name, value, f"a list of {count} zeros and ones")
+        return [bool(x) for x in value[:count]]
+
+    def group(self, name: str) -> "Fields":
+        """Return the fields of a nested object, which may be absent.
+
+        Raises:
+          UsageError: the field is not an object, or contains further objects.
+        """
+        value = self._values.get(name) or {}
+        if not isinstance(value, dict) or any(isinstance(item, dict) for item in value.values()):
+            raise self.wrong(name, value, "null, or an object of plain values")
+        return Fields(value, f"{self._where}: {name}")
+
+    def rope(self) -> cfg.Rope:
+        """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+
+        Files of newer versions of transformers have `rope_parameters`, which contains both the base
+        and the scaling.
+        """
+        parameters, scaling = self.group("rope_parameters"), None
+        for group in (parameters, self.group("rope_scaling")):
+            scaling = group._scaling(self) or scaling
+            group.only("partial_rotary_factor", 1.0, None)
+        self.only("partial_rotary_factor", 1.0, None)
+        base = parameters.positive("rope_theta", self.positive("rope_theta", 10_000.0))
+        return cfg.Rope(base=base, scaling=scaling)
+
+    def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
+        """Return the RoPE scaling in this group of fields, or None if it has none.
+
+        If the group does not give the length before scaling, the model's `max_position_embeddings`
+        is used.
+        """
+        for name in ("rope_type", "type"):
+            self.only(name, "default", cfg.Llama3Scaling.kind)
+        if cfg.Llama3Scaling.kind not in (self._values.get("rope_type"), self._values.get("type")):
+            return None
+        low, high = self.positive("low_freq_factor"), self.positive("high_freq_factor")
+        if low >= high:
+            raise self.wrong("low_freq_factor", low, f"below high_freq_factor={high}")
+        length = self.size(
+            "original_max_position_embeddings", model.size("max_position_embeddings", 2048)
+        )
+        return cfg.Llama3Scaling(self.positive("factor"), low, high, length)

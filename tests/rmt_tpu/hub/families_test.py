@@ -1,0 +1,152 @@
+"""Kinds of models of the hub: random tiny ones against their equations, in and out.
+
+Their config.json and tensors are the oracle's, not of the writer here.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import rmt_tpu
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.folder import export
+from rmt_tpu.hub.models import config_values, describe, model_config
+from tests.rmt_tpu.hub import oracle
+from tests.tiers import later
+
+# None of these is as its kind has it where the key is left out.
+COMMON = {
+    "hidden_size": 16,
+    "intermediate_size": 14,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 500.0,
+    "max_position_embeddings": 64,
+    "vocab_size": 257,
+}
+CONFIGS = {
+    "smollm3": COMMON | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
+}
+CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
+# Where a row is `kind, key`: that key is left out.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL = [
+    (kind, key)
+    for kind, values in CONFIGS.items()
+    for key in values
+    if key not in ("model_type", "vocab_size", *SIZES)
+]
+TOKENS = np.random.default_rng(0).integers(0, 257, 40)
+
+
+def config_of(kind, left_out=None):
+    return {key: value for key, value in CONFIGS[kind].items() if key != left_out}
+
+
+def written(folder, config, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    ByteTokenizer().save(str(folder))
+    return folder
+
+
+def logits(decoder):
+    return jax.jit(lambda tokens: decoder(tokens))(jnp.array(TOKENS)[None])[0]
+
+
+def parameters(decoder):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, parameters(one), parameters(other))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_in_and_out(kind, tmp_path):
+    """The logits of the equations, and bit for bit the same ones after a way out and in."""
+    config, tensors = CONFIGS[kind], oracle.drawn(CONFIGS[kind])
+    decoder, tokenizer = rmt_tpu.load(written(tmp_path / "hub", config, tensors))
+    wanted = oracle.logits(tensors, config, TOKENS)
+    np.testing.assert_allclose(logits(decoder), wanted, atol=1e-4)
+    export(decoder, tokenizer, tmp_path / "out", max_length=64)
+    out = json.loads((tmp_path / "out/config.json").read_text())
+    again = load_file(tmp_path / "out/model.safetensors")
+    assert out["model_type"] == kind and set(again) == set(oracle.shapes(out))
+    np.testing.assert_array_equal(oracle.logits(again, out, TOKENS), wanted)
+    reloaded, _ = rmt_tpu.load(tmp_path / "out")
+    assert reloaded.config == decoder.config
+    same(reloaded, decoder)
+    placed, _ = rmt_tpu.load(tmp_path / "hub", mesh="data=2,fsdp=2,tensor=2")
+    same(placed, decoder)
+
+
+@pytest.mark.parametrize("kind, key", OPTIONAL)
+def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
+    config = config_of(kind, key)
+    given = {name: x for name, x in oracle.filled(config).items() if x is not None}
+    assert model_config(config, "x") == model_config(given | {"max_position_embeddings": 7}, "x")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    described = describe(tmp_path)
+    assert described.max_length == given["max_position_embeddings"]
+    assert described.tied == given["tie_word_embeddings"]
+    assert described.default_end == ENDS[kind]
+
+
+ENDS = {"smollm3": 128_001}
+
+
+@pytest.mark.parametrize("kind, key", later(*OPTIONAL))
+def test_the_equations_of_what_config_json_lacks(kind, key, tmp_path):
+    config = config_of(kind, key)
+    tensors = oracle.drawn(config)
+    decoder, _ = rmt_tpu.load(written(tmp_path / "hub", config, tensors))
+    wanted = oracle.logits(tensors, config, TOKENS)
+    np.testing.assert_allclose(logits(decoder), wanted, atol=1e-4)
+
+
+REFUSED = {
+    "switches": (
+        {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+        r"no_rope_layers=\[1, 0\] is not supported; legal: a list of 5 zeros and ones",
+    ),
+    "window": (
+        {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
+        "sliding_window=8 is not supported; legal: null$",
+    ),
+    "layers": (
+        {"model_type": "llama", "num_hidden_layers": 10**6},
+        "num_hidden_layers=1000000 is not supported; legal: at most 1000$",
+    ),
+    "near": (
+        {"model_type": "smollm2"},
+        "model_type 'smollm2' is unknown; did you mean 'smollm3'",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_computed_is_refused_with_its_field(changes, message):
+    with pytest.raises(UsageError, match=f"^x: {message}"):
+        model_config(COMMON | changes, "x")
+
+
+def test_what_one_kind_has_and_no_other_is_not_mixed():
+    model = model_config(CONFIGS["smollm3"], "x")
+    biased = lambda core: dataclasses.replace(core, bias=True) if hasattr(core, "bias") else core
+    cores = lambda stack: tuple(map(biased, stack.cores))
+    stacks = tuple(dataclasses.replace(stack, cores=cores(stack)) for stack in model.stacks)
+    with pytest.raises(UsageError, match="model.attention=bias and layers without rope cannot be"):
+        config_values(model.replace(stacks=stacks), max_length=1, bos=0, ends=[0])

@@ -1,0 +1,149 @@
+"""Models of the hub in NumPy and float64, by their published equations and the names of tensors.
+
+It knows nothing of this package: a model is its config.json and its tensors. What a config.json
+does not say is as transformers has it for the kind.
+"""
+
+import numpy as np
+
+COMMON = {
+    "attention_bias": False,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+# Of each kind, every key that a config.json may lack here, and what it then has.
+DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+    "smollm3": {
+        "max_position_embeddings": 32_768,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": None,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def filled(config):
+    """A config.json with what it lacks."""
+    c = COMMON | DEFAULTS[config["model_type"]] | config
+    c["num_key_value_heads"] = c["num_key_value_heads"] or c["num_attention_heads"]
+    c["head_dim"] = c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]
+    return c
+
+
+def shapes(config):
+    """The shape of each tensor, by name."""
+    c = filled(config)
+    width, hidden, size, kind = (
+        c[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type")
+    )
+    heads = {"q": c["num_attention_heads"], **dict.fromkeys("kv", c["num_key_value_heads"])}
+    layer = {"self_attn.o_proj.weight": (width, heads["q"] * size)}
+    for letter, count in heads.items():
+        layer[f"self_attn.{letter}_proj.weight"] = (count * size, width)
+        if kind == "qwen2":
+            layer[f"self_attn.{letter}_proj.bias"] = (count * size,)
+        if kind == "qwen3" and letter != "v":
+            layer[f"self_attn.{letter}_norm.weight"] = (size,)
+    layer |= {f"mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
+    layer["mlp.down_proj.weight"] = (width, hidden)
+    layer |= {f"{n}_layernorm.weight": (width,) for n in ("input", "post_attention")}
+    found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
+    if not c["tie_word_embeddings"]:
+        found["lm_head.weight"] = (c["vocab_size"], width)
+    for number in range(c["num_hidden_layers"]):
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return found
+
+
+def drawn(config, seed=0):
+    """Random tensors, none of which is as a start has it."""
+    rng = np.random.default_rng(seed)
+
+    def draw(name, shape):
+        x = rng.normal(size=shape) * shape[-1] ** -0.5
+        return np.float32(1 + x if "norm.weight" in name else x)
+
+    return {name: draw(name, shape) for name, shape in shapes(config).items()}
+
+
+def logits(tensors, config, tokens):
+    """Of a row of tokens."""
+    c, t = filled(config), {name: np.float64(x) for name, x in tensors.items()}
+    h = t["model.embed_tokens.weight"][tokens]
+    for number in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{number}."
+        own = {n.removeprefix(prefix): x for n, x in t.items() if n.startswith(prefix)}
+        x = norm(h, own["input_layernorm.weight"], c)
+        h = h + attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
+        x = norm(h, own["post_attention_layernorm.weight"], c)
+        h = h + mlp(x, own, c)
+    unembedding = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
+    return norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
+
+
+def norm(x, gain, c):
+    return gain * x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c["rms_norm_eps"])
+
+
+def attention(x, own, c, layer):
+    """The heads' outputs, side by side: causal, with grouped queries."""
+    heads, size, places = c["num_attention_heads"], c["head_dim"], np.arange(len(x))
+    qkv = {}
+    for letter in "qkv":
+        y = x @ own[f"self_attn.{letter}_proj.weight"].T
+        y = y + own.get(f"self_attn.{letter}_proj.bias", 0)
+        y = y.reshape(len(x), -1, size)
+        if c["model_type"] == "qwen3" and letter != "v":
+            y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
+        if letter != "v" and rotates(c, layer):
+            y = turned(y, places, c["rope_theta"])
+        qkv[letter] = np.repeat(y, heads // y.shape[1], axis=1)
+    logits = np.einsum("qhd,khd->hqk", qkv["q"], qkv["k"]) / np.sqrt(size)
+    share = softmax(np.where(places[:, None] >= places, logits, -np.inf))
+    return np.einsum("hqk,khd->qhd", share, qkv["v"]).reshape(len(x), -1)
+
+
+def rotates(c, layer):
+    """Whether a layer has RoPE."""
+    if c["model_type"] != "smollm3":
+        return True
+    listed = c["no_rope_layers"]
+    return (layer + 1) % c["no_rope_layer_interval"] != 0 if listed is None else listed[layer]
+
+
+def turned(x, places, base):
+    """Number i of a head and number i + size / 2 are turned together."""
+    half = x.shape[-1] // 2
+    angles = places[:, None] * base ** (-np.arange(half) / half)
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([z.real, z.imag], -1)
+
+
+def softmax(x):
+    share = np.exp(x - x.max(-1, keepdims=True))
+    return share / share.sum(-1, keepdims=True)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
+
+
+def mlp(x, own, c):
+    gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (ACTIVATIONS[c["hidden_act"]](gate) * up) @ own["mlp.down_proj.weight"].T
