@@ -22,8 +22,8 @@ class _DepthAttention(BankedSystem):
 
     Attributes:
       query: how a site scores its sources. "static" uses a learned query vector, "input" adds a
-        projection of the last output to it, and "scalars" replaces the query by one learned logit
-        per source.
+        projection of the last output to it, "scalars" replaces the query by one learned logit per
+        source, and "none" gives all sources the same weight. "none" has no parameters.
       weights: how logits become weights: by a "softmax" over the sources, or by a "sigmoid" of each
         logit.
       key_norm: whether keys are RMS-normalised.
@@ -36,12 +36,20 @@ class _DepthAttention(BankedSystem):
     note: ClassVar[str] = (
         "queries start at zero, so that sites first read a plain mean, and do not decay"
     )
-    query: Literal["static", "input", "scalars"] = "static"
+    query: Literal["static", "input", "scalars", "none"] = "static"
     weights: Literal["softmax", "sigmoid"] = "softmax"
     key_norm: bool = True
     key_gain: bool = True
     num_heads: Size = 1
     epsilon: Positive = 1e-6
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.query == "none" and not (self.key_norm and self.num_heads == 1):
+            raise UsageError(
+                f"{type(self).__name__}.query='none' has no keys, but key_norm={self.key_norm} and "
+                f"num_heads={self.num_heads}; legal: key_norm=True and num_heads=1"
+            )
 
     def check(self, model: Sizes) -> None:
         """Raise UsageError if the blocks do not fit the depth, or the heads the residual."""
@@ -72,13 +80,15 @@ class _DepthAttention(BankedSystem):
         size = model.residual_size
         if self.query == "scalars":
             return sum(self.sources(model.num_sublayers))
+        if self.query == "none":
+            return 0
         projection = size**2 if self.query == "input" else 0
         key_gain = size if self.key_norm and self.key_gain else 0
         return (model.num_sublayers + 1) * (size + key_gain + projection)
 
     def flops(self, model: Sizes) -> int:
         """Return the FLOPs of the logits, the weighted sums of sources, and any projections."""
-        size, scored = model.residual_size, self.query != "scalars"
+        size, scored = model.residual_size, self.query not in ("scalars", "none")
         projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
 
@@ -89,6 +99,8 @@ class _DepthAttention(BankedSystem):
         For projections, it is the same number times the size of the residual. For learned logits,
         it is 1.
         """
+        if self.query == "none":
+            return {}
         if self.query == "scalars":
             return {"logits": 1}
         terms = model.residual_size // self.num_heads
@@ -114,9 +126,9 @@ class _DepthAttention(BankedSystem):
 
     @property
     def fused(self) -> bool:
-        """Whether kernels can compute this mixer: only if all options have their default values."""
-        options = (self.query, self.weights, self.key_norm, self.num_heads)
-        return options == ("static", "softmax", True, 1)
+        """Whether kernels can compute this mixer: not with most options from Table 4."""
+        options = (self.weights, self.key_norm, self.num_heads)
+        return self.query in ("static", "none") and options == ("softmax", True, 1)
 
     @property
     def decode_kernels(self) -> bool:
@@ -254,6 +266,7 @@ class DeltaAttention(_Blocks):
     kind: ClassVar[str] = "delta_attention"
     note: ClassVar[str] = "a learned gate per site, which starts at zero, as the plain model"
     # The options of attention over depth that delta attention does not have, at their defaults.
+    query: ClassVar[str] = "static"
     key_norm: ClassVar[bool] = True
     num_heads: ClassVar[int] = 1
     fused: ClassVar[bool] = True

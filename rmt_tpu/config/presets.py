@@ -233,6 +233,7 @@ _DEPTH_MIXERS = {
     "attnres-full": FullAttention(),
     "denseformer": Dense(),
     "delta": DeltaAttention(num_blocks=4),
+    "mean": BlockAttention(num_blocks=4, query="none"),
 }
 _TINY |= {f"{n}-tiny": replace(_TINY["gpt2-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 _TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
@@ -305,6 +306,7 @@ _ABOUT = {
     "hc": "hyper-connections",
     "mhc": "manifold-constrained hyper-connections",
     "mhc-lite": "hyper-connections that mix by permutations",
+    "mean": "means of sums of outputs in blocks, with no queries and no weights to learn",
     "delta": "Delta Attention Residuals: the plain residual plus attention over changes to it",
     "wide": "wide streams: several residuals with learned read and write weights",
     "scalars": "value residual, and learned scales of the residual and the embedding",
@@ -325,6 +327,7 @@ _ABOUT = {
     "rmt-attnres": "Block Attention Residuals on a residual matrix",
     "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
     "rmt-delta": "Delta Attention Residuals on a residual matrix",
+    "rmt-mean": "means of sums of outputs in blocks, on a residual matrix",
     "rmt-wide": "wide streams, each a residual matrix",
     "rmt-scalars": "value residual and learned scales, on a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",

@@ -136,7 +136,7 @@ class DeltaAttention(DepthAttention):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, which the final site reads from all rows."""
-        query = self.tiles.scale_and_pad(final_site.mix.folded()).reshape(1, -1)
+        query = self._folded(final_site).reshape(1, -1)
         (mean, _), (log_sums, _), h = self.prior(query, bank, self.embedding_row)
         u = final_site.mix.add(h, mean, log_sums)
         return store.read(u, final_site, store.compute_dtype)

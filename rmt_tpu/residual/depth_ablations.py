@@ -114,7 +114,7 @@ class DepthAblation(depth_attention.DepthAttention):
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from the final site's mix of all rows."""
         scalars = self.logits is not None
-        shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
+        shared = self._table()[-1] if scalars else self._folded(final_site).reshape(-1)
         nothing = jnp.zeros_like(bank[0])
         h = self._mix(final_site, shared, bank, self.num_rows, nothing, jnp.bool(False))
         return store.read(h, final_site, store.compute_dtype)
@@ -228,7 +228,7 @@ class DepthAblation(depth_attention.DepthAttention):
             logits = self._table()[index][jnp.asarray(self.seen(index))]
             logits = jnp.broadcast_to(logits[:, None, None, None], (*flat.shape[:3], 1))
         else:
-            query = site.mix.folded().reshape(-1)
+            query = self._folded(site).reshape(-1)
             if self.mixer.query == "input":
                 projected = jnp.dot(normed[-1], site.mix.project[...])
                 gained = 1 if site.mix.key_gain is None else site.mix.key_gain[...].reshape(-1)

@@ -12,6 +12,9 @@ Every site has a gain and a query. Queries are initialised to zero, which gives 
 AttnRes is the case S = 1. With a matrix store, the sources v and the queries are matrices
 `D_k x D_v`.
 
+One option is not in the paper. `query="none"` is a control for experiments: there are no queries
+and gains, and every logit is 0, so that h remains the plain mean. Kernels then get zero queries.
+
 The sources are kept in a *bank*, a stack of rows. A row is *sealed* when its block is complete.
 Layers run in groups. Phase one computes the partial softmax over the rows that are sealed before a
 group, for all sites of the group in one pass. Phase two adds the group's own rows at each site.
@@ -63,7 +66,7 @@ class DepthAttentionMix(nnx.Module):
     """The query and the key gain of attention over depth at one site, each shaped like a source.
 
     Attributes:
-      query: the query, initialised to zero.
+      query: the query, initialised to zero; None if every source has the same weight.
       key_gain: the gain of the norm that turns sources into keys; None without a gain or norm.
     """
 
@@ -73,10 +76,10 @@ class DepthAttentionMix(nnx.Module):
         # A logit is a sum over all entries of a source. The norm makes each entry about 1, so the
         # fan-in is the size of a source.
         fan_in = config.residual_size
-        self.query = parameter(
-            seed / "query", shape, std=0.0, role="gain", axes=axes, fan_in=fan_in
-        )
-        with_gain = config.mixer.key_norm and config.mixer.key_gain
+        how = {"std": 0.0, "role": "gain", "axes": axes, "fan_in": fan_in}
+        queried = config.mixer.query != "none"
+        self.query = parameter(seed / "query", shape, **how) if queried else None
+        with_gain = queried and config.mixer.key_norm and config.mixer.key_gain
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
@@ -95,6 +98,7 @@ class DepthAttention(nnx.Module):
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
+        self.source_shape = config.residual_shape
         self.block = config.mixer.sublayers_a_block(config.num_sublayers)
         self.num_rows = 1 - (-config.num_sublayers // self.block)
         self.tiles = tiles(config)
@@ -170,10 +174,25 @@ class DepthAttention(nnx.Module):
         """Return every site's query, multiplied by the site's key gain and flattened."""
         in_order = []
         for of_stack in sites:
-            folded = [self.tiles.scale_and_pad(site.mix.folded()) for site in of_stack]
+            folded = [self._folded(site, stacked=True) for site in of_stack]
             folded = jnp.stack([x.reshape(len(x), -1) for x in folded], axis=1)
             in_order.append(folded.reshape(-1, folded.shape[-1]))
         return jnp.concatenate(in_order)
+
+    def _folded(
+        self, site: nnx.Module, *, stacked: bool = False
+    ) -> Float[Array, "*layers scored_shape"]:
+        """Return the query of a site, or of a stack of sites, times the key gain, and padded.
+
+        Without queries, the result is zeros.
+        """
+        if site.mix.query is not None:
+            return self.tiles.scale_and_pad(site.mix.folded())
+        of_site = jax.tree.leaves(nnx.state(site, nnx.Param))[0]
+        *keys, width = self.source_shape
+        keys = [size // sharding.axis_size("key") for size in keys]
+        layers = of_site.shape[:1] if stacked else ()
+        return self.tiles.pad(jnp.zeros((*layers, *keys, width), of_site.dtype))
 
     def decode_params(
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
@@ -282,7 +301,7 @@ class DepthAttention(nnx.Module):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from the final site's mix of all rows."""
-        query = self.tiles.scale_and_pad(final_site.mix.folded()).reshape(1, -1)
+        query = self._folded(final_site).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
 
@@ -411,6 +430,8 @@ class DepthAttention(nnx.Module):
         self, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq 1"]:
         """Return the logits of a site's query and `values`."""
+        if site.mix.query is None:
+            return jnp.zeros((*values.shape[:3], 1), values.dtype)
         query = site.mix.folded().reshape(-1)
         flat = values.reshape(*values.shape[:3], -1)[..., : query.size]
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)

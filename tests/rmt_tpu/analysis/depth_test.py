@@ -25,6 +25,7 @@ MIXERS = {
     "scalars": ("vector", cfg.BlockAttention(sublayers_per_block=4, query="scalars")),
     "scalars of a window": ("vector", cfg.FullAttention(query="scalars", window=2)),
     "input query": ("vector", cfg.BlockAttention(sublayers_per_block=3, query="input")),
+    "mean": ("matrix", cfg.BlockAttention(sublayers_per_block=3, query="none")),
     "delta": ("matrix", cfg.DeltaAttention(sublayers_per_block=3, null_source=0.0)),
     "dense": ("matrix", cfg.Dense()),
     "hyper-connections": ("vector", cfg.HyperConnections()),

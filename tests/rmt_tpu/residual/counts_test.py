@@ -28,6 +28,7 @@ TOTALS = [
     (cfg.MhcLite(), 164_975_688),
     (cfg.FullAttention(), 162_580_224),
     (cfg.BlockAttention(), 162_580_224),
+    (cfg.BlockAttention(query="none"), 162_541_824),
     (cfg.DeltaAttention(), 162_580_249),
     (cfg.WideStreams(), 162_542_016),
     (cfg.ResidualScalars(), 162_541_872),
@@ -36,6 +37,7 @@ OPTIONS = [
     cfg.FullAttention(key_gain=False),
     cfg.FullAttention(query="input", window=2),
     cfg.FullAttention(query="scalars"),
+    cfg.FullAttention(query="none"),
     cfg.FullAttention(query="scalars", window=2),
     cfg.FullAttention(key_norm=False),
     cfg.BlockAttention(sublayers_per_block=4, query="scalars"),
@@ -179,6 +181,7 @@ def test_flops_of_depth_attention():
         models.model("vector", num_layers=L, mixer=mixer), 8
     )["mixer"]
     assert flops(cfg.FullAttention()) == 4 * D * sum(range(1, 2 * L + 2))
+    assert flops(cfg.FullAttention(query="none")) == 2 * D * sum(range(1, 2 * L + 2))
     assert flops(cfg.FullAttention(window=1)) == 4 * D * (1 + 2 * 2 * L)
     # Sites of 4 sublayers see 1 source more each time, and the first of a block no running sum.
     blocks = [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]

@@ -43,10 +43,16 @@ ABLATIONS = {
         sublayers_per_block=4, num_heads=2, key_norm=False
     ),
 }
+OPTIONS = {
+    "mean": cfg.BlockAttention(sublayers_per_block=2, query="none"),
+    "mean of 3 sublayers": cfg.BlockAttention(sublayers_per_block=3, query="none"),
+    "full mean": cfg.FullAttention(query="none"),
+    "sigmoid mean": cfg.BlockAttention(sublayers_per_block=3, query="none", weights="sigmoid"),
+}
 
 
-ALL = FULL | BLOCKS | DENSE | ABLATIONS
-MATRIX = ["full", "3 sublayers", "6 sublayers, 2 left over", "dense", "input query"]
+ALL = FULL | BLOCKS | DENSE | ABLATIONS | OPTIONS
+MATRIX = ["full", "3 sublayers", "6 sublayers, 2 left over", "dense", "input query", *OPTIONS]
 SYSTEMS = [("vector", name) for name in ALL] + [("matrix", name) for name in MATRIX]
 # Both stores and both backward schedules.
 FAST = [

@@ -18,6 +18,7 @@ MIXERS = {
     "blocks of 3": cfg.BlockAttention(sublayers_per_block=3),
     "dense": cfg.Dense(),
     "input query": cfg.BlockAttention(num_blocks=2, query="input"),
+    "mean": cfg.BlockAttention(layers_per_block=1, query="none"),
 }
 CACHED = [("vector", "blocks of 2")]
 CACHED += later(
@@ -27,6 +28,8 @@ CACHED += later(
     ("vector", "blocks of 3"),
     ("vector", "dense"),
     ("matrix", "full"),
+    ("vector", "mean"),
+    ("matrix", "mean"),
 )
 
 
@@ -87,6 +90,13 @@ def test_what_does_not_fit_the_depth_is_refused_in_one_line(mixer, message):
     with pytest.raises(UsageError, match=message) as error:
         models.model("vector", mixer=mixer)
     assert "\n" not in str(error.value)
+
+
+def test_means_have_no_keys():
+    with pytest.raises(UsageError, match="FullAttention.query='none' has no keys.*num_heads=2;"):
+        cfg.FullAttention(query="none", num_heads=2)
+    with pytest.raises(UsageError, match="BlockAttention.query='none' has no keys.*=False and"):
+        cfg.BlockAttention(query="none", key_norm=False)
 
 
 def test_two_block_sizes_are_refused():

@@ -20,6 +20,8 @@ def plain_weights(k, sources, site, params, mixer, depth, epsilon=1e-6):
         before = sum(len(plain_sources_of(i, of_blocks(mixer, depth))) for i in range(k))
         logits = params["mixer"]["logits"][before : before + len(v)][:, None, None, None]
         logits = logits * np.ones((*v.shape[:-1], 1))
+    elif mixer.query == "none":
+        logits = np.zeros((*v.shape[:-1], 1))
     else:
         query = site["mix"]["query"].reshape(-1)
         if mixer.query == "input":

@@ -42,6 +42,8 @@ ATTENTION = {
     "3 sublayers": cfg.BlockAttention(sublayers_per_block=3),
     "5 sublayers": cfg.BlockAttention(sublayers_per_block=5),
     "6 sublayers": cfg.BlockAttention(sublayers_per_block=6),
+    "mean": cfg.BlockAttention(sublayers_per_block=3, query="none"),
+    "full mean": cfg.FullAttention(query="none"),
     "input query": cfg.BlockAttention(num_blocks=2, query="input"),
     "scalars": cfg.FullAttention(query="scalars"),
     "sigmoid": cfg.FullAttention(weights="sigmoid"),

@@ -43,6 +43,7 @@ HALVES_WITHOUT_STAGES = [
 MIXERS = models.MIXERS | {
     "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
     "delta, null": cfg.DeltaAttention(sublayers_per_block=1, null_source=0.0),
+    "mean": cfg.BlockAttention(num_blocks=2, query="none"),
     "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
 }
 # One period of every core, on a plain residual.
@@ -56,7 +57,7 @@ LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
 BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
-ON_MATRICES += ("delta", "delta, null", "wide", "scalars")
+ON_MATRICES += ("delta", "delta, null", "mean", "wide", "scalars")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
 # One of each kind: what is carried from layer to layer, a bank, an ablation of it, and what is
