@@ -25,8 +25,10 @@ class Family(NamedTuple):
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
-# position information.
+# position information; RoPE rotates a part of each head, and projections of one input are stored as
+# one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
+PARTIAL_ROPE = "rope of a part"
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, end=2),
@@ -70,5 +72,11 @@ FAMILIES = {
         },
         frozenset({UNROTATED_LAYERS}),
         end=128_001,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        frozenset({PARTIAL_ROPE}),
+        end=32_000,
     ),
 }

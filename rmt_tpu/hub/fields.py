@@ -132,19 +132,42 @@ class Fields:
             raise self.wrong(name, value, "null, or an object of plain values")
         return Fields(value, f"{self._where}: {name}")
 
-    def rope(self) -> cfg.Rope:
+    def rope(self, head_dim: int, *, partial: bool) -> cfg.Rope:
         """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
         Files of newer versions of transformers have `rope_parameters`, which contains both the base
         and the scaling.
+
+        Args:
+          head_dim: the size of a head.
+          partial: whether a part of a head may be rotated.
         """
         parameters, scaling = self.group("rope_parameters"), None
-        for group in (parameters, self.group("rope_scaling")):
+        groups = parameters, self.group("rope_scaling"), self
+        for group in groups[:2]:
             scaling = group._scaling(self) or scaling
-            group.only("partial_rotary_factor", 1.0, None)
-        self.only("partial_rotary_factor", 1.0, None)
         base = parameters.positive("rope_theta", self.positive("rope_theta", 10_000.0))
-        return cfg.Rope(base=base, scaling=scaling)
+        if not partial:
+            for group in groups:
+                group.only("partial_rotary_factor", 1.0, None)
+            return cfg.Rope(base=base, scaling=scaling)
+        given = (group for group in groups if group.has("partial_rotary_factor"))
+        dims = next(given, self)._rotated(head_dim)
+        return cfg.Rope(base=base, dims=None if dims == head_dim else dims, scaling=scaling)
+
+    def has(self, name: str) -> bool:
+        """Return whether a field is present and not null."""
+        return self._values.get(name) is not None
+
+    def _rotated(self, head_dim: int) -> int:
+        """Return how many numbers of a head `partial_rotary_factor`, by default 1, lets rotate."""
+        name = "partial_rotary_factor"
+        factor = self.positive(name, 1.0) if self.has(name) else 1.0
+        dims = int(head_dim * factor)
+        if dims % 2 or not 0 < dims <= head_dim:
+            legal = f"a number of which head_dim={head_dim} times it is even, and at most 1"
+            raise self.wrong(name, factor, legal)
+        return dims
 
     def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
         """Return the RoPE scaling in this group of fields, or None if it has none.

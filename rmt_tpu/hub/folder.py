@@ -15,12 +15,14 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.hub import tokens, weights
+from rmt_tpu.hub.families import FAMILIES
 from rmt_tpu.hub.models import (
     CONFIG,
     GENERATION,
     Description,
     config_values,
     describe,
+    kind_of,
     special_tokens,
 )
 from rmt_tpu.hub.pieces import Piece, pieces
@@ -94,6 +96,7 @@ def export(
       UsageError: the hub's format cannot express the model, or the folder cannot be written.
     """
     path, model = Path(folder), decoder.config
+    family = FAMILIES[kind_of(model)]
     values = config_values(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
@@ -107,7 +110,7 @@ def export(
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
-        weights.write(path, pieces(model), value, DTYPES[dtype])
+        weights.write(path, pieces(model, family), value, DTYPES[dtype])
         files = {
             CONFIG: values | {"torch_dtype": dtype},
             GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub.families import BIAS, FAMILIES, QUERY_KEY_NORM, UNROTATED_LAYERS, Family
+from rmt_tpu.hub.families import (
+    BIAS,
+    FAMILIES,
+    PARTIAL_ROPE,
+    QUERY_KEY_NORM,
+    UNROTATED_LAYERS,
+    Family,
+)
 from rmt_tpu.hub.fields import Fields, values_in
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -30,6 +37,7 @@ class Description(NamedTuple):
         files.
       ends: the end tokens; each end token ends a text; empty if the folder does not name any.
       default_end: the end token that models of this type use by default, or None.
+      family: the model type.
     """
 
     model: cfg.ModelConfig
@@ -37,6 +45,7 @@ class Description(NamedTuple):
     tied: bool
     ends: tuple[int, ...] = ()
     default_end: int | None = None
+    family: Family = FAMILIES["llama"]
 
 
 def is_hub(folder: str | Path | None) -> bool:
@@ -60,7 +69,8 @@ def describe(folder: str | Path) -> Description:
     max_length = config_fields.size("max_position_embeddings", 2048)
     model, tied = model_config(values, where), config_fields.flag("tie_word_embeddings")
     ends = _ends(path, values, model.vocab_size)
-    return Description(model, max_length, tied, ends, FAMILIES[values["model_type"]].end)
+    family = FAMILIES[values["model_type"]]
+    return Description(model, max_length, tied, ends, family.end, family)
 
 
 def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,7 +141,8 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
     groups = config_fields.size("num_key_value_heads", heads)
     if heads % groups:
         raise config_fields.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
-    rope, layers = config_fields.rope(), config_fields.size("num_hidden_layers")
+    rope = config_fields.rope(size, partial=PARTIAL_ROPE in family.traits)
+    layers = config_fields.size("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise config_fields.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
     rotated = [True] * layers
@@ -191,6 +202,11 @@ def config_values(
         "tie_word_embeddings": False,
         **special_tokens(bos, ends),
     }
+    if PARTIAL_ROPE in FAMILIES[kind].traits:
+        # Half a number more, so that rounding of the product does not lose one.
+        exact = rope.dims / attention.head_dim
+        rounded = int(attention.head_dim * exact) < rope.dims
+        values["partial_rotary_factor"] = (rope.dims + 0.5 * rounded) / attention.head_dim
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
     _check_expressed(model, model_config(values, CONFIG))
@@ -213,6 +229,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
         BIAS: any(core.bias for core in cores),
         QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
         UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
+        PARTIAL_ROPE: any(getattr(core.positions, "dims", None) for core in cores),
     }
     traits = [name for name in has if has[name]]
     for kind, family in FAMILIES.items():

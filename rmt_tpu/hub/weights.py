@@ -50,10 +50,13 @@ class Tensors:
         """Return the dtype of every tensor, by name, as safetensors spells it."""
         return {n: self._file(n).get_slice(n).get_dtype() for n in self._names}
 
-    def read(self, name: str) -> np.ndarray:
-        """Read a tensor in its stored dtype."""
+    def read(self, piece: Piece) -> np.ndarray:
+        """Read a piece of a tensor in the tensor's stored dtype."""
+        name = piece.name
         with _read_errors(self.folder / self._names[name]):
-            return self._file(name).get_tensor(name)
+            if piece.part is None:
+                return self._file(name).get_tensor(name)
+            return self._file(name).get_slice(name)[piece.index]
 
     def check_finite(self, name: str, values: np.ndarray) -> None:
         """Check that the values of the tensor `name` are finite in float32.
@@ -82,7 +85,7 @@ def pieces_by_parameter(
       UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
         lists the first 8 problems, with the two shapes or the dtype.
     """
-    shapes, problems, expected = tensors.shapes(), [], pieces(described.model)
+    shapes, problems, expected = tensors.shapes(), [], pieces(described.model, described.family)
     dtypes = tensors.dtypes()
     if described.tied and "lm_head.weight" not in shapes:
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -96,6 +99,7 @@ def pieces_by_parameter(
         elif dtypes[piece.name] not in _DTYPES:
             legal = ", ".join(_DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
+    problems = list(dict.fromkeys(problems))
     names = {piece.name for piece in expected}
     # Ignore the frequencies of RoPE, which older files store in addition to parameters.
     unknown = [n for n in shapes if n not in names and not n.endswith("rotary_emb.inv_freq")]
@@ -134,7 +138,7 @@ def reader(
                 for (a, b), (start, stop) in zip(piece.at, ranges, strict=True)
             ]
             if all(a < b for a, b in common):
-                value = tensors.read(piece.name)
+                value = tensors.read(piece)
                 value = (value.T if piece.transposed else value).reshape(piece.sizes)
                 source = (
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, piece.at, strict=True)
@@ -211,28 +215,33 @@ def write(
     _library()
     from safetensors.numpy import save_file
 
-    groups: list[list[Piece]] = [[]]
-    group_bytes = 0
+    by_name: dict[str, list[Piece]] = {}
     for piece in tensor_pieces:
-        count = math.prod(piece.sizes) * np.dtype(dtype).itemsize
+        by_name.setdefault(piece.name, []).append(piece)
+    groups: list[list[str]] = [[]]
+    total = group_bytes = 0
+    for name, (piece, *_) in by_name.items():
+        count = math.prod(piece.shape) * np.dtype(dtype).itemsize
         if groups[-1] and group_bytes + count > _SHARD:
             groups.append([])
             group_bytes = 0
-        groups[-1].append(piece)
-        group_bytes += count
+        groups[-1].append(name)
+        group_bytes, total = group_bytes + count, total + count
     single, files = len(groups) == 1, {}
     for number, group in enumerate(groups, 1):
-        name = WEIGHTS if single else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        tensors = {piece.name: _tensor(piece, value(piece), dtype) for piece in group}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        files |= dict.fromkeys(tensors, name)
+        file = WEIGHTS if single else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        tensors = {name: _tensor(by_name[name], value, dtype) for name in group}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
     if not single:
-        total = sum(math.prod(piece.sizes) for piece in tensor_pieces) * np.dtype(dtype).itemsize
         index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensor(piece: Piece, value: np.ndarray, dtype: Any) -> np.ndarray:
-    shape = piece.shape[::-1] if piece.transposed and len(piece.shape) == 2 else piece.shape
-    value = value.reshape(shape)
-    return np.ascontiguousarray(value.T if piece.transposed else value).astype(dtype)
+def _tensor(parts: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any) -> np.ndarray:
+    tensor = np.empty(parts[0].shape, dtype)
+    for piece in parts:
+        shape = piece.own_shape[::-1] if piece.transposed else piece.own_shape
+        part = value(piece).reshape(shape)
+        tensor[piece.index] = part.T if piece.transposed else part
+    return tensor

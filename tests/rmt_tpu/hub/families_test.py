@@ -36,6 +36,7 @@ COMMON = {
     "vocab_size": 257,
 }
 CONFIGS = {
+    "phi3": COMMON | {"partial_rotary_factor": 0.7, "head_dim": 12, "tie_word_embeddings": True},
     "smollm3": COMMON | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
 }
 CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
@@ -84,7 +85,11 @@ def test_in_and_out(kind, tmp_path):
     export(decoder, tokenizer, tmp_path / "out", max_length=64)
     out = json.loads((tmp_path / "out/config.json").read_text())
     again = load_file(tmp_path / "out/model.safetensors")
-    assert out["model_type"] == kind and set(again) == set(oracle.shapes(out))
+    assert (
+        out["model_type"] == kind
+        and not out["tie_word_embeddings"]
+        and set(again) == set(oracle.shapes(out))
+    )
     np.testing.assert_array_equal(oracle.logits(again, out, TOKENS), wanted)
     reloaded, _ = rmt_tpu.load(tmp_path / "out")
     assert reloaded.config == decoder.config
@@ -105,7 +110,7 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     assert described.default_end == ENDS[kind]
 
 
-ENDS = {"smollm3": 128_001}
+ENDS = {"phi3": 32_000, "smollm3": 128_001}
 
 
 @pytest.mark.parametrize("kind, key", later(*OPTIONAL))
@@ -126,6 +131,18 @@ REFUSED = {
         {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
         "sliding_window=8 is not supported; legal: null$",
     ),
+    "long rope": (
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        """rope_scaling: type='longrope' is not supported; legal: "default" or "llama3"$""",
+    ),
+    "odd part": (
+        {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters: partial_rotary_factor=0.5 is not supported; legal: a number of which",
+    ),
+    "window of phi3": (
+        {"model_type": "phi3", "sliding_window": 2047},
+        "sliding_window=2047 is not supported; legal: null$",
+    ),
     "layers": (
         {"model_type": "llama", "num_hidden_layers": 10**6},
         "num_hidden_layers=1000000 is not supported; legal: at most 1000$",
@@ -141,6 +158,19 @@ REFUSED = {
 def test_what_is_not_computed_is_refused_with_its_field(changes, message):
     with pytest.raises(UsageError, match=f"^x: {message}"):
         model_config(COMMON | changes, "x")
+
+
+def test_later_files_of_phi3_have_the_rotated_part_elsewhere():
+    """And of 30 numbers of 44, where the rounded quotient would lose one."""
+    config = config_of("phi3", "partial_rotary_factor")
+    later_config = config | {"rope_parameters": {"partial_rotary_factor": 0.7, "rope_theta": 500.0}}
+    assert model_config(later_config, "x") == model_config(CONFIGS["phi3"], "x")
+    for size, dims in ((12, 8), (44, 30), (1000, 6)):
+        values = CONFIGS["phi3"] | {"head_dim": size, "partial_rotary_factor": (dims + 0.3) / size}
+        model = model_config(values, "x")
+        assert model.cores[0].positions.dims == dims
+        written = config_values(model, max_length=1, bos=0, ends=[0])
+        assert model_config(written, "x") == model
 
 
 def test_what_one_kind_has_and_no_other_is_not_mixed():

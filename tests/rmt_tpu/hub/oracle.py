@@ -20,6 +20,12 @@ DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+    "phi3": {
+        "max_position_embeddings": 4096,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
     "smollm3": {
         "max_position_embeddings": 32_768,
         "no_rope_layer_interval": 4,
@@ -55,6 +61,11 @@ def shapes(config):
             layer[f"self_attn.{letter}_norm.weight"] = (size,)
     layer |= {f"mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
     layer["mlp.down_proj.weight"] = (width, hidden)
+    if kind == "phi3":
+        fused = {"self_attn.qkv_proj.weight": "qkv", "mlp.gate_up_proj.weight": ("gate", "up")}
+        for name, parts in fused.items():
+            of_parts = [layer.pop(f"{name.split('.')[0]}.{part}_proj.weight") for part in parts]
+            layer[name] = (sum(rows for rows, _ in of_parts), width)
     layer |= {f"{n}_layernorm.weight": (width,) for n in ("input", "post_attention")}
     found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
@@ -82,12 +93,24 @@ def logits(tensors, config, tokens):
     for number in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{number}."
         own = {n.removeprefix(prefix): x for n, x in t.items() if n.startswith(prefix)}
+        if c["model_type"] == "phi3":
+            own |= separate(own, c)
         x = norm(h, own["input_layernorm.weight"], c)
         h = h + attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
         x = norm(h, own["post_attention_layernorm.weight"], c)
         h = h + mlp(x, own, c)
     unembedding = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
     return norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
+
+
+def separate(own, c):
+    """Phi-3's joined projections, one after the other."""
+    size, heads, groups = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
+    ends = [heads * size, (heads + groups) * size]
+    found = dict(zip("qkv", np.split(own["self_attn.qkv_proj.weight"], ends), strict=True))
+    found = {f"self_attn.{letter}_proj.weight": x for letter, x in found.items()}
+    gate, up = np.split(own["mlp.gate_up_proj.weight"], 2)
+    return found | {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
 
 
 def norm(x, gain, c):
@@ -105,7 +128,9 @@ def attention(x, own, c, layer):
         if c["model_type"] == "qwen3" and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         if letter != "v" and rotates(c, layer):
-            y = turned(y, places, c["rope_theta"])
+            dims = int(size * c.get("partial_rotary_factor", 1))
+            part = turned(y[..., :dims], places, c["rope_theta"])
+            y = np.concatenate([part, y[..., dims:]], -1)
         qkv[letter] = np.repeat(y, heads // y.shape[1], axis=1)
     logits = np.einsum("qhd,khd->hqk", qkv["q"], qkv["k"]) / np.sqrt(size)
     share = softmax(np.where(places[:, None] >= places, logits, -np.inf))
