@@ -62,6 +62,7 @@ def make_optimizer(
         decays = jax.tree.map(lambda decays, over: decays and not over, decays, over_depth)
     scale = optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, rates))
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+    adam = _store_moment(adam, "mu", config.moment_dtype)
     if isinstance(config, Muon):
         rules = jax.tree.map(_rule, roles, axes)
         muon_rules = {*jax.tree.leaves(rules)} - {_ADAM}
@@ -78,6 +79,27 @@ def make_optimizer(
         lambda updates, params: jax.tree.map(_add_decay, updates, params, weights)
     )
     return _with_statistics(optax.chain(*adam, decay, rate, scale), roles)
+
+
+def _store_moment(
+    rule: optax.GradientTransformation, field: str, dtype: str
+) -> optax.GradientTransformation:
+    """Return a rule that stores one field of its state in `dtype`, and computes it in float32.
+
+    The dtype arguments of optax are not enough: `scale_by_adam(mu_dtype="bfloat16")` also rounds
+    the product of the moment and b1.
+    """
+    if dtype == "float32":
+        return rule
+
+    def cast(state: Any, dtype: str) -> Any:
+        return state._replace(**{field: optax.tree.cast(getattr(state, field), dtype)})
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = rule.update(gradients, cast(state, "float32"), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(rule.init(params), dtype), update)
 
 
 def _add_decay(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
@@ -114,8 +136,9 @@ def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
         x = scale * near_orthogonal(x, config.iterations)
         return jnp.moveaxis(x, (-2, -1), axes)
 
+    trace = optax.trace(config.momentum, nesterov=True)
     return optax.chain(
-        optax.trace(config.momentum, nesterov=True),
+        _store_moment(trace, "trace", config.moment_dtype),
         optax.stateless(lambda updates, params: jax.tree.map(update, updates)),
     )
 

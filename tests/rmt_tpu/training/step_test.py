@@ -147,6 +147,29 @@ def test_update_is_adamw_and_spares_what_is_excluded_from_decay():
     assert one_update(everything, gradient, params)["a"] == pytest.approx(2.4, rel=1e-5)
 
 
+def test_a_bfloat16_moment_is_only_stored_in_bfloat16():
+    """The products of a step are those of float32; what is kept for the next step is rounded."""
+    config = AdamW(learning_rate=0.5, b1=0.7, clip_norm=1e9, moment_dtype="bfloat16")
+    gradients = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    roles, axes, rates = {"w": "gain"}, {"w": ("dim",)}, {"w": 1.0}
+    optimizer = make_optimizer(config, steps=4, roles=roles, axes=axes, rates=rates)
+    params = {"w": jnp.zeros(5)}
+    state = optimizer.init(params)
+    first, second, expected = np.zeros(5), np.zeros(5), np.zeros(5)
+    for step, gradient in enumerate(gradients, 1):
+        updates, state = optimizer.update({"w": jnp.asarray(gradient)}, state, params)
+        params = optax.apply_updates(params, updates)
+        first = config.b1 * first + (1 - config.b1) * gradient
+        second = config.b2 * second + (1 - config.b2) * gradient**2
+        corrected = second / (1 - config.b2**step)
+        rate = float(learning_rate(config, 4)(step - 1))
+        expected -= rate * first / (1 - config.b1**step) / (np.sqrt(corrected) + config.epsilon)
+        first = first.astype(jnp.bfloat16).astype(np.float64)
+    np.testing.assert_allclose(params["w"], expected, rtol=1e-5)
+    moments = {str(x.dtype) for x in jax.tree.leaves(state) if x.shape}
+    assert moments == {"bfloat16", "float32"}
+
+
 def test_rates_of_their_own_and_one_weight_decay():
     params = dict.fromkeys(ROLES, np.float32(2.0))
     gradient = dict.fromkeys(ROLES, np.float32(-0.1))
