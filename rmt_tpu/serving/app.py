@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from rmt_tpu.errors import unknown
 from rmt_tpu.serving.answers import Answer
-from rmt_tpu.serving.protocol import CompletionRequest, Refusal, ServedModel, parse
+from rmt_tpu.serving.fields import Refusal
+from rmt_tpu.serving.protocol import CompletionRequest, ServedModel, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import log_line
 

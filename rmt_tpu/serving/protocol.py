@@ -1,53 +1,18 @@
 """Parsing and checking of requests to OpenAI's /v1/completions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rmt_tpu.config.overrides import parse_json
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.generation import RANKS, Request, Sampling
+from rmt_tpu.serving.fields import Refusal, field, is_a, read_object, whole_number
 
 _MAX_STOPS, _LONGEST_STOP = 4, 256
 _DEFAULT_TOKENS = 16  # OpenAI's default
-
-
-class Refusal(Exception):
-    """An error that is sent to the client instead of a completion.
-
-    Args:
-      message: one line that names the field, its value and the legal values.
-      param: the name of the field.
-      status: the HTTP status.
-      code: a machine-readable error code.
-      retry_after: the number of seconds after which the client may retry; None if retrying is
-        useless.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        *,
-        status: int = 400,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ):
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
-        self.retry_after = retry_after
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the error in OpenAI's format."""
-        kinds = {429: "rate_limit_error"}
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = kinds.get(self.status, default)
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
 
 
 @dataclass(frozen=True)
@@ -139,7 +104,7 @@ class CompletionRequest:
 
 # OpenAI's fields that are accepted only if absent or equal to the neutral value given here.
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "suffix": ""}
-_SAMPLING = tuple(field.name for field in fields(Sampling))
+_SAMPLING = tuple(setting.name for setting in fields(Sampling))
 _FIELDS = (
     *("model", "prompt", "n", "best_of", "stop", "logprobs", "echo", "stream", "stream_options"),
     *("user", *_SAMPLING, *_NEUTRAL),
@@ -157,15 +122,15 @@ def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionReques
     Raises:
       Refusal: the request is not legal.
     """
-    values = _object(body)
+    values = read_object(body, _FIELDS, _NEUTRAL)
     if "model" in values:
         _check_model(values, served)
     echo, stream = (
-        _field(values, name, False, _is(bool), "true or false") for name in ("echo", "stream")
+        field(values, name, False, is_a(bool), "true or false") for name in ("echo", "stream")
     )
     max_tokens, sampling = _sampling(values, served, echo, fresh_seed)
-    n = _whole_number(values, "n", 1, 1, served.max_texts)
-    _whole_number(values, "best_of", n, n, n)
+    n = whole_number(values, "n", 1, 1, served.max_texts)
+    whole_number(values, "best_of", n, n, n)
     prompts = _prompts(values, n, served)
     rooms = [_room_after(number, prompts, served) for number in range(len(prompts))]
     if "max_tokens" not in values:
@@ -183,35 +148,12 @@ def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionReques
         n=n,
         sampling=replace(sampling, max_tokens=max(max_tokens, 1)),
         stop=_stop(values),
-        logprobs=_whole_number(values, "logprobs", None, 0, RANKS),
+        logprobs=whole_number(values, "logprobs", None, 0, RANKS),
         echo=echo,
         silent=max_tokens == 0,
         stream=stream,
         include_usage=_include_usage(values, stream),
     )
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    """Return the fields that the body sets; a field that is null counts as absent."""
-    try:
-        values = parse_json(body.decode())
-    except ValueError as error:  # also raised, as UnicodeDecodeError, by bytes that are not UTF-8
-        raise Refusal(f"the request body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise Refusal(f"the request body is {shown(values)}; legal: a JSON object")
-    for name in values:
-        if name not in _FIELDS:
-            param = name[:_LONGEST_STOP].encode(errors="replace").decode()
-            raise Refusal(unknown("field", name, _FIELDS), param, code="unknown_field")
-    values = {name: value for name, value in values.items() if value is not None}
-    for name, neutral in _NEUTRAL.items():
-        if values.get(name, neutral) != neutral:
-            raise Refusal(
-                f"{name}={shown(values[name])} is not supported; legal: {shown(neutral)}, or leave "
-                "it out",
-                name,
-            )
-    return values
 
 
 def _check_model(values: Mapping[str, Any], served: ServedModel) -> None:
@@ -226,12 +168,12 @@ def _sampling(
     """Return the maximum number of new tokens and the sampling settings."""
     default = min(_DEFAULT_TOKENS, served.max_tokens)
     # max_tokens=0 is legal only if the prompt is echoed; otherwise the text would be empty.
-    max_tokens = _whole_number(values, "max_tokens", default, 0 if echo else 1, served.max_tokens)
+    max_tokens = whole_number(values, "max_tokens", default, 0 if echo else 1, served.max_tokens)
     settings = {name: values[name] for name in _SAMPLING if name in values}
     for name, value in settings.items():
         integral = isinstance(getattr(Sampling, name), int)
         words = "a whole number" if integral else "a number"
-        _field(values, name, None, _is(int) if integral else _is(int, float), words)
+        field(values, name, None, is_a(int) if integral else is_a(int, float), words)
         settings[name] = value if integral else _as_float(value)
     try:
         return max_tokens, Sampling(**{"seed": fresh_seed, **settings, "max_tokens": 1})
@@ -255,7 +197,7 @@ def _prompts(values: Mapping[str, Any], n: int, served: ServedModel) -> list[Pro
     field, the prompt is an empty text.
     """
     prompts = values.get("prompt", "")
-    several = isinstance(prompts, list) and not all(map(_is(int), prompts))
+    several = isinstance(prompts, list) and not all(map(is_a(int), prompts))
     prompts = prompts if several else [prompts]
     if (texts := len(prompts) * n) > served.max_texts:
         raise Refusal(
@@ -277,7 +219,7 @@ def _prompt(prompt: Any, served: ServedModel) -> Prompt:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {largest}; {legal}", "prompt")
         return Prompt(tokenizer.with_bos(tokens), len(tokens), prompt)
-    if not isinstance(prompt, list) or not prompt or not all(map(_is(int), prompt)):
+    if not isinstance(prompt, list) or not prompt or not all(map(is_a(int), prompt)):
         raise Refusal(
             f"prompt={shown(prompt)} must be text, a list of tokens, a list of texts, or a list of "
             "lists of tokens",
@@ -334,27 +276,3 @@ def _include_usage(values: Mapping[str, Any], stream: bool) -> bool:
     if options and not stream:
         raise Refusal(f"stream_options={shown(options)} needs stream=true", "stream_options")
     return options.get("include_usage", False)
-
-
-def _whole_number(
-    values: Mapping[str, Any], name: str, default: int | None, low: int, high: int
-) -> Any:
-    words = f"a whole number from {low} to {high}" if low < high else f"{low}"
-    return _field(values, name, default, lambda v: _is(int)(v) and low <= v <= high, words)
-
-
-def _field(
-    values: Mapping[str, Any], name: str, default: Any, legal: Callable[[Any], bool], words: str
-) -> Any:
-    value = values.get(name, default)
-    if name in values and not legal(value):
-        raise Refusal(f"{name}={shown(value)} must be {words}", name)
-    return value
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Return a function that checks whether a value's type is one of `kinds`.
-
-    Subclasses do not count, so that a bool is not an int.
-    """
-    return lambda value: type(value) in kinds

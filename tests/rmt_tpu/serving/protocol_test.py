@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu.data import ByteTokenizer
-from rmt_tpu.serving.protocol import Refusal, ServedModel, parse
+from rmt_tpu.serving.fields import Refusal
+from rmt_tpu.serving.protocol import ServedModel, parse
 
 BOS = ByteTokenizer.bos
 SERVED = ServedModel("tiny", ByteTokenizer(), max_length=64, max_tokens=50, max_texts=6)
