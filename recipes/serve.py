@@ -45,6 +45,13 @@ _MAX_TOKENS = flags.DEFINE_integer(
 _MAX_BODY = flags.DEFINE_integer(
     "max_body", 2**22, "maximum size of a request in bytes", lower_bound=1
 )
+_MAX_CONNECTIONS = flags.DEFINE_integer(
+    "max_connections",
+    1000,
+    "maximum number of connections; requests on further connections are answered with 503",
+    lower_bound=1,
+    upper_bound=2**16,
+)
 _DRAIN_SECONDS = flags.DEFINE_float(
     "drain_seconds", 60, "seconds after SIGTERM to finish open requests", lower_bound=0
 )
@@ -79,7 +86,8 @@ def main() -> int:
                 file=sys.stderr,
             )
         ready = lambda: print(f"{url}/v1", flush=True)
-        server.serve(front, opened, drain_seconds=_DRAIN_SECONDS.value, ready=ready)
+        limits = {"drain_seconds": _DRAIN_SECONDS.value, "max_connections": _MAX_CONNECTIONS.value}
+        server.serve(front, opened, ready=ready, **limits)
     return 0
 
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rmt_tpu.errors import unknown
+from rmt_tpu.serving import tokens
 from rmt_tpu.serving.answers import Answer
 from rmt_tpu.serving.fields import Refusal
 from rmt_tpu.serving.protocol import CompletionRequest, ServedModel, parse
@@ -59,7 +60,10 @@ class Front:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
                 Route("/healthz", self._health),
+                Route("/tokenize", self._tokens, methods=["POST"]),
+                Route("/detokenize", self._tokens, methods=["POST"]),
             ],
             exception_handlers={
                 Refusal: self._refused,
@@ -128,6 +132,15 @@ class Front:
             async for _ in reply.chunks():
                 pass
         return JSONResponse(reply.answer.response())
+
+    async def _tokens(self, request: Request) -> Response:
+        """Answer a request to /tokenize or /detokenize."""
+        convert = tokens.tokenize if request.url.path == "/tokenize" else tokens.detokenize
+        try:
+            body = await self._body(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads this response
+        return JSONResponse(await asyncio.to_thread(convert, body, self.served))
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
@@ -272,7 +285,12 @@ async def _event(send: Send, data: str) -> None:
 async def _not_found(request: Request, error: HTTPException) -> Response:
     """Answer a request whose path or method does not exist."""
     path = f"{request.method} {request.url.path}"
-    legal = "POST /v1/completions, GET /v1/models, GET /healthz"
+    legal = ", ".join(
+        f"{method} {route.path}"
+        for route in request.app.routes
+        for method in sorted(route.methods - {"HEAD"})
+        if "{" not in route.path
+    )
     refusal = Refusal(f"{path[:200]} does not exist; legal: {legal}", status=error.status_code)
     return JSONResponse(refusal.to_json(), error.status_code, error.headers)
 

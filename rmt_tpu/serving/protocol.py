@@ -1,6 +1,7 @@
 """Parsing and checking of requests to OpenAI's /v1/completions."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -123,8 +124,7 @@ def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionReques
       Refusal: the request is not legal.
     """
     values = read_object(body, _FIELDS, _NEUTRAL)
-    if "model" in values:
-        _check_model(values, served)
+    check_model(values, served)
     echo, stream = (
         field(values, name, False, is_a(bool), "true or false") for name in ("echo", "stream")
     )
@@ -156,8 +156,9 @@ def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionReques
     )
 
 
-def _check_model(values: Mapping[str, Any], served: ServedModel) -> None:
-    if values["model"] != served.name:
+def check_model(values: Mapping[str, Any], served: ServedModel) -> None:
+    """Raise Refusal if a request names another model than the one that is served."""
+    if values.get("model", served.name) != served.name:
         message = unknown("model", values["model"], [served.name])
         raise Refusal(message, "model", status=404, code="model_not_found")
 
@@ -175,11 +176,28 @@ def _sampling(
         words = "a whole number" if integral else "a number"
         field(values, name, None, is_a(int) if integral else is_a(int, float), words)
         settings[name] = value if integral else _as_float(value)
+    if "seed" in settings:
+        settings["seed"] = _seed(values)
+    if settings.get("top_p") == 0:  # only the likeliest token is left
+        settings |= {"top_p": 1.0, "temperature": 0.0}
     try:
         return max_tokens, Sampling(**{"seed": fresh_seed, **settings, "max_tokens": 1})
     except UsageError as error:
         message = str(error).removeprefix("Sampling.")
         raise Refusal(message, message.partition("=")[0]) from None
+
+
+def _seed(values: Mapping[str, Any]) -> int:
+    """Return a seed of 32 bits, which is all that the random draws use.
+
+    A client's seed from 0 to 2^32 - 1 is used as it is. All other 64-bit seeds are hashed.
+    """
+    low, high = -(2**63), 2**63 - 1
+    seed = whole_number(values, "seed", None, low, high)
+    if 0 <= seed < 2**32:
+        return seed
+    content = seed.to_bytes(8, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little")
 
 
 def _as_float(value: int | float) -> float:
@@ -225,16 +243,22 @@ def _prompt(prompt: Any, served: ServedModel) -> Prompt:
             "lists of tokens",
             "prompt",
         )
-    for token in prompt:
-        if not 0 <= token < served.legal_tokens or token in tokenizer.gaps:
-            legal = f"legal: 0 to {served.legal_tokens - 1}"
-            legal += ", except ids that the tokenizer does not use" if tokenizer.gaps else ""
-            raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
+    check_tokens("prompt", prompt, served)
     tokens = np.array(prompt, np.int64)
     # Do not add a start token if the client's prompt begins with one: as in training, a text begins
     # with exactly one start token.
     with_start = tokens if tokens[0] == tokenizer.bos else tokenizer.with_bos(tokens)
     return Prompt(with_start, len(tokens), tokenizer.decode(tokens))
+
+
+def check_tokens(name: str, tokens: Iterable[int], served: ServedModel) -> None:
+    """Raise Refusal if the field `name` has a token that has no embedding or no text."""
+    gaps = served.tokenizer.gaps
+    for token in tokens:
+        if not 0 <= token < served.legal_tokens or token in gaps:
+            legal = f"legal: 0 to {served.legal_tokens - 1}"
+            legal += ", except ids that the tokenizer does not use" if gaps else ""
+            raise Refusal(f"{name} has token {shown(token)}; {legal}", name)
 
 
 def _room_after(number: int, prompts: list[Prompt], served: ServedModel) -> int:

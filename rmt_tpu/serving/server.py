@@ -16,14 +16,17 @@ from rmt_tpu.streams import log_line
 
 _SLOW_READERS = 5  # seconds that slow clients get to receive their responses at shutdown
 _HEADERS = 30  # maximum number of seconds that the server waits for a request's headers
-# With more connections than this, requests are answered with status 503, because the number of
-# files that a process may open is limited.
-_CONNECTIONS = 1000
+CONNECTIONS = 1000  # default maximum number of connections
 _POLL_SECONDS = 0.05  # seconds between checks for unfinished texts before the server ends
 
 
 def serve(
-    front: Front, opened: socket.socket, *, drain_seconds: float, ready: Callable[[], None]
+    front: Front,
+    opened: socket.socket,
+    *,
+    drain_seconds: float,
+    ready: Callable[[], None],
+    max_connections: int = CONNECTIONS,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT, then finish the open requests and return.
 
@@ -35,11 +38,13 @@ def serve(
       drain_seconds: how many seconds open texts have to finish after the signal. Texts that take
         longer get an error that says that the server is shutting down.
       ready: a function that is called when the server accepts requests and handles signals.
+      max_connections: the maximum number of connections. Requests on further connections are
+        answered with status 503, because the number of files that a process may open is limited.
 
     Raises:
       RunError: the worker has failed and could not be restarted.
     """
-    server = Server(front, drain_seconds, ready)
+    server = Server(front, drain_seconds, ready, max_connections)
     front.worker.start()
     server.run(sockets=[opened])
     front.worker.stop()
@@ -89,12 +94,19 @@ class Protocol(h11_impl.H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server, which lets open texts finish before it shuts down."""
 
-    def __init__(self, front: Front, drain_seconds: float, ready: Callable[[], None]):
+    def __init__(
+        self,
+        front: Front,
+        drain_seconds: float,
+        ready: Callable[[], None],
+        max_connections: int = CONNECTIONS,
+    ):
         config = uvicorn.Config(
             front.app,
             loop="asyncio",
             http=Protocol,
-            limit_concurrency=_CONNECTIONS,
+            # uvicorn refuses requests as soon as there are this many connections.
+            limit_concurrency=max_connections + 1,
             ws="none",
             lifespan="off",
             log_config=None,

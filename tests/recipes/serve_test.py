@@ -39,6 +39,7 @@ def test_without_the_extra():
             "--host=192.0.2.1 is not an address of this machine; legal: 127.0.0.1",
         ),
         (["--port=65536"], "--port=65536"),
+        (["--max_connections=0"], "--max_connections=0"),
         (["--port=0"], "--workdir=nowhere holds no run"),
     ],
 )

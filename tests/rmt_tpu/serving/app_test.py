@@ -33,14 +33,14 @@ COMPLETIONS = "/v1/completions"
 class Running:
     """A server of two slots in a thread, whose engine can be made to wait before each step."""
 
-    def __init__(self, engine: Engine, drain_seconds: float = SECONDS):
+    def __init__(self, engine: Engine, drain_seconds: float = SECONDS, **limits):
         engine.reset()
         self.engine, self.steps = engine, threading.Semaphore(0)
         self.front = Front(Worker(engine, SERVED.tokenizer), SERVED, max_body=2000)
         self.opened = address.bind("127.0.0.1", 0)
         self.port = int(address.listen(self.opened).rpartition(":")[2])
         ready = threading.Event()
-        self.server = Server(self.front, drain_seconds, ready.set)
+        self.server = Server(self.front, drain_seconds, ready.set, **limits)
         self.thread = threading.Thread(target=self.server.run, args=([self.opened],))
         self.front.worker.start()
         self.thread.start()
@@ -197,7 +197,11 @@ def test_what_is_refused(running):
     assert status == 413 and words == "the request body is too large; legal: at most 2000 bytes"
     assert message({}, "/v1/chat/completions")[0] == 404
     status, words = message(None, COMPLETIONS)
-    assert status == 405 and "legal: POST /v1/completions" in words
+    assert status == 405
+    assert words == (
+        "GET /v1/completions does not exist; legal: POST /v1/completions, GET /v1/models, "
+        "GET /health, GET /healthz, POST /tokenize, POST /detokenize"
+    )
     assert message(None, "/v1/models/x")[0] == 404
 
 
@@ -207,7 +211,56 @@ def test_what_there_is(running):
     assert status == 200 and (model["id"], model["max_model_len"]) == ("tiny", 64)
     assert running.ask(path="/v1/models/tiny") == (200, model)
     told = {"status": "ok", "model": "tiny", "texts": 0}
-    assert running.ask(path="/healthz") == (200, told)
+    assert running.ask(path="/healthz") == running.ask(path="/health") == (200, told)
+
+
+def test_tokens_of_texts_and_back(running):
+    status, told = running.ask('{"model": "tiny", "prompt": "hé"}'.encode(), "/tokenize")
+    tokens = [ByteTokenizer.bos, *"hé".encode()]
+    assert (status, told) == (200, {"count": 4, "max_model_len": 64, "tokens": tokens})
+    bare = running.ask(b'{"prompt": "h", "add_special_tokens": false}', "/tokenize")
+    assert bare[1]["tokens"] == [ord("h")]
+    body = json.dumps({"tokens": tokens}).encode()
+    assert running.ask(body, "/detokenize") == (200, {"prompt": "hé"})
+    assert running.ask(b'{"tokens": []}', "/detokenize") == (200, {"prompt": ""})
+
+
+@pytest.mark.parametrize(
+    "path, body, words",
+    [
+        ("/tokenize", "{}", "prompt=None must be text"),
+        ("/tokenize", '{"prompt": [1]}', "prompt=[1] must be text"),
+        ("/tokenize", r'{"prompt": "\ud800"}', "prompt: the text has an unpaired surrogate"),
+        ("/tokenize", '{"prompt": "a", "add_special_tokens": 1}', "must be true or false"),
+        ("/tokenize", '{"tokens": [1]}', "field 'tokens' is unknown"),
+        ("/tokenize", '{"model": "x", "prompt": "a"}', "model 'x' is unknown; legal: tiny"),
+        ("/detokenize", "{}", "tokens=None must be a list of tokens"),
+        ("/detokenize", '{"tokens": [true]}', "tokens=[True] must be a list of tokens"),
+        ("/detokenize", '{"tokens": [257]}', "tokens has token 257; legal: 0 to 256"),
+        ("/detokenize", '{"tokens": [-1]}', "tokens has token -1; legal: 0 to 256"),
+    ],
+)
+def test_tokens_that_are_refused(running, path, body, words):
+    status, told = running.ask(body.encode(), path)
+    assert status == (404 if "model" in words else 400) and words in told["error"]["message"]
+
+
+def test_connections_are_limited(engine):
+    """The last one that may be is answered, and one more is not, until one goes."""
+    running = Running(engine, max_connections=2)
+    try:
+        first, _ = running.request(path="/health")
+        second, response = running.request(path="/health")
+        assert response.status == 200
+        third, response = running.request(path="/health")
+        assert response.status == 503
+        third.close()
+        second.close()
+        until(lambda: len(running.server.server_state.connections) == 1)
+        assert running.ask(path="/health")[0] == 200
+        first.close()
+    finally:
+        running.end()
 
 
 def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):

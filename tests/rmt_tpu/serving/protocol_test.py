@@ -14,8 +14,8 @@ SERVED = ServedModel("tiny", ByteTokenizer(), max_length=64, max_tokens=50, max_
 HALF = "\ud800"
 
 
-def ask(seed: int = 7, **fields):
-    return parse(json.dumps(fields).encode(), SERVED, seed)
+def ask(fresh: int = 7, **fields):
+    return parse(json.dumps(fields).encode(), SERVED, fresh)
 
 
 def test_what_is_left_out_is_as_openai_has_it():
@@ -66,6 +66,23 @@ def test_how_tokens_are_chosen():
     (request,) = ask(max_tokens=5, seed=9, **how).requests()
     assert {name: getattr(request.sampling, name) for name in how} == how
     assert (request.sampling.max_tokens, request.sampling.seed) == (5, 9)
+
+
+def test_seeds_of_64_bits():
+    """Those of 32 bits are as they were, and of all others none is like another one here."""
+    seed_of = lambda seed: ask(seed=seed).requests()[0].sampling.seed
+    assert [seed_of(seed) for seed in (0, 5, 2**32 - 1)] == [0, 5, 2**32 - 1]
+    large = [2**32, 2**32 + 1, 2**63 - 1, -1, -2, -(2**63), -(2**32), 2**40]
+    drawn = [seed_of(seed) for seed in large]
+    assert len(set(drawn)) == len(large) and drawn == [seed_of(seed) for seed in large]
+    assert all(0 <= seed < 2**32 for seed in drawn) and drawn[0] == 1_438_993_947
+    first, second = (request.sampling.seed for request in ask(seed=-1, n=2).requests())
+    assert second == first + 1
+
+
+def test_top_p_of_0_is_greedy():
+    (request,) = ask(top_p=0, temperature=0.7).requests()
+    assert (request.sampling.temperature, request.sampling.top_p) == (0, 1)
 
 
 def test_logprobs_and_echo():
@@ -148,11 +165,13 @@ REFUSED = [
     ({"temperature": 10**400}, "temperature", "temperature=inf must be at least 0"),
     ({"temperature": "hot"}, "temperature", "temperature='hot' must be a number"),
     ({"temperature": True}, "temperature", "temperature=True must be a number"),
-    ({"top_p": 0}, "top_p", "top_p=0.0 must be above 0, at most 1"),
+    ({"top_p": -0.5}, "top_p", "top_p=-0.5 must be above 0, at most 1"),
     ({"top_k": 1.5}, "top_k", "top_k=1.5 must be a whole number"),
     ({"min_p": 2}, "min_p", "min_p=2.0 must be at least 0, at most 1"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0.0 must be positive"),
-    ({"seed": -1}, "seed", "seed=-1 must be at least 0, at most 4294967295"),
+    ({"seed": 2**63}, "seed", f"a whole number from {-(2**63)} to {2**63 - 1}"),
+    ({"seed": -(2**63) - 1}, "seed", f"a whole number from {-(2**63)} to {2**63 - 1}"),
+    ({"seed": 0.5}, "seed", "seed=0.5 must be a whole number"),
     ({"stop": ["a"] * 5}, "stop", "must be text, or a list of at most 4 texts, each of 1 to 256"),
     ({"stop": ""}, "stop", "stop='' must be text, or a list of at most 4"),
     ({"stop": [5]}, "stop", "stop=[5] must be text"),

@@ -1,0 +1,48 @@
+"""Requests to /tokenize and /detokenize, which convert between text and tokens as in vLLM."""
+
+from typing import Any
+
+from rmt_tpu.errors import UsageError, shown
+from rmt_tpu.serving.fields import Refusal, field, is_a, read_object
+from rmt_tpu.serving.protocol import ServedModel, check_model, check_tokens
+
+_TOKENIZE = ("model", "prompt", "add_special_tokens")
+_DETOKENIZE = ("model", "tokens")
+
+
+def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
+    """Return the response to a request to /tokenize, with the tokens of a text.
+
+    The start token is included unless `add_special_tokens` is false, so that the tokens are those
+    that the model reads for this prompt.
+
+    Raises:
+      Refusal: the request is not legal.
+    """
+    values = read_object(body, _TOKENIZE)
+    check_model(values, served)
+    with_start = field(values, "add_special_tokens", True, is_a(bool), "true or false")
+    text = values.get("prompt")
+    if not isinstance(text, str):
+        raise Refusal(f"prompt={shown(text)} must be text", "prompt")
+    try:
+        tokens = served.tokenizer.encode(text)
+    except UsageError as error:
+        raise Refusal(f"prompt: {error}", "prompt") from None
+    tokens = served.tokenizer.with_bos(tokens) if with_start else tokens
+    return {"count": len(tokens), "max_model_len": served.max_length, "tokens": tokens.tolist()}
+
+
+def detokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
+    """Return the response to a request to /detokenize, with the text of a list of tokens.
+
+    Raises:
+      Refusal: the request is not legal.
+    """
+    values = read_object(body, _DETOKENIZE)
+    check_model(values, served)
+    tokens = values.get("tokens")
+    if not isinstance(tokens, list) or not all(map(is_a(int), tokens)):
+        raise Refusal(f"tokens={shown(tokens)} must be a list of tokens", "tokens")
+    check_tokens("tokens", tokens, served)
+    return {"prompt": served.tokenizer.decode(tokens)}
