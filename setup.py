@@ -54,6 +54,8 @@ DATA = [
     "tokenizers>=0.20",  # GPT-2 BPE and tokenizer.json files
     "zstandard>=0.22",  # .zst files; Python has its own from 3.14 on
 ]
+# .parquet and .arrow files; text at any address of fsspec
+PARQUET = ["pyarrow>=18", "fsspec>=2024.6"]
 HUB = ["safetensors>=0.5", "ml_dtypes"]  # weights of the hub's form: others' and ours
 SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
@@ -82,6 +84,7 @@ setup(
         "data": DATA,
         "hub": HUB,
         "lm-eval": LM_EVAL,
+        "parquet": PARQUET,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
         # `make docs` and `make spelling`
@@ -92,6 +95,7 @@ setup(
         + GCS
         + SERVE
         + HUB
+        + PARQUET
         + [
             "beartype>=0.20",
             # Exactly this: the test server mends its handlers, which are its internals.

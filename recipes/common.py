@@ -17,8 +17,10 @@ from rmt_tpu.errors import ArgumentError, UsageError, flag_errors, unknown
 # Each entry describes a flag: its name, the config path that it sets, its type and its help text.
 _RUN_FLAGS = [
     ("data", "data.source", str, "text to train on: stdlib (the source of Python's standard "
-     "library), a token store of recipes.prepare_data, or comma-separated .txt and .jsonl files "
-     "and globs"),
+     "library), a token store of recipes.prepare_data, or comma-separated .txt, .jsonl, .parquet "
+     "and .arrow files and globs"),
+    ("text_field", "data.text_field", str, "field of .jsonl files, or column of .parquet and "
+     ".arrow files, that has the text of a document"),
     ("tokenizer", "data.tokenizer", str, "tokenizer: byte, a folder with encoder.json and "
      "vocab.bpe, or a tokenizer.json"),
      ("seq_len", "data.seq_len", int, "tokens per sequence"),

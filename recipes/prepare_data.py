@@ -4,7 +4,8 @@
         --output=stores/books
     python -m recipes.train --data=stores/books --workdir=runs/books
 
---input and --output can be paths like gs://bucket/..., and --input can contain glob patterns. An
+--input and --output can be paths like gs://bucket/..., and --input can contain glob patterns, and
+addresses of fsspec such as hf://datasets/USER/NAME/**/*.parquet. An
 interrupted command resumes when it is repeated, and reports inputs that have been edited since. The
 store contains a held-out part and the tokenizer that it was made with. To repair a damaged store,
 delete its manifest.json and repeat the command, which makes the damaged parts again. To prepare a
@@ -23,8 +24,9 @@ from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.training import signals
 
 _INPUT = flags.DEFINE_string(
-    "input", None, "text: stdlib, or comma-separated .txt and .jsonl files and globs, local or "
-    "gs://, which may end in .gz or .zst", required=True,
+    "input", None, "text: stdlib, or comma-separated .txt, .jsonl, .parquet and .arrow files and "
+    "globs, local, gs:// or an address of fsspec; .txt and .jsonl may end in .gz or .zst",
+    required=True,
 )  # fmt: skip
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "byte", "byte, a folder with encoder.json and vocab.bpe, or a tokenizer.json"
@@ -35,6 +37,10 @@ _OUTPUT = flags.DEFINE_string(
 _EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "fraction of the documents to hold out")
 _SEED = flags.DEFINE_integer("seed", 0, "seed that selects the held-out documents")
 _WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; default one per CPU")
+_TEXT_FIELD = flags.DEFINE_string(
+    "text_field", "text", "field of .jsonl files, or column of .parquet and .arrow files, that has "
+    "the text of a document",
+)  # fmt: skip
 members.define_distributed_flags()
 
 
@@ -91,6 +97,7 @@ def main() -> int:
             workers=_WORKERS.value,
             progress=progress.update,
             group=group,
+            text_field=_TEXT_FIELD.value,
         )
     if group.number:
         return 0

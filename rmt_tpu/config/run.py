@@ -193,17 +193,20 @@ class DataConfig(Checked):
     so both paths may change.
 
     Attributes:
-      source: "stdlib" (Python's standard library), a token store, or comma-separated .txt and
-        .jsonl files and globs.
+      source: "stdlib" (Python's standard library), a token store, or comma-separated .txt, .jsonl,
+        .parquet and .arrow files and globs.
       tokenizer: "byte", a folder with encoder.json and vocab.bpe, or a tokenizer.json.
       seq_len: number of tokens in a training window (N).
       eval_fraction: fraction of the text that is held out for evaluation, in whole documents.
+      text_field: name of the field of .jsonl files, or of the column of .parquet and .arrow files,
+        that has the text of a document. A token store ignores it.
     """
 
     source: str = free("stdlib")
     tokenizer: str = free("byte")
     seq_len: Size = 512
     eval_fraction: _HeldOut = 0.02
+    text_field: str = free("text")
 
 
 @dataclass(frozen=True)

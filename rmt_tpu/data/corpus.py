@@ -1,4 +1,4 @@
-"""Reading of documents from text files, or from the source of Python's standard library."""
+"""Reading of documents from files, or from the source of Python's standard library."""
 
 import io
 import json
@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from rmt_tpu.data import tables
 from rmt_tpu.data.inputs import (
     COMPRESSED,
     BlockCallback,
     Problem,
     Span,
     files,
+    no_callback,
     open_stored,
     open_unpacked,
     read_errors,
@@ -23,32 +25,47 @@ from rmt_tpu.errors import UsageError
 # bytes, as text and as tokens.
 _LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 
+# Maximum size in bytes of remote files that `documents` reads into memory.
+_MOST_REMOTE = 8 * 2**30
+
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
 _SKIP_BYTES = 2**20  # bytes to read at a time while a line is skipped
 _SIGN_OF_LIFE = 2**22  # decompressed bytes between two reports of progress
 
 
-def documents(source: str, flag: str = "data") -> list[str]:
+def documents(source: str, flag: str = "data", text_field: str = "text") -> list[str]:
     """Return all documents of a corpus in order, except documents with only white space.
 
     Args:
       source: `stdlib`, which is the source of Python's standard library with one document per
         module, or comma-separated paths and globs, in which `**` matches any depth. A `.txt` file
         is one document, or several documents separated by lines `<|endoftext|>`. A `.jsonl` file
-        has one document per line, in the field "text". Both kinds may be compressed, with names
-        ending in `.gz` or `.zst`. A file that is given twice is read once.
+        has one document per line, in the field `text_field`. Both kinds may be compressed, with
+        names ending in `.gz` or `.zst`. A `.parquet` or `.arrow` file has one document per row, in
+        the column `text_field`. A path may be a `gs://` URL or an address of fsspec. A file that is
+        given twice is read once.
       flag: name of the flag that gives the source, for error messages.
+      text_field: name of the field or column that has the text.
 
     Returns:
       The documents, of which there is at least one.
 
     Raises:
-      UsageError: a path matches no file, a file cannot be read as text, or there is no text.
+      UsageError: a path matches no file, a file cannot be read as text, there is no text, or files
+        that are not local have more than 8 GiB.
       RunError: a file was edited while it was read.
     """
     with usage_errors(flag, source):
-        found = [text for span in files(source) for text in read_span(span)]
+        spans = files(source)
+        size = sum(span.stop for span in spans if not span.is_local)
+        if size > _MOST_REMOTE:
+            raise Problem(
+                f"{size / 2**30:.1f} GiB of remote files would be read at every start and kept in "
+                f"memory; legal: at most {_MOST_REMOTE / 2**30:.0f} GiB, or the token store that "
+                "recipes.prepare_data makes of them"
+            )
+        found = [text for span in spans for text in read_span(span, text_field=text_field)]
     if not found:
         raise UsageError(f"--{flag}={source!r} has no text; legal: at least one non-empty document")
     return found
@@ -61,6 +78,9 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
       Problem: the file cannot be read.
     """
     size, start = span.stop, 0
+    if size > num_bytes and tables.is_table(span.path):
+        yield from tables.divide(span, num_bytes)
+        return
     if size <= num_bytes or span.path.lower().endswith((*COMPRESSED, ".py")):
         yield span
         return
@@ -75,14 +95,17 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
             start = stop
 
 
-def read_span(span: Span, on_block: BlockCallback = lambda block: None) -> Iterator[str]:
+def read_span(
+    span: Span, on_block: BlockCallback = no_callback, *, text_field: str = "text"
+) -> Iterator[str]:
     """Yield the documents in a span one at a time, except documents with only white space.
 
     Args:
       span: a span of a file.
       on_block: a function that is called with consecutive blocks of the span's stored bytes, each
         exactly once. It is also called with b"" from time to time while a long document is
-        decompressed. An error that it raises stops the reading.
+        decompressed. For a table see `BlockCallback`. An error that it raises stops the reading.
+      text_field: name of the field of a .jsonl file, or of the column of a table, with the text.
 
     Raises:
       Problem: the file cannot be read, is not of the kind that its name states, or has a line of
@@ -90,10 +113,12 @@ def read_span(span: Span, on_block: BlockCallback = lambda block: None) -> Itera
       RunError: the file was edited while it was read.
     """
     kind = _kind(span.path)
-    if kind == ".py":
+    if tables.is_table(span.path):
+        texts = tables.read_span(span, text_field, on_block)
+    elif kind == ".py":
         texts = _module(span, on_block)
     elif kind == ".jsonl":
-        texts = _json_lines(span, on_block)
+        texts = _json_lines(span, on_block, text_field)
     else:
         texts = _separated(span, on_block)
     return (text for text in texts if text.strip())
@@ -168,14 +193,14 @@ def _is_separator(line: bytes) -> bool:
     return line.startswith(_SEPARATOR) and line[len(_SEPARATOR) :] in (b"\n", b"\r\n", b"", b"\r")
 
 
-def _json_lines(span: Span, on_block: BlockCallback) -> Iterator[str]:
+def _json_lines(span: Span, on_block: BlockCallback, text_field: str) -> Iterator[str]:
     # Lines are split as bytes, because str.splitlines would also split at characters such as
     # U+2028, which JSON strings may contain.
     for line in _lines(span, on_block):
         text = _decode(line.content, span, line.offset)
         if text.strip():
             try:
-                yield _json_text(text)
+                yield _json_text(text, text_field)
             except Problem as problem:
                 number = _line_number(span, line.offset)
                 raise Problem(f"{span.path!r} line {number} {problem}") from None
@@ -187,7 +212,7 @@ def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
       Problem: the file cannot be read, or a line is not a JSON object.
     """
-    for number, line in enumerate(_lines(span, lambda block: None), 1):
+    for number, line in enumerate(_lines(span, no_callback), 1):
         text, where = _decode(line.content, span, line.offset), f"{span.path!r} line {number}"
         if text.strip():
             try:
@@ -232,21 +257,22 @@ def _line_number(span: Span, offset: int) -> int:
     return number
 
 
-def _json_text(line: str) -> str:
-    """Return the field "text" of the object on one line of a .jsonl file."""
-    like = '{"text": "..."}'
+def _json_text(line: str, field: str) -> str:
+    """Return the text field of the object on one line of a .jsonl file."""
+    name = json.dumps(field)
+    like = f'{{{name}: "..."}}'
     value, legal = _json_object(line, like), f"legal: an object like {like}"
-    if not isinstance(value.get("text"), str):
+    if not isinstance(value.get(field), str):
         shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
         fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
-        raise Problem(f'has no field "text" that is a string; fields: {fields}; {legal}')
+        raise Problem(f"has no field {name} that is a string; fields: {fields}; {legal}")
     try:
-        value["text"].encode("utf-8")
+        value[field].encode("utf-8")
     except UnicodeEncodeError as error:
         raise Problem(
-            f'has an unpaired surrogate at character {error.start} of "text"; legal: Unicode text'
+            f"has an unpaired surrogate at character {error.start} of {name}; legal: Unicode text"
         ) from None
-    return value["text"]
+    return value[field]
 
 
 def _json_object(line: str, like: str) -> dict[str, Any]:

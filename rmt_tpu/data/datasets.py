@@ -39,7 +39,7 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
         store.check_tokenizer(tokenizer)
         train, held_out = store.train, store.held_out
     else:
-        documents = data.documents(config.data.source)
+        documents = data.documents(config.data.source, text_field=config.data.text_field)
         parts = data.split(
             documents,
             eval_fraction=config.data.eval_fraction,

@@ -1,4 +1,4 @@
-"""Input files of a text source, on a file system or in a bucket, and reading of their bytes."""
+"""Input files of a text source, on any file system, and reading of their bytes."""
 
 import contextlib
 import glob
@@ -13,11 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rmt_tpu.data import remote
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import find_objects, open_object
 
 STDLIB = "stdlib"
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst")
+SUFFIXES = (
+    ".txt",
+    ".jsonl",
+    ".txt.gz",
+    ".jsonl.gz",
+    ".txt.zst",
+    ".jsonl.zst",
+    ".parquet",
+    ".arrow",
+)
 COMPRESSED = (".gz", ".zst")
 
 _BUCKETS = "gs://"
@@ -33,7 +43,14 @@ _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
 )
 
-BlockCallback = Callable[[bytes], None]
+# A function that is called with consecutive blocks of the bytes of a span, each exactly once. For a
+# table it is called with two arguments: the encoded text, and the number of stored bytes that the
+# text accounts for.
+BlockCallback = Callable[..., None]
+
+
+def no_callback(block: bytes, stored: int = 0) -> None:
+    """Do nothing; the default of parameters that are a `BlockCallback`."""
 
 
 class Problem(Exception):
@@ -57,10 +74,11 @@ class Span(NamedTuple):
     """A range of bytes in a file; compressed files and modules are always covered as a whole.
 
     Attributes:
-      path: path of the file, or its `gs://` URL.
-      start, stop: byte positions in the file as stored.
+      path: path of the file, or its `gs://` URL or address of fsspec.
+      start, stop: byte positions in the file as stored. For a table see `rmt_tpu.data.tables`.
       version: a value that changes whenever the file is edited. It consists of size, mtime and
-        ctime (in nanoseconds), or for an object in a bucket of size, crc32c and generation.
+        ctime (in nanoseconds), for an object in a bucket of size, crc32c and generation, and for an
+        address of fsspec of size and what its file system states.
     """
 
     path: str
@@ -70,16 +88,20 @@ class Span(NamedTuple):
 
     @property
     def in_bucket(self) -> bool:
-        """Whether the path is the URL of an object in a bucket."""
+        """Whether the path is the URL of an object in a bucket on `gs://`."""
         return self.path.startswith(_BUCKETS)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the path is that of a file on a local file system."""
+        return not (self.in_bucket or remote.is_address(self.path))
 
-def files(source: str, *, buckets: bool = False) -> list[Span]:
+
+def files(source: str) -> list[Span]:
     """Return a span of each whole file in a source, in order and without duplicates.
 
     Args:
-      source: the source, as for `documents`. With `buckets` it may have `gs://` URLs and globs.
-      buckets: whether `gs://` is allowed.
+      source: the source, as for `documents`.
 
     Raises:
       Problem: a path matches no file, or a file has an unknown suffix.
@@ -89,12 +111,12 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
     found: dict[str, Span] = {}
     pieces = source.split(",")
     while pieces:
-        spans, count = _first(pieces, buckets)
+        spans, count = _first(pieces)
         pieces = pieces[count:]
         for span in spans:
             if not span.path.lower().endswith(SUFFIXES):
                 raise Problem(f"{span.path!r} has an unknown suffix; legal: {', '.join(SUFFIXES)}")
-            found.setdefault(span.path if span.in_bucket else os.path.realpath(span.path), span)
+            found.setdefault(os.path.realpath(span.path) if span.is_local else span.path, span)
     return list(found.values())
 
 
@@ -118,7 +140,7 @@ def read_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise Problem(
             f"{path!r} cannot be read: {reason}; legal: complete, readable files"
         ) from None
@@ -133,10 +155,16 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
       look: whether only a few bytes will be read, at various positions.
 
     Raises:
-      RunError: the version of the file at the end of the `with` body is not that of the span.
+      RunError: the file is local, and its version at the end of the `with` body is not that of the
+        span.
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])
+        with io.BufferedReader(raw, _LOOK if look else _AHEAD) as file:
+            yield file
+        return
+    if not span.is_local:
+        raw = remote.open_stored(span.path)
         with io.BufferedReader(raw, _LOOK if look else _AHEAD) as file:
             yield file
         return
@@ -147,9 +175,7 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
 
 
 @contextlib.contextmanager
-def open_unpacked(
-    span: Span, on_block: BlockCallback = lambda block: None
-) -> Iterator[io.BufferedIOBase]:
+def open_unpacked(span: Span, on_block: BlockCallback = no_callback) -> Iterator[io.BufferedIOBase]:
     """Open a file to read its content, which is decompressed if the file is compressed.
 
     Args:
@@ -175,7 +201,7 @@ def new_digest() -> Any:
     return hashlib.blake2b(digest_size=16)
 
 
-def digest_of(span: Span, on_block: BlockCallback = lambda block: None) -> str:
+def digest_of(span: Span, on_block: BlockCallback = no_callback) -> str:
     """Return the hexadecimal digest of a span's stored bytes.
 
     Args:
@@ -201,8 +227,8 @@ def check_unchanged(span: Span) -> None:
     Raises:
       RunError: the file was edited or does not exist any more.
     """
-    if span.in_bucket:
-        return  # an object is always read at the generation that its span records
+    if not span.is_local:
+        return  # an object on gs:// is read at the generation that its span records
     try:
         version = _version(os.stat(span.path))
     except OSError:
@@ -232,7 +258,7 @@ def _stdlib() -> list[str]:
     return [str(path) for path in modules if path.is_file() and os.access(path, os.R_OK)]
 
 
-def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
+def _first(pieces: list[str]) -> tuple[list[Span], int]:
     """Return the files that match the first of the comma-separated pieces of a source.
 
     If the first piece matches no file, it is joined with the following pieces, because a file name
@@ -244,16 +270,18 @@ def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
     none = None
     for count in range(1, len(pieces) + 1):
         try:
-            return _matches(",".join(pieces[:count]).strip(), buckets), count
+            return _matches(",".join(pieces[:count]).strip()), count
         except _NoFile as problem:
             none = none or problem
     raise none
 
 
-def _matches(pattern: str, buckets: bool) -> list[Span]:
+def _matches(pattern: str) -> list[Span]:
     """Return the files that match a path or glob, sorted by name."""
     if pattern.startswith(_BUCKETS):
-        return _in_bucket(pattern, buckets)
+        return _in_bucket(pattern)
+    if remote.is_address(pattern):
+        return _at_address(pattern)
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
@@ -266,12 +294,7 @@ def _matches(pattern: str, buckets: bool) -> list[Span]:
     return [whole_span(path) for path in paths]
 
 
-def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
-    if not buckets:
-        raise Problem(
-            f"{pattern!r} is text in a bucket, which training cannot read; convert it with "
-            f"recipes.prepare_data --input={pattern!r} --output=gs://..., and give that token store"
-        )
+def _in_bucket(pattern: str) -> list[Span]:
     try:
         found = find_objects(pattern)
     except UsageError as error:
@@ -285,6 +308,14 @@ def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
                 "a Content-Encoding, also compressed ones, such as .gz files"
             )
     return [Span(url, 0, size, (size, crc32c, number)) for url, size, crc32c, number, _ in found]
+
+
+def _at_address(pattern: str) -> list[Span]:
+    with read_errors(pattern):
+        found = remote.find(pattern)
+    if not found:
+        raise _no_file(pattern)
+    return [Span(address, 0, size, (size, version)) for address, size, version in found]
 
 
 def _no_file(pattern: str) -> _NoFile:

@@ -26,9 +26,17 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Integer
 
+from rmt_tpu.data import tables
 from rmt_tpu.data.batches import cut, rank
 from rmt_tpu.data.corpus import read_span
-from rmt_tpu.data.inputs import Span, check_unchanged, digest_of, new_digest, usage_errors
+from rmt_tpu.data.inputs import (
+    BlockCallback,
+    Span,
+    check_unchanged,
+    digest_of,
+    new_digest,
+    usage_errors,
+)
 from rmt_tpu.data.token_store import (
     MANIFEST,
     SHARD,
@@ -63,6 +71,7 @@ class StoreOptions(NamedTuple):
       seed: seed of the choice of held-out documents.
       eval_fraction: fraction of the documents to hold out.
       plan_id: checksum of the store's plan.
+      text_field: name of the field or column that has the text.
     """
 
     source: str
@@ -70,6 +79,7 @@ class StoreOptions(NamedTuple):
     seed: int
     eval_fraction: float
     plan_id: int
+    text_field: str = "text"
 
 
 class DocumentCut(NamedTuple):
@@ -144,7 +154,11 @@ def read_part_manifest(folder: Folder, number: int) -> WrittenPart | None:
 
 
 def check_inputs(
-    url: str, spans: tuple[Span, ...], digests: list[str], tick: Callable[[int], None]
+    url: str,
+    spans: tuple[Span, ...],
+    digests: list[str],
+    tick: Callable[[int], None],
+    text_field: str = "text",
 ) -> None:
     """Check that the input files of a part were not edited since the part was written.
 
@@ -156,6 +170,7 @@ def check_inputs(
       spans: the spans from which the part was made.
       digests: the digests of the spans when the part was written.
       tick: a function that is called with the number of bytes that were checked.
+      text_field: name of the field or column that has the text.
 
     Raises:
       UsageError: a file was edited since then.
@@ -164,12 +179,32 @@ def check_inputs(
     for number, span in enumerate(spans):
         if span.in_bucket:
             tick(span.stop - span.start)
-        elif not same_number or digest_of(span, lambda block: tick(len(block))) != digests[number]:
+        elif not same_number or _digest_of(span, text_field, tick) != digests[number]:
             raise UsageError(
                 f"--output={url} is from another command: the content of "
                 f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
                 "resume, or another --output"
             )
+
+
+def _digest_of(span: Span, text_field: str, tick: Callable[[int], None]) -> str:
+    """Return the digest of a span's bytes, or for a table that of the texts in the span."""
+    if not tables.is_table(span.path):
+        return digest_of(span, lambda block: tick(len(block)))
+    digest = new_digest()
+    for _ in read_span(span, _digesting(digest, tick), text_field=text_field):
+        pass
+    return digest.hexdigest()
+
+
+def _digesting(digest: Any, tick: Callable[[int], None]) -> BlockCallback:
+    """Return a function that adds blocks to a digest and reports the stored bytes read."""
+
+    def on_block(block: bytes, stored: int | None = None) -> None:
+        digest.update(block)
+        tick(len(block) if stored is None else stored)
+
+    return on_block
 
 
 class PartWriter:
@@ -204,7 +239,13 @@ class PartWriter:
         name = part_name(job.number)
         if (done := self._existing_part(job)) is not None:
             with usage_errors("input", self._options.source):
-                check_inputs(self._options.url, job.spans, done.inputs, self._tick)
+                check_inputs(
+                    self._options.url,
+                    job.spans,
+                    done.inputs,
+                    self._tick,
+                    self._options.text_field,
+                )
         else:
             done = self._write(job, _attempt(self._options.plan_id, job))
             content = {"plan": self._options.plan_id, "cut": job.cut, **done._asdict()}
@@ -304,12 +345,8 @@ class PartWriter:
             size = 0
             for span in spans:
                 digest = new_digest()
-
-                def on_block(block: bytes, digest: Any = digest) -> None:
-                    digest.update(block)
-                    self._tick(len(block))
-
-                for text in read_span(span, on_block):
+                on_block = _digesting(digest, self._tick)
+                for text in read_span(span, on_block, text_field=self._options.text_field):
                     texts.append(text)
                     size += len(text)
                     if len(texts) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:

@@ -17,6 +17,8 @@ from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
 
+USUAL_FIELD = "text"  # default name of the field or column that has the text
+
 # Minimum and usual size of a part in bytes, and maximum number of parts. A part is small enough to
 # be written again after an interruption and to be assigned to any process, but large enough to keep
 # the number of files low.
@@ -52,11 +54,14 @@ def plan_of(
     tokenizer: Tokenizer,
     eval_fraction: int | float,
     seed: int,
+    text_field: str = "text",
 ) -> dict[str, Any]:
     """Return the content of plan.json.
 
     Digests of the input files are not included, because the manifests of the parts have them.
     """
+    # The usual field is left out, so that the plans of older stores are still the same.
+    field = {} if text_field == USUAL_FIELD else {"text_field": text_field}
     return {
         "tokenizer": TokenizerOfStore.of(tokenizer)._asdict(),
         "eval_fraction": eval_fraction,
@@ -64,6 +69,7 @@ def plan_of(
         "part_bytes": part_bytes,
         "num_parts": num_parts,
         "sources": [_source(file) for file in files],
+        **field,
     }
 
 
@@ -95,6 +101,9 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         for name in ("eval_fraction", "seed", "part_bytes")
         if old.get(name) != new[name]
     ]
+    fields = [each.get("text_field", USUAL_FIELD) for each in (old, new)]
+    if fields[0] != fields[1]:
+        different.append(f"text_field {fields[0]} is now {fields[1]}")
     if (tokenizer := old.get("tokenizer")) != new["tokenizer"]:
         tokenizer = tokenizer.get("name") if isinstance(tokenizer, dict) else None
         again = " with other files" if tokenizer == new["tokenizer"]["name"] else ""

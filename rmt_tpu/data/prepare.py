@@ -95,6 +95,7 @@ def prepare(
     part_bytes: int | None = None,
     progress: Progress = lambda done, total, what: None,
     group: ProcessGroup = _SINGLE_PROCESS,
+    text_field: str = plans.USUAL_FIELD,
 ) -> Totals:
     """Tokenise text into a token store, or resume an interrupted call with the same arguments.
 
@@ -112,7 +113,7 @@ def prepare(
     The store is identical, byte for byte, for any number of processes.
 
     Args:
-      source: the text source, as for `documents`; `gs://` URLs and globs are also allowed.
+      source: the text source, as for `documents`.
       tokenizer_spec: the tokenizer, as for `load_tokenizer`.
       output: folder of the store, which must be the same for all processes of the group.
       eval_fraction: fraction of the documents to hold out, above 0 and at most 0.5.
@@ -123,6 +124,7 @@ def prepare(
       progress: a function that is called from time to time with the progress of this process's
         share.
       group: the processes that call this function with the same arguments.
+      text_field: name of the field or column that has the text.
 
     Returns:
       A summary of the store's content.
@@ -140,10 +142,10 @@ def prepare(
         raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
     tokenizer = load_tokenizer(tokenizer_spec)
     with usage_errors("input", source):
-        found = files(source, buckets=True)
+        found = files(source)
         part_bytes = part_bytes or plans.usual_part_bytes(sum(file.stop for file in found))
         parts = list(plans.parts(found, part_bytes))
-    plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed)
+    plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed, text_field)
     with flag_errors("output"):
         folder = open_folder(output)
     _check_same_plan(group, plan, parts)
@@ -153,11 +155,11 @@ def prepare(
     _check_shared(folder, plan, group)
     workers = workers or os.cpu_count() or 1
     own = _share([sum(span.stop - span.start for span in part) for part in parts], group)
+    options = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan), text_field)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
-        _compare(folder.url, source, parts, complete["inputs"], own, workers, progress)
+        _compare(options, parts, complete["inputs"], own, workers, progress)
         group.gather("", COMPARING)
         return _totals([Part.from_json(value) for value in complete["parts"]], len(parts))
-    options = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
     jobs = [PartJob(number, parts[number], None) for number in own]
     done = dict(zip(own, _run(options, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
@@ -167,7 +169,7 @@ def prepare(
         done |= {job.number: result for job, result in zip(rewrites, rewritten, strict=True)}
         kept = sum(d.kept for d in done.values())
     with usage_errors("input", source):
-        if files(source, buckets=True) != found:
+        if files(source) != found:
             raise RunError(
                 f"--input={source!r} was edited during the command; restore its content and repeat "
                 "the command, or give another --output"
@@ -210,6 +212,7 @@ def _check_same_plan(
     """
     own = {f"--{name}": digest(plan[name]) for name in ("tokenizer", "eval_fraction", "seed")}
     sizes = [[span[1:3] for span in part] for part in parts]
+    own["--text_field"] = digest(plan.get("text_field", plans.USUAL_FIELD))
     own["--input"] = digest([plan["sources"], plan["part_bytes"], sizes])
     first, *others = map(json.loads, group.gather(json.dumps(own), "comparing the plan"))
     for number, other in enumerate(others, 1):
@@ -330,8 +333,7 @@ def _run(
 
 
 def _compare(
-    url: str,
-    source: str,
+    options: StoreOptions,
     parts: list[tuple[Span, ...]],
     digests: list[list[str]],
     own: list[int],
@@ -348,8 +350,11 @@ def _compare(
 
     pool = ThreadPoolExecutor(workers)
     try:
-        with usage_errors("input", source):
-            for _ in pool.map(lambda n: check_inputs(url, parts[n], digests[n], tick), own):
+        with usage_errors("input", options.source):
+            check = lambda n: check_inputs(
+                options.url, parts[n], digests[n], tick, options.text_field
+            )
+            for _ in pool.map(check, own):
                 pass
     finally:
         pool.shutdown(cancel_futures=True)

@@ -121,7 +121,7 @@ def _find(task: Task, data_dir: str):
     base = f"{data_dir.rstrip('/')}/{task.name}.jsonl"
     for ending in _ENDINGS:
         with contextlib.suppress(Problem):
-            return files(base + ending, buckets=True)[0]
+            return files(base + ending)[0]
     raise Problem(
         f"has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, or {HUB}"
     )

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rmt_tpu.data import ByteTokenizer, documents, open_store, pack
@@ -141,6 +143,19 @@ def test_a_signal_ends_all_processes(source, tmp_path, send):
     lines = [line for line in said.splitlines() if not line.startswith("tokenising: ")]
     assert lines == ["error: interrupted"]
     assert 0 < len(list(output.glob("parts/*/manifest.json"))) < 10
+
+
+def test_a_run_of_a_column_has_the_text_of_its_store(tmp_path):
+    table = pyarrow.table({"id": range(40), "body": [f"line {n}\n" * 9 for n in range(40)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    source = f"{tmp_path}/a.parquet"
+    done = cli.succeed(
+        "prepare_data", f"--input={source}", "--text_field=body", f"--output={tmp_path}/store"
+    )
+    assert f"{tmp_path}/store is complete" in done.stdout
+    flags = "train", "--preset=rmt-tiny", f"--data={source}", "--dry_run", "--seq_len=64"
+    assert '"text_field": "body"' in cli.succeed(*flags, "--text_field=body").stdout
+    assert "has no column 'text' of strings" in cli.fail(*flags)
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():

@@ -1,11 +1,14 @@
 """Text in a bucket: found by globs, read by ranges, and tokenised as if it lay in a folder."""
 
 import gzip
+import io
 import json
 import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -26,7 +29,10 @@ def some_texts(count: int, seed: int) -> list[str]:
 def both(server, tmp_path) -> tuple[str, str]:
     """The same files in a folder and in the bucket, as globs."""
     lines = lambda texts: "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    table = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": some_texts(50, 4)}), table, row_group_size=9)
     contents = {
+        "e.parquet": table.getvalue(),
         "a.jsonl": lines(some_texts(40, 0)),
         "b.txt": "\n<|endoftext|>\n".join(some_texts(30, 1)).encode(),
         "deep/er/c.jsonl.gz": gzip.compress(lines(some_texts(20, 2))),
@@ -36,7 +42,7 @@ def both(server, tmp_path) -> tuple[str, str]:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
         server.replace("bucket", f"in/{name}", content)
-    globs = ["*.jsonl", "b.txt", "**/*.gz", "deep/*.zst"]
+    globs = ["*.jsonl", "b.txt", "**/*.gz", "deep/*.zst", "*.parquet"]
     return tuple(",".join(f"{root}/{g}" for g in globs) for root in (tmp_path / "in", IN))
 
 
@@ -62,6 +68,14 @@ def test_the_store_of_a_bucket_is_that_of_a_folder(both, tmp_path):
     plans = [read_sealed(open_folder(tmp_path / name), PLAN) for name in ("local", "remote")]
     named = [[source[:2] for source in plan["sources"]] for plan in plans]
     assert named[0] == named[1]
+
+
+def test_text_in_a_bucket_is_read_as_a_whole_too(both, monkeypatch):
+    assert corpus.documents(both[1]) == corpus.documents(both[0])
+    monkeypatch.setattr(corpus, "_MOST_REMOTE", 1000)
+    assert len(corpus.documents(both[0])) == 149
+    with pytest.raises(UsageError, match="legal: at most 0 GiB, or the token store that"):
+        corpus.documents(both[1])
 
 
 @pytest.mark.slow
@@ -141,7 +155,7 @@ def test_an_object_that_is_replaced_while_it_is_read(server, monkeypatch, at):
     monkeypatch.setattr(inputs, "_AHEAD", 4096)
     content = b"".join(b'{"text": "%d"}\n' % n for n in range(10_000))
     server.replace("bucket", "in/a.jsonl", content)
-    (span,) = inputs.files("gs://bucket/in/a.jsonl", buckets=True)
+    (span,) = inputs.files("gs://bucket/in/a.jsonl")
     texts = corpus.read_span(span)
     for _ in range(at // 20):
         next(texts)
@@ -168,7 +182,7 @@ def test_it_is_read_in_ranges_and_a_busy_service_is_asked_again(server, monkeypa
     monkeypatch.setattr(inputs, "_AHEAD", 4096)
     content = b"".join(b'{"text": "%d"}\n' % n for n in range(2000))
     server.replace("bucket", "in/a.jsonl", content)
-    (span,) = inputs.files("gs://bucket/in/a.jsonl", buckets=True)
+    (span,) = inputs.files("gs://bucket/in/a.jsonl")
     server.faults.append(gcs_server.fault((503, "busy"), method="GET", url="a.jsonl", times=2))
     server.requests.clear()
     assert list(corpus.read_span(span)) == [str(n) for n in range(2000)]

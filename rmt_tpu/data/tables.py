@@ -1,0 +1,235 @@
+"""Documents in a column of Parquet and Arrow files.
+
+A table is divided at its groups: the row groups of a Parquet file, or the record batches of an
+Arrow file. Group i of n counts as the bytes from `size * i // n` to `size * (i + 1) // n` of the
+file. A span of a table has the groups that begin within the span. An Arrow stream, which has no
+list of its record batches, cannot be divided.
+
+Only the text column is read. Memory holds a few hundred rows of a Parquet file, or one record batch
+of an Arrow file.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from rmt_tpu.data.inputs import BlockCallback, Problem, Span, open_stored, read_errors
+from rmt_tpu.data.remote import EXTRA
+
+TABLES = (".parquet", ".arrow")
+
+_ARROW_FILE = b"ARROW1"  # the first bytes of an Arrow file; an Arrow stream begins otherwise
+_ROWS = 256  # rows of a Parquet file to decode at a time
+_BUFFER = 2**20  # bytes of a Parquet file to read at a time
+_LONGEST_DOCUMENT = 2**30  # maximum size of a document in characters
+_SHOWN_COLUMNS = 12
+
+
+def is_table(path: str) -> bool:
+    """Return whether the name of a file says that it is a Parquet or an Arrow file."""
+    return path.lower().endswith(TABLES)
+
+
+def divide(span: Span, num_bytes: int) -> Iterator[Span]:
+    """Divide a table into spans of about `num_bytes` or more, at the ends of its groups.
+
+    Raises:
+      Problem: the file cannot be read.
+    """
+    with _opened(span, look=True) as file:
+        count = _num_groups(span, file)
+    start = span.start
+    for group in range(1, count):
+        stop = _begin(span, group, count)
+        if stop - start >= num_bytes:
+            yield span._replace(start=start, stop=stop)
+            start = stop
+    yield span._replace(start=start)
+
+
+def read_span(span: Span, text_field: str, on_block: BlockCallback) -> Iterator[str]:
+    """Yield the texts of a column in the groups of a span, in order, without nulls.
+
+    Args:
+      span: a span of a table.
+      text_field: name of the column.
+      on_block: a function that is called with the texts, encoded as bytes, and with the number of
+        bytes of the span that they account for.
+
+    Raises:
+      Problem: the file cannot be read, has no such column of text, or has a document that is too
+        long or not UTF-8.
+      RunError: the file was edited while it was read.
+    """
+    at = span.start
+    with _opened(span) as file:
+        read = _parquet if span.path.lower().endswith(".parquet") else _arrow
+        for stop, texts in read(span, file, text_field):
+            on_block(b"".join(map(_encoded, texts)), stop - at)
+            at = stop
+            for text in texts:
+                if text is not None:
+                    if len(text) > _LONGEST_DOCUMENT:
+                        raise Problem(
+                            f"{span.path!r} has a document of more than {_LONGEST_DOCUMENT} "
+                            "characters; legal: shorter documents"
+                        )
+                    yield text
+    on_block(b"", span.stop - at)
+
+
+def _encoded(text: str | None) -> bytes:
+    """Return bytes that differ for different texts also if they are concatenated."""
+    if text is None:
+        return b"null\n"
+    content = text.encode()
+    return b"%d\n%b" % (len(content), content)
+
+
+@contextlib.contextmanager
+def _opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
+    """Open a table, and turn errors of pyarrow in the `with` body into a Problem."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise Problem(f"{span.path!r} needs pyarrow: {EXTRA}") from None
+    try:
+        with read_errors(span.path), open_stored(span, look=look) as file:
+            yield file
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise Problem(
+            f"{span.path!r} cannot be read: {reason}; legal: complete Parquet and Arrow files"
+        ) from None
+
+
+def _num_groups(span: Span, file: io.BufferedIOBase) -> int:
+    import pyarrow
+    import pyarrow.parquet
+
+    if span.path.lower().endswith(".parquet"):
+        return pyarrow.parquet.ParquetFile(file).metadata.num_row_groups
+    if not _is_arrow_file(file):
+        return 1
+    return pyarrow.ipc.open_file(file).num_record_batches
+
+
+def _begin(span: Span, group: int, count: int) -> int:
+    """Return the position in the file that counts as the begin of a group; see this module."""
+    size = span.version[0]
+    return size * group // count
+
+
+def _groups(span: Span, count: int) -> list[int]:
+    return [group for group in range(count) if span.start <= _begin(span, group, count) < span.stop]
+
+
+# A reader yields pairs: the position in the span up to which it has read, and texts.
+_Texts = Iterator[tuple[int, list[str | None]]]
+
+
+def _parquet(span: Span, file: io.BufferedIOBase, text_field: str) -> _Texts:
+    from pyarrow.parquet import ParquetFile
+
+    # Without `pre_buffer`, pages are decoded as they are read. Otherwise memory would hold the
+    # whole column of a row group.
+    table = ParquetFile(
+        file, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
+    )
+    _check_column(span, table.schema_arrow, text_field)
+    count = table.metadata.num_row_groups
+    for group in _groups(span, count):
+        start, stop = (_begin(span, g, count) for g in (group, group + 1))
+        rows, done = table.metadata.row_group(group).num_rows, 0
+        options = {"row_groups": [group], "columns": [text_field], "use_threads": False}
+        for batch in table.iter_batches(_ROWS, **options):
+            where = f"row group {group + 1}, row {done + 1} or later"
+            done += batch.num_rows
+            yield (
+                start + (stop - start) * done // max(rows, 1),
+                _strings(span, batch.column(text_field), where),
+            )
+
+
+def _arrow(span: Span, file: io.BufferedIOBase, text_field: str) -> _Texts:
+    import pyarrow
+
+    is_file = _is_arrow_file(file)
+    begin = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    schema = begin(file).schema
+    _check_column(span, schema, text_field)
+    file.seek(0)
+    index = schema.get_field_index(text_field)
+    options = pyarrow.ipc.IpcReadOptions(included_fields=[index], use_threads=False)
+    table = begin(file, options=options)
+    if is_file:
+        count = table.num_record_batches
+        batches = ((g, table.get_batch(g)) for g in _groups(span, count))
+        position = lambda group: _begin(span, group + 1, count)
+    else:
+        batches = enumerate(table)
+        position = lambda group: min(file.tell(), span.stop)
+    for group, batch in batches:
+        batch.validate(full=True)  # a damaged batch would otherwise crash the process
+        texts = _strings(span, batch.column(text_field), f"record batch {group + 1}")
+        yield position(group), texts
+
+
+def _is_arrow_file(file: io.BufferedIOBase) -> bool:
+    start = file.read(len(_ARROW_FILE))
+    file.seek(0)
+    return start == _ARROW_FILE
+
+
+def _check_column(span: Span, schema: Any, text_field: str) -> None:
+    """Check that a table has the text column.
+
+    Raises:
+      Problem: the table has no column of this name, or several, or a column of another type.
+    """
+    index = schema.get_field_index(text_field)
+    if index >= 0 and _is_text(schema.field(index).type):
+        return
+    shown = [f"{name[:40]!r} ({_type_name(schema, i)})" for i, name in enumerate(schema.names)]
+    columns = ", ".join(shown[:_SHOWN_COLUMNS] + ["..."] * (len(shown) > _SHOWN_COLUMNS))
+    raise Problem(
+        f"{span.path!r} has no column {text_field!r} of strings; columns: {columns or 'none'}; "
+        "legal: --text_field=NAME of a column of strings"
+    )
+
+
+def _type_name(schema: Any, index: int) -> str:
+    return str(schema.field(index).type)[:40]
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+    )
+    return any(test(kind) for test in tests)
+
+
+def _strings(span: Span, column: Any, where: str) -> list[str | None]:
+    """Return the texts of a column; columns of bytes are decoded as UTF-8.
+
+    Raises:
+      Problem: a text is not UTF-8.
+    """
+    try:
+        return [
+            value.decode() if isinstance(value, bytes) else value for value in column.to_pylist()
+        ]
+    except UnicodeDecodeError as error:
+        raise Problem(
+            f"{span.path!r} is not UTF-8 in {where} ({error.reason}); legal: UTF-8 text"
+        ) from None
