@@ -58,6 +58,7 @@ DATA = [
 PARQUET = ["pyarrow>=18", "fsspec>=2024.6"]
 HUB = ["safetensors>=0.5", "ml_dtypes"]  # weights of the hub's form: others' and ours
 SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
+CHAT = ["jinja2>=3.1"]  # chat templates of models
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
@@ -80,6 +81,7 @@ setup(
     extras_require={
         "tpu": TPU,
         "cuda": CUDA,
+        "chat": CHAT,
         "gcs": GCS,
         "data": DATA,
         "hub": HUB,
@@ -96,6 +98,7 @@ setup(
         + SERVE
         + HUB
         + PARQUET
+        + CHAT
         + [
             "beartype>=0.20",
             # Exactly this: the test server mends its handlers, which are its internals.

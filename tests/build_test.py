@@ -18,6 +18,7 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "google.api_core": "google-api-core",
     "google.auth": "google-auth",
     "google.cloud": "google-cloud-storage",
+    "jinja2": "Jinja2",
     "orbax": "orbax-checkpoint",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name

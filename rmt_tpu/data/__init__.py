@@ -11,6 +11,7 @@ windows read.
 """
 
 from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split
+from rmt_tpu.data.chat import ChatTemplate, read_template
 from rmt_tpu.data.corpus import documents
 from rmt_tpu.data.prefetch import Prefetcher
 from rmt_tpu.data.token_store import TokenStore, is_store, open_store
@@ -20,6 +21,7 @@ from rmt_tpu.data.tokenizer_files import load_saved, load_tokenizer
 __all__ = [
     "Batch",
     "ByteTokenizer",
+    "ChatTemplate",
     "Prefetcher",
     "Stream",
     "TokenStore",
@@ -31,5 +33,6 @@ __all__ = [
     "load_tokenizer",
     "open_store",
     "pack",
+    "read_template",
     "split",
 ]

@@ -119,6 +119,15 @@ class BpeTokenizer(Tokenizer):
         """Return the tokens of a text without BOS."""
         return next(self.encode_all([text]))
 
+    def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Return the tokens of a text without BOS; names of special tokens stand for these tokens.
+
+        BOS is among the tokens if its name is in the text.
+        """
+        utf8(text)
+        ids = self._special_library.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
+
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
         """Encode texts in parallel on all cores, and yield the tokens of each text in order."""
         for start in range(0, len(texts), _CHUNK):
@@ -179,6 +188,13 @@ class BpeTokenizer(Tokenizer):
         first, rest = map(re.escape, (self._bos_name[0], self._bos_name[1:]))
         parts = re.split(f"(?<={first})(?={rest})", text)
         return np.concatenate(self._encode(parts))
+
+    @cached_property
+    def _special_library(self) -> Any:
+        """A copy of the library's tokenizer for which names of special tokens are not text."""
+        copy = _import().Tokenizer.from_str(self._library.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     @cached_property
     def _json(self) -> dict[str, Any]:

@@ -69,6 +69,16 @@ class Tokenizer(ABC):
           UsageError: the text has an unpaired surrogate, which is not a character.
         """
 
+    def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Return the tokens of a text without BOS; names of special tokens stand for these tokens.
+
+        A tokenizer without such names encodes the text as `encode` does.
+
+        Raises:
+          UsageError: the text has an unpaired surrogate, which is not a character.
+        """
+        return self.encode(text)
+
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
         """Yield the tokens of each text, in order."""
         return map(self.encode, texts)

@@ -1,0 +1,197 @@
+"""Chat templates: Jinja programs of a model that write a conversation as one text.
+
+A template is run as transformers runs it, in Jinja's sandbox. This module needs jinja2 only when a
+template is compiled.
+"""
+
+import datetime
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from rmt_tpu.data.tokenizer import Tokenizer
+from rmt_tpu.errors import UsageError, one_line, shown
+from rmt_tpu.storage import Folder
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+
+_NEEDED = "chat templates need jinja2: pip install 'rmt_tpu[chat]'"
+_LONGEST_CONFIG = 2**26  # maximum size of tokenizer_config.json in bytes
+
+
+class ChatTemplate:
+    """A template that writes a conversation as text, and a tokenizer that encodes the text.
+
+    Args:
+      source: the template in Jinja's language.
+      tokenizer: the tokenizer of the model.
+      names: further variables of the template, such as `bos_token`, the name of the start token.
+      starts: whether to put the start token in front of a conversation whose text does not begin
+        with it. In transformers, the template alone decides.
+      where: the file of the template, for error messages.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        names: Mapping[str, str] | None = None,
+        starts: bool = False,
+        where: str = "the chat template",
+    ):
+        defaults = {"bos_token": tokenizer.bos, "eos_token": tokenizer.ends[0]}
+        self._names = {name: tokenizer.token_name(token) or "" for name, token in defaults.items()}
+        self._names |= names or {}
+        self._source, self._tokenizer, self._starts = source, tokenizer, starts
+        self._where = where
+
+    @staticmethod
+    def installed() -> bool:
+        """Return whether jinja2 is installed, which runs the templates."""
+        return importlib.util.find_spec("jinja2") is not None
+
+    def check(self) -> None:
+        """Raise UsageError if the template cannot be compiled, or jinja2 is not installed."""
+        _ = self._compiled
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Return the text of a conversation.
+
+        Args:
+          messages: the messages, each with a `role` and a `content`.
+          **variables: further variables, such as `add_generation_prompt`, which is true if the text
+            is to end where the model's answer begins.
+
+        Raises:
+          UsageError: the template refuses the messages, fails, or cannot be compiled, or jinja2 is
+            not installed.
+        """
+        template = self._compiled
+        given = {"tools": None, "documents": None, **self._names, **variables}
+        try:
+            return template.render(given, messages=messages)
+        except _Refused as error:
+            raise UsageError(f"the chat template refuses the messages: {error}") from None
+        except Exception as error:  # a template is a program, which may raise anything
+            raise UsageError(f"the chat template fails: {one_line(error)}") from None
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Return the tokens of a conversation's text, in which names of special tokens count.
+
+        Raises:
+          UsageError: the text has an unpaired surrogate, which is not a character.
+        """
+        tokens = self._tokenizer.encode_special(text)
+        if len(tokens) and (not self._starts or tokens[0] == self._tokenizer.bos):
+            return tokens
+        return self._tokenizer.with_bos(tokens)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        if not self.installed():
+            raise UsageError(_NEEDED)
+        import jinja2
+
+        try:
+            return _environment().from_string(self._source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UsageError(f"{self._where}:{error.lineno} is no template: {error}") from None
+
+
+def read_template(
+    folder: Folder, tokenizer: Tokenizer, *, starts: bool = False
+) -> ChatTemplate | None:
+    """Return the chat template in a model's folder, or None if the folder has none.
+
+    The file `chat_template.jinja` goes before the field `chat_template` of tokenizer_config.json.
+
+    Args:
+      folder: the folder.
+      tokenizer: the tokenizer of the model.
+      starts: see `ChatTemplate`.
+
+    Raises:
+      UsageError: a file is damaged, or tokenizer_config.json has several templates, of which none
+        is named "default".
+    """
+    config = f"{folder.url}/{CONFIG_FILE}"
+    found = folder.read(CONFIG_FILE, limit=_LONGEST_CONFIG)
+    try:
+        values = json.loads(found.data) if found else {}
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"{config} is not a JSON object; legal: a JSON object, or no file")
+    source, where = _default_template(values.get("chat_template"), config), config
+    if (file := folder.read(TEMPLATE_FILE)) is not None:
+        where = f"{folder.url}/{TEMPLATE_FILE}"
+        try:
+            source = file.data.decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{where} is not UTF-8: {error.reason}") from None
+    if source is None:
+        return None
+    contents = {name: v["content"] if _is_added(v) else v for name, v in values.items()}
+    names = {n: v for n, v in contents.items() if n.endswith("_token") and isinstance(v, str)}
+    return ChatTemplate(source, tokenizer, names=names, starts=starts, where=where)
+
+
+def _default_template(value: Any, config: str) -> str | None:
+    """Return the template in the field `chat_template`, which may be a list of named templates."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return {each["name"]: each["template"] for each in value}["default"]
+    except (TypeError, KeyError):
+        raise UsageError(
+            f"{config}: chat_template={shown(value)} must be text, or a list of objects with a "
+            'name and a template, of which one has the name "default"'
+        ) from None
+
+
+def _is_added(value: Any) -> bool:
+    """Return whether a value of tokenizer_config.json describes a token by an object."""
+    return isinstance(value, dict) and isinstance(value.get("content"), str)
+
+
+class _Refused(Exception):
+    """The error of a template that calls `raise_exception`."""
+
+
+def _refuse(message: object) -> None:
+    raise _Refused(" ".join(str(message).split()))
+
+
+def _environment() -> Any:
+    """Return the sandbox in which templates run, with what transformers adds to Jinja."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag `generation`, which marks the model's own words and does not change the text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Return a value as JSON. Jinja's own filter would replace characters that HTML uses."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
