@@ -1,4 +1,4 @@
-"""Serve a trained decoder over HTTP, with the API of OpenAI's completions.
+"""Serve a trained decoder over HTTP, with the API of OpenAI's completions and chats.
 
     python -m recipes.serve --workdir=runs/rmt-tiny
 
@@ -24,6 +24,12 @@ _STEP = flags.DEFINE_integer(
     "step", None, "step of the checkpoint; default the last undamaged checkpoint"
 )
 trained.define_mesh_flag()
+_CHAT_TEMPLATE = flags.DEFINE_string(
+    "chat_template",
+    None,
+    "file with the Jinja template of chats; default chat_template.jinja or tokenizer_config.json "
+    "in the model's folder",
+)
 _NAME = flags.DEFINE_string("name", None, "model name for clients; default the folder's name")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
 _PORT = flags.DEFINE_integer(
@@ -106,6 +112,7 @@ def _front():
     trained.check_rows("slots", _SLOTS.value)
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
+    template = _template(tokenizer)
     trained.note_missing_start(tokenizer)
     learned = decoder.config.learned_positions
     longest = _MAX_LENGTH.value
@@ -124,9 +131,27 @@ def _front():
         max_tokens=_MAX_TOKENS.value,
         max_texts=_SLOTS.value + _QUEUE.value,
         vocab_size=decoder.config.vocab_size,
+        template=template,
     )
     worker = Worker(engine, tokenizer)
     return Front(worker, served, max_body=_MAX_BODY.value, log=_LOG_REQUESTS.value)
+
+
+def _template(tokenizer):
+    """Return the chat template of the model, or None; a damaged template is an error at once."""
+    from rmt_tpu.data import read_template
+    from rmt_tpu.errors import about_flag
+    from rmt_tpu.hub.models import is_hub
+    from rmt_tpu.storage import open_folder
+
+    folder, file = open_folder(_WORKDIR.value), _CHAT_TEMPLATE.value
+    # A model that was trained here has read the start token before every text.
+    starts = not is_hub(folder.local_path)
+    with about_flag("chat_template", file or "\0"):
+        template = read_template(folder, tokenizer, file=file, starts=starts)
+        if template is not None and template.installed():
+            template.check()
+    return template
 
 
 def run() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,15 +107,16 @@ class ChatTemplate:
 
 
 def read_template(
-    folder: Folder, tokenizer: Tokenizer, *, starts: bool = False
+    folder: Folder, tokenizer: Tokenizer, *, file: str | None = None, starts: bool = False
 ) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if the folder has none.
+    """Return the chat template of a model, or None if the model has none.
 
     The file `chat_template.jinja` goes before the field `chat_template` of tokenizer_config.json.
 
     Args:
-      folder: the folder.
+      folder: the folder of the model.
       tokenizer: the tokenizer of the model.
+      file: the path of a local file with a template that replaces the folder's.
       starts: see `ChatTemplate`.
 
     Raises:
@@ -129,18 +131,32 @@ def read_template(
         values = None
     if not isinstance(values, dict):
         raise UsageError(f"{config} is not a JSON object; legal: a JSON object, or no file")
-    source, where = _default_template(values.get("chat_template"), config), config
-    if (file := folder.read(TEMPLATE_FILE)) is not None:
-        where = f"{folder.url}/{TEMPLATE_FILE}"
+    where = f"{folder.url}/{TEMPLATE_FILE}" if file is None else file
+    data = _template_bytes(folder, file)
+    if data is None:
+        source, where = _default_template(values.get("chat_template"), config), config
+        if source is None:
+            return None
+    else:
         try:
-            source = file.data.decode()
+            source = data.decode()
         except UnicodeDecodeError as error:
             raise UsageError(f"{where} is not UTF-8: {error.reason}") from None
-    if source is None:
-        return None
     contents = {name: v["content"] if _is_added(v) else v for name, v in values.items()}
     names = {n: v for n, v in contents.items() if n.endswith("_token") and isinstance(v, str)}
     return ChatTemplate(source, tokenizer, names=names, starts=starts, where=where)
+
+
+def _template_bytes(folder: Folder, file: str | None) -> bytes | None:
+    if file is None:
+        found = folder.read(TEMPLATE_FILE)
+        return None if found is None else found.data
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be read: {error.strerror}; legal: a file with a chat template"
+        ) from None
 
 
 def _default_template(value: Any, config: str) -> str | None:

@@ -1,12 +1,43 @@
-"""Responses in the format of OpenAI's completions API, whole or as a stream of chunks."""
+"""Responses in the formats of OpenAI's completions and chats, whole or as a stream of chunks."""
 
 import codecs
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.generation import Completion, Scores
 from rmt_tpu.serving.protocol import CompletionRequest, ServedModel
+
+
+class ScoredToken(NamedTuple):
+    """A token of a text with its scores.
+
+    Attributes:
+      token: the token.
+      log: the log-probability of the token, in nats; None for a token that has no score.
+      likeliest: the likeliest tokens at the same position with their log-probabilities; None for a
+        token that has no score.
+      offset: the number of characters of the text before the token.
+    """
+
+    token: int
+    log: float | None
+    likeliest: list[tuple[int, float]] | None
+    offset: int
+
+
+class Piece(NamedTuple):
+    """A piece of a text, as both formats of responses report it.
+
+    Attributes:
+      text: the characters.
+      finish: why the text has ended, as in `Completion`.
+      scored: the tokens with their scores, if they were requested.
+    """
+
+    text: str
+    finish: str | None
+    scored: list[ScoredToken]
 
 
 class Answer:
@@ -21,17 +52,15 @@ class Answer:
       created: the time of the request, in seconds since 1970.
     """
 
+    # The names of the formats of a whole response and of a chunk.
+    _kind = _chunk_kind = "text_completion"
+
     def __init__(self, request: CompletionRequest, served: ServedModel, name: str, created: int):
-        self._request = request
-        self._head = {
-            "id": name,
-            "object": "text_completion",
-            "created": created,
-            "model": served.name,
-        }
+        self._request, self._tokenizer = request, served.tokenizer
+        self._name, self._created, self._model = name, created, served.name
         texts = range(len(request.prompts) * request.n)
         self._choices = [_Choice(request, index, served.tokenizer) for index in texts]
-        self._whole_choices = [choice.empty() for choice in self._choices]
+        self._wholes = [Piece("", None, []) for _ in texts]
         self._tokens = 0
 
     def add(self, index: int, completion: Completion, prompt: Scores | None) -> dict[str, Any]:
@@ -46,27 +75,68 @@ class Answer:
         if self._request.silent:
             completion = Completion(completion.number, finish="length")
         self._tokens += len(completion.tokens)
+        first = not self._choices[index].begun
         piece = self._choices[index].add(completion, prompt)
-        choice = self._whole_choices[index]
-        choice["text"] += piece["text"]
-        choice["finish_reason"] = piece["finish_reason"]
-        for name, values in (piece["logprobs"] or {}).items():
-            choice["logprobs"][name] += values
+        text, _, scored = self._wholes[index]
+        self._wholes[index] = Piece(text + piece.text, piece.finish, scored + piece.scored)
         usage = {"usage": None} if self._request.include_usage else {}
-        return self._head | {"choices": [piece]} | usage
+        return self._head(self._chunk_kind) | {"choices": [self._part(index, piece, first)]} | usage
 
     def response(self) -> dict[str, Any]:
         """Return the complete response."""
-        return self._head | {"choices": self._whole_choices, "usage": self._usage()}
+        choices = [self._whole(index, whole) for index, whole in enumerate(self._wholes)]
+        return self._head(self._kind) | {"choices": choices, "usage": self._usage()}
 
     def usage(self) -> dict[str, Any]:
         """Return the last chunk of a stream, which reports the numbers of tokens."""
-        return self._head | {"choices": [], "usage": self._usage()}
+        return self._head(self._chunk_kind) | {"choices": [], "usage": self._usage()}
 
     @property
     def ended(self) -> bool:
         """Whether all texts of the response have ended."""
-        return all(choice["finish_reason"] for choice in self._whole_choices)
+        return all(whole.finish for whole in self._wholes)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self._name, "object": kind, "created": self._created}
+        return head | {"model": self._model}
+
+    def _whole(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return a piece of a text, or the whole text, in the format of a whole response."""
+        choice = {"index": index, "text": piece.text, "logprobs": None}
+        if self._request.logprobs is not None:
+            choice["logprobs"] = self._logprobs(piece.scored)
+        return choice | {"finish_reason": piece.finish}
+
+    def _part(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
+        """Return a piece of a text in the format of a chunk."""
+        del first
+        return self._whole(index, piece)
+
+    def _logprobs(self, scored: list[ScoredToken]) -> dict[str, list]:
+        tops = []
+        for token, log, likeliest, _ in scored:
+            ranked = None if likeliest is None else [*likeliest, (token, log)]
+            tops.append(ranked and {self._text(t): _finite(x) for t, x in ranked})
+        return {
+            "tokens": [self._text(each.token) for each in scored],
+            "token_logprobs": [_finite(each.log) for each in scored],
+            "top_logprobs": tops,
+            "text_offset": [each.offset for each in scored],
+        }
+
+    def _text(self, token: int) -> str:
+        """Return a token's text, or a substitute if the token alone is not valid text.
+
+        A token that is only a part of a character is shown by its bytes, such as "bytes:\\xe2". A
+        token that has no text is shown by its number, such as "token:300".
+        """
+        if token >= self._tokenizer.vocab_size:
+            return f"token:{token}"
+        content = self._tokenizer.decode_bytes([token])
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def _usage(self) -> dict[str, int]:
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._request.prompts)
@@ -75,6 +145,42 @@ class Answer:
             "completion_tokens": self._tokens,
             "total_tokens": prompt_tokens + self._tokens,
         }
+
+
+class ChatAnswer(Answer):
+    """The response to one request in the format of chats; see `Answer`."""
+
+    _kind, _chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def _whole(self, index: int, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return self._choice(index, "message", message, piece)
+
+    def _part(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant"} if first else {}
+        # A chunk without text still says so if it is the first one, because clients expect text.
+        delta |= {"content": piece.text} if piece.text or first else {}
+        return self._choice(index, "delta", delta, piece)
+
+    def _choice(self, index: int, name: str, message: dict, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self._request.logprobs is not None:
+            logprobs = {"content": [self._scores(each) for each in piece.scored], "refusal": None}
+        choice = {"index": index, name: message, "logprobs": logprobs}
+        return choice | {"finish_reason": piece.finish}
+
+    def _scores(self, scored: ScoredToken) -> dict[str, Any]:
+        likeliest = (scored.likeliest or [])[: self._request.logprobs]
+        return self._score(scored.token, scored.log) | {
+            "top_logprobs": [self._score(token, log) for token, log in likeliest]
+        }
+
+    def _score(self, token: int, log: float | None) -> dict[str, Any]:
+        text, known = self._text(token), token < self._tokenizer.vocab_size
+        content = list(self._tokenizer.decode_bytes([token])) if known else None
+        # Clients expect a number here: OpenAI writes -9999 for what is as good as impossible.
+        log = -9999.0 if _finite(log) is None else log
+        return {"token": text, "logprob": log, "bytes": content}
 
 
 class _Choice:
@@ -86,37 +192,29 @@ class _Choice:
         self.begun = False
         self.characters_sent = 0  # number of characters sent so far
         self.offset = 0  # character offset at which the next token's text begins
-        self.pending: list[tuple] = []  # tokens whose text has not been sent yet
+        self.pending: list[ScoredToken] = []  # tokens whose text has not been sent yet
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def empty(self) -> dict[str, Any]:
-        return {
-            "index": self.index,
-            "text": "",
-            "logprobs": None if self.request.logprobs is None else _logprobs([]),
-            "finish_reason": None,
-        }
-
-    def add(self, completion: Completion, prompt: Scores | None) -> dict[str, Any]:
-        piece = self.empty() | {"text": completion.text, "finish_reason": completion.finish}
+    def add(self, completion: Completion, prompt: Scores | None) -> Piece:
+        text = completion.text
         if self.request.echo and not self.begun:
-            piece["text"] = self.prompt.text + completion.text
+            text = self.prompt.text + text
             self._queue_prompt(prompt)
         self.begun = True
-        self.characters_sent += len(piece["text"])
+        self.characters_sent += len(text)
         if self.request.logprobs is None:
-            return piece
+            return Piece(text, completion.finish, [])
         likeliest = completion.likeliest or [{}] * len(completion.tokens)
         tokens = zip(completion.tokens, completion.log_probabilities, likeliest, strict=True)
         for token, log, alternatives in tokens:
             self._queue(token, log, alternatives)
         # Report a token when its text is sent. The tokens of a stop string are never reported,
         # because a stop string is never sent.
-        count = sum(offset < self.characters_sent for *_, offset in self.pending)
+        count = sum(each.offset < self.characters_sent for each in self.pending)
         if completion.finish == "length":
             count = len(self.pending)
-        piece["logprobs"], self.pending = _logprobs(self.pending[:count]), self.pending[count:]
-        return piece
+        scored, self.pending = self.pending[:count], self.pending[count:]
+        return Piece(text, completion.finish, scored)
 
     def _queue_prompt(self, scores: Scores | None) -> None:
         if scores is None:
@@ -135,33 +233,10 @@ class _Choice:
 
     def _queue(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
         """Record a token with its scores and text offset, to be reported when its text is sent."""
-        top = None
-        if likeliest is not None:
-            best = list(likeliest.items())[: self.request.logprobs]
-            top = {self._text(t): _finite(x) for t, x in [*best, (token, log)]}
-        self.pending.append((self._text(token), _finite(log), top, self.offset))
+        best = None if likeliest is None else [*likeliest.items()][: self.request.logprobs]
+        self.pending.append(ScoredToken(token, log, best, self.offset))
         if token < self.tokenizer.vocab_size:  # ids beyond the tokenizer's vocabulary have no text
             self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
-
-    def _text(self, token: int) -> str:
-        """Return a token's text, or a substitute if the token alone is not valid text.
-
-        A token that is only a part of a character is shown by its bytes, such as "bytes:\\xe2". A
-        token that has no text is shown by its number, such as "token:300".
-        """
-        if token >= self.tokenizer.vocab_size:
-            return f"token:{token}"
-        content = self.tokenizer.decode_bytes([token])
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-
-def _logprobs(tokens: list[tuple]) -> dict[str, list]:
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    columns = zip(*tokens, strict=True) if tokens else [()] * len(names)
-    return dict(zip(names, map(list, columns), strict=True))
 
 
 def _finite(log: float | None) -> float | None:

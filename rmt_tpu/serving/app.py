@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from rmt_tpu.errors import unknown
 from rmt_tpu.serving import tokens
-from rmt_tpu.serving.answers import Answer
+from rmt_tpu.serving.answers import Answer, ChatAnswer
+from rmt_tpu.serving.chat import parse_chat
 from rmt_tpu.serving.fields import Refusal
 from rmt_tpu.serving.protocol import CompletionRequest, ServedModel, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
@@ -58,6 +59,7 @@ class Front:
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -123,7 +125,8 @@ class Front:
             return Response(status_code=400)  # nobody reads this response
         self._check_open()
         # Parse in another thread: tokenizing a long prompt would block the event loop.
-        parsed = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
+        read = parse_chat if request.url.path.startswith("/v1/chat/") else parse
+        parsed = await asyncio.to_thread(read, body, self.served, secrets.randbelow(2**32))
         self._check_open(len(parsed.prompts) * parsed.n)
         reply = _Reply(self, parsed, request.receive)
         if parsed.stream:
@@ -209,9 +212,10 @@ class _Reply:
     """
 
     def __init__(self, front: Front, parsed: CompletionRequest, receive: Receive):
-        name, self._began = f"cmpl-{secrets.token_hex(12)}", time.monotonic()
+        kind, prefix = (ChatAnswer, "chatcmpl") if parsed.chat else (Answer, "cmpl")
+        name, self._began = f"{prefix}-{secrets.token_hex(12)}", time.monotonic()
         self.include_usage = parsed.include_usage
-        self.answer = Answer(parsed, front.served, name, int(time.time()))
+        self.answer = kind(parsed, front.served, name, int(time.time()))
         self._front, self._outcome = front, "the client has disconnected"
         self._pieces = front.open(requests := parsed.requests())
         loop = asyncio.get_running_loop()

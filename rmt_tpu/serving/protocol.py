@@ -1,4 +1,4 @@
-"""Parsing and checking of requests to OpenAI's /v1/completions."""
+"""Parsing and checking of requests to OpenAI's /v1/completions, and what chats share with them."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rmt_tpu.data import Tokenizer
+from rmt_tpu.data import ChatTemplate, Tokenizer
 from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.generation import RANKS, Request, Sampling
 from rmt_tpu.serving.fields import Refusal, field, is_a, read_object, whole_number
@@ -28,6 +28,7 @@ class ServedModel:
       max_tokens: the maximum number of new tokens per text.
       max_texts: the maximum number of texts that are queued or being generated, over all clients.
       vocab_size: the vocabulary size of the model; None means the vocabulary size of the tokenizer.
+      template: the chat template of the model; None if the model has none.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     max_tokens: int
     max_texts: int
     vocab_size: int | None = None
+    template: ChatTemplate | None = None
 
     @property
     def with_start(self) -> str:
@@ -79,6 +81,7 @@ class CompletionRequest:
       silent: whether no new tokens are sent, because the request has max_tokens=0.
       stream: whether to send pieces of text while they are generated.
       include_usage: whether a stream ends with a chunk that reports the numbers of tokens.
+      chat: whether the response has the format of /v1/chat/completions.
     """
 
     prompts: list[Prompt]
@@ -90,6 +93,7 @@ class CompletionRequest:
     silent: bool
     stream: bool
     include_usage: bool
+    chat: bool = False
 
     def requests(self) -> list[Request]:
         """Return one request per text, grouped by prompt and in prompt order."""
@@ -104,12 +108,12 @@ class CompletionRequest:
 
 
 # OpenAI's fields that are accepted only if absent or equal to the neutral value given here.
-_NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "suffix": ""}
+UNSUPPORTED = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+_NEUTRAL = UNSUPPORTED | {"suffix": ""}
 _SAMPLING = tuple(setting.name for setting in fields(Sampling))
-_FIELDS = (
-    *("model", "prompt", "n", "best_of", "stop", "logprobs", "echo", "stream", "stream_options"),
-    *("user", *_SAMPLING, *_NEUTRAL),
-)
+# The fields that completions and chats have in common.
+SETTINGS = ("model", "n", "stop", "stream", "stream_options", "user", *_SAMPLING)
+_FIELDS = ("prompt", "best_of", "logprobs", "echo", *SETTINGS, *_NEUTRAL)
 
 
 def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionRequest:
@@ -125,34 +129,75 @@ def parse(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionReques
     """
     values = read_object(body, _FIELDS, _NEUTRAL)
     check_model(values, served)
-    echo, stream = (
-        field(values, name, False, is_a(bool), "true or false") for name in ("echo", "stream")
-    )
-    max_tokens, sampling = _sampling(values, served, echo, fresh_seed)
     n = whole_number(values, "n", 1, 1, served.max_texts)
     whole_number(values, "best_of", n, n, n)
-    prompts = _prompts(values, n, served)
-    rooms = [_room_after(number, prompts, served) for number in range(len(prompts))]
-    if "max_tokens" not in values:
+    return continuation(
+        values,
+        served,
+        _prompts(values, n, served),
+        fresh_seed,
+        logprobs=whole_number(values, "logprobs", None, 0, RANKS),
+        echo=field(values, "echo", False, is_a(bool), "true or false"),
+        default_tokens=_DEFAULT_TOKENS,
+    )
+
+
+def continuation(
+    values: Mapping[str, Any],
+    served: ServedModel,
+    prompts: list[Prompt],
+    fresh_seed: int,
+    *,
+    logprobs: int | None,
+    default_tokens: int,
+    echo: bool = False,
+    chat: bool = False,
+    limit: str = "max_tokens",
+) -> CompletionRequest:
+    """Return the request to continue prompts, with the fields that completions and chats share.
+
+    Args:
+      values: the fields of the request.
+      served: the model.
+      prompts: the prompts, at least one.
+      fresh_seed: the seed of the random draws if the request sets none.
+      logprobs: see `CompletionRequest`.
+      default_tokens: the maximum number of new tokens if the request sets none.
+      echo: see `CompletionRequest`.
+      chat: see `CompletionRequest`.
+      limit: the name of the field that has the maximum number of new tokens.
+
+    Raises:
+      Refusal: a field is not legal, or the new tokens do not fit after a prompt.
+    """
+    n = whole_number(values, "n", 1, 1, served.max_texts)
+    stream = field(values, "stream", False, is_a(bool), "true or false")
+    # A limit of 0 is legal only if the prompt is echoed; otherwise the text would be empty.
+    default, least = min(default_tokens, served.max_tokens), 0 if echo else 1
+    max_tokens = whole_number(values, limit, default, least, served.max_tokens)
+    name = "messages" if chat else "prompt"
+    rooms = [_room_after(number, prompts, served, name) for number in range(len(prompts))]
+    if limit not in values:
         max_tokens = min(max_tokens, *rooms)
     elif max_tokens > min(rooms):
         tokens = max(len(prompt.tokens) for prompt in prompts)
         raise Refusal(
-            f"max_tokens={max_tokens} is too many after a prompt of {tokens} tokens"
+            f"{limit}={max_tokens} is too many after a prompt of {tokens} tokens"
             f"{served.with_start}; legal: at most {min(rooms)}",
-            "max_tokens",
+            limit,
             code="context_length_exceeded",
         )
     return CompletionRequest(
         prompts=prompts,
         n=n,
-        sampling=replace(sampling, max_tokens=max(max_tokens, 1)),
+        sampling=replace(_sampling(values, fresh_seed), max_tokens=max(max_tokens, 1)),
         stop=_stop(values),
-        logprobs=whole_number(values, "logprobs", None, 0, RANKS),
+        logprobs=logprobs,
         echo=echo,
         silent=max_tokens == 0,
         stream=stream,
         include_usage=_include_usage(values, stream),
+        chat=chat,
     )
 
 
@@ -163,13 +208,8 @@ def check_model(values: Mapping[str, Any], served: ServedModel) -> None:
         raise Refusal(message, "model", status=404, code="model_not_found")
 
 
-def _sampling(
-    values: Mapping[str, Any], served: ServedModel, echo: bool, fresh_seed: int
-) -> tuple[int, Sampling]:
-    """Return the maximum number of new tokens and the sampling settings."""
-    default = min(_DEFAULT_TOKENS, served.max_tokens)
-    # max_tokens=0 is legal only if the prompt is echoed; otherwise the text would be empty.
-    max_tokens = whole_number(values, "max_tokens", default, 0 if echo else 1, served.max_tokens)
+def _sampling(values: Mapping[str, Any], fresh_seed: int) -> Sampling:
+    """Return the sampling settings, but for the maximum number of new tokens."""
     settings = {name: values[name] for name in _SAMPLING if name in values}
     for name, value in settings.items():
         integral = isinstance(getattr(Sampling, name), int)
@@ -181,7 +221,7 @@ def _sampling(
     if settings.get("top_p") == 0:  # only the likeliest token is left
         settings |= {"top_p": 1.0, "temperature": 0.0}
     try:
-        return max_tokens, Sampling(**{"seed": fresh_seed, **settings, "max_tokens": 1})
+        return Sampling(**{"seed": fresh_seed, **settings, "max_tokens": 1})
     except UsageError as error:
         message = str(error).removeprefix("Sampling.")
         raise Refusal(message, message.partition("=")[0]) from None
@@ -261,7 +301,7 @@ def check_tokens(name: str, tokens: Iterable[int], served: ServedModel) -> None:
             raise Refusal(f"{name} has token {shown(token)}; {legal}", name)
 
 
-def _room_after(number: int, prompts: list[Prompt], served: ServedModel) -> int:
+def _room_after(number: int, prompts: list[Prompt], served: ServedModel, name: str) -> int:
     """Return how many new tokens fit after prompt number `number`.
 
     The model never reads the last new token, so that token does not count towards `max_length`.
@@ -269,10 +309,12 @@ def _room_after(number: int, prompts: list[Prompt], served: ServedModel) -> int:
     tokens = len(prompts[number].tokens)
     room = served.max_length + 1 - tokens
     if room < 1:
-        label = "prompt" if len(prompts) == 1 else f"prompt number {number + 1}"
+        label = name if len(prompts) == 1 else f"{name} number {number + 1}"
+        verb = "have" if name == "messages" else "has"
         raise Refusal(
-            f"{label} has {tokens} tokens{served.with_start}; legal: at most {served.max_length}",
-            "prompt",
+            f"{label} {verb} {tokens} tokens{served.with_start}; legal: at most "
+            f"{served.max_length}",
+            name,
             code="context_length_exceeded",
         )
     return room

@@ -47,6 +47,20 @@ def test_usage(flags, words):
     assert words in cli.fail("serve", "--workdir=nowhere", *flags)
 
 
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (None, "cannot be read: No such file or directory; legal: a file with a chat template"),
+        ("{% if %}", ":1 is no template: Expected an expression"),
+    ],
+)
+def test_templates_that_are_none(trained, tmp_path, template, words):
+    if template is not None:
+        (tmp_path / "t").write_text(template)
+    errors = cli.fail("serve", f"--workdir={trained}", "--port=0", f"--chat_template={tmp_path}/t")
+    assert f"error: --chat_template: {tmp_path}/t" in errors and words in errors
+
+
 @pytest.fixture
 def serving(trained):
     """A process, and where it is to be reached."""

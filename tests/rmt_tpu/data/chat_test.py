@@ -157,6 +157,11 @@ def test_where_a_template_is_found(tmp_path):
     assert rendered(written(tmp_path / "d", {"chat_template": several})) == "d"
     assert rendered(written(tmp_path / "e", {"bos_token": "<s>"})) is None
     assert rendered(written(tmp_path / "f")) is None
+    other = written(tmp_path / "g", config, "{{ bos_token }}4")
+    file = str(tmp_path / "b/chat_template.jinja")
+    assert read_template(other, special_tokenizer(), file=file).render([]) == "[B]2"
+    with pytest.raises(UsageError, match="^nowhere cannot be read: No such file or directory; leg"):
+        read_template(other, special_tokenizer(), file="nowhere")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
-from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data import ByteTokenizer, ChatTemplate
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Engine
 from rmt_tpu.serving import address, app
@@ -25,7 +25,18 @@ from rmt_tpu.serving.server import Server
 from rmt_tpu.serving.worker import Worker
 from tests import models
 
-SERVED = ServedModel("tiny", ByteTokenizer(), max_length=64, max_tokens=60, max_texts=5)
+TEMPLATE = """\
+{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}a:{% endif %}"""
+SERVED = ServedModel(
+    name="tiny",
+    tokenizer=ByteTokenizer(),
+    max_length=64,
+    max_tokens=60,
+    max_texts=5,
+    template=ChatTemplate(TEMPLATE, ByteTokenizer(), starts=True),
+)
+CHAT = "/v1/chat/completions"
 SECONDS = 60.0  # for whatever takes none
 COMPLETIONS = "/v1/completions"
 
@@ -195,12 +206,13 @@ def test_what_is_refused(running):
     assert message({"model": "x"}) == (404, "model 'x' is unknown; legal: tiny")
     status, words = message(b"x" * 3000)
     assert status == 413 and words == "the request body is too large; legal: at most 2000 bytes"
-    assert message({}, "/v1/chat/completions")[0] == 404
+    assert message({}, "/v1/embeddings")[0] == 404
     status, words = message(None, COMPLETIONS)
     assert status == 405
     assert words == (
-        "GET /v1/completions does not exist; legal: POST /v1/completions, GET /v1/models, "
-        "GET /health, GET /healthz, POST /tokenize, POST /detokenize"
+        "GET /v1/completions does not exist; legal: POST /v1/completions, "
+        "POST /v1/chat/completions, GET /v1/models, GET /health, GET /healthz, POST /tokenize, "
+        "POST /detokenize"
     )
     assert message(None, "/v1/models/x")[0] == 404
 
@@ -225,6 +237,35 @@ def test_tokens_of_texts_and_back(running):
     assert running.ask(b'{"tokens": []}', "/detokenize") == (200, {"prompt": ""})
 
 
+def test_a_chat_is_the_completion_of_what_its_template_writes(running):
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
+    how = {"max_tokens": 9, "seed": 1, "n": 2}
+    wanted = running.choices(prompt="s:x\nu:hi\na:", **how)
+    status, told = running.ask({"messages": messages, **how}, CHAT)
+    assert status == 200 and told["object"] == "chat.completion" and told["id"][:9] == "chatcmpl-"
+    assert told["usage"] == {"prompt_tokens": 12, "completion_tokens": 18, "total_tokens": 30}
+    for choice, one in zip(told["choices"], wanted, strict=True):
+        assert choice["message"] == {"role": "assistant", "content": one["text"], "refusal": None}
+        assert choice["finish_reason"] == one["finish_reason"] == "length"
+    tokens = running.ask({"seed": None, "messages": messages}, "/tokenize")
+    assert tokens[0] == 400  # no seed belongs there
+    body = json.dumps({"messages": messages}).encode()
+    assert running.ask(body, "/tokenize")[1]["tokens"] == [256, *b"s:x\nu:hi\na:"]
+
+    connection, response = running.request({"messages": messages, "stream": True, **how}, CHAT)
+    lines = response.read().decode().split("\n\n")
+    connection.close()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    for index, one in enumerate(wanted):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert "".join(delta.get("content", "") for delta in deltas) == one["text"]
+    assert sum(choice["finish_reason"] == "length" for choice in choices) == 2
+
+
 @pytest.mark.parametrize(
     "path, body, words",
     [
@@ -232,6 +273,9 @@ def test_tokens_of_texts_and_back(running):
         ("/tokenize", '{"prompt": [1]}', "prompt=[1] must be text"),
         ("/tokenize", r'{"prompt": "\ud800"}', "prompt: the text has an unpaired surrogate"),
         ("/tokenize", '{"prompt": "a", "add_special_tokens": 1}', "must be true or false"),
+        ("/tokenize", '{"messages": [], "prompt": ""}', "messages and prompt are both set; legal"),
+        ("/tokenize", '{"messages": []}', "messages=[] must be a list of messages"),
+        ("/tokenize", '{"add_generation_prompt": true}', "add_generation_prompt needs messages"),
         ("/tokenize", '{"tokens": [1]}', "field 'tokens' is unknown"),
         ("/tokenize", '{"model": "x", "prompt": "a"}', "model 'x' is unknown; legal: tiny"),
         ("/detokenize", "{}", "tokens=None must be a list of tokens"),
