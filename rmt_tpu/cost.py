@@ -39,12 +39,13 @@ def parameters(config: ModelConfig) -> dict[str, int]:
         added = count * core.parameters(width, read)
         core_parameters[core.kind] = core_parameters.get(core.kind, 0) + added
     # The number of norms, which are applied to the residual before it is read.
-    sites = config.num_sublayers + 1 if config.mixer.adds_up else 1
+    normed = sum(core.reads.normed for core in config.sublayers)
+    sites = normed + 1 if config.mixer.adds_up else 1
     return {
         "embedding": config.vocab_size * width + positions,
         "reads_and_writes": sum(n * store.parameters(port, shape) for port, n in ports),
         **{kind: weights for kind, weights in core_parameters.items() if weights},
-        "norms": sites * config.residual_size,
+        "norms": sites * (1 + config.norm_bias) * config.residual_size,
         "mixer": config.mixer.parameters(config),
         "unembedding": config.vocab_size * width,
     }

@@ -6,7 +6,7 @@ that are read or written there.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from rmt_tpu.config.checks import Checked, Size
 
@@ -22,14 +22,18 @@ class Port(NamedTuple):
       residual: whether the port includes the data vectors, which represent the whole residual: one
         vector of size D in a vector store, R vectors of size D_v in a matrix store. Without `heads`
         the port consists of them alone.
+      normed: whether the residual is normed before it is read.
     """
 
     heads: tuple[int, ...] = ()
     head_dim: int = 0
     residual: bool = False
+    normed: bool = True
 
 
 RESIDUAL_PORT = Port(residual=True)
+# What the model's norm is applied to: what a core reads, what it writes, or both.
+Normed = Literal["input", "output", "both"]
 
 
 class Softmax(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
-from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Heads, Port, Softmax
+from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Heads, Normed, Port, Softmax
 from rmt_tpu.config.experts import Experts
 from rmt_tpu.errors import UsageError
 
@@ -100,6 +100,12 @@ class Attention(Heads):
       query_key_norm: whether queries and keys are RMS-normalised over `head_dim` with a gain,
         before they are rotated.
       bias: whether a vector is added to every query, key and value.
+      output_bias: whether a vector of the residual's size is added to what is written.
+      normed: whether the model's norm is applied to what the core reads ("input"), to what it
+        writes ("output"), or to "both".
+
+    With a bias or a norm of what is written, W_O is a parameter of the core, which then needs a
+    vector store.
     """
 
     kind: ClassVar[str] = "attention"
@@ -109,6 +115,8 @@ class Attention(Heads):
     num_kv_heads: Size | None = None
     query_key_norm: bool = False
     bias: bool = False
+    output_bias: bool = False
+    normed: Normed = "input"
 
     def __post_init__(self):
         super().__post_init__()
@@ -147,7 +155,17 @@ class Attention(Heads):
     def reads(self) -> Port:
         """The vectors that the core reads from the residual: its queries, keys and values."""
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
-        return Port(heads=heads, head_dim=self.head_dim)
+        return Port(heads=heads, head_dim=self.head_dim, normed=self.normed != "output")
+
+    @property
+    def projects(self) -> bool:
+        """Whether W_O is a parameter of the core and not of the site that writes its output."""
+        return self.output_bias or self.normed != "input"
+
+    @property
+    def writes(self) -> Port:
+        """The vectors that the core writes: one per head, or the whole residual if it projects."""
+        return RESIDUAL_PORT if self.projects else super().writes
 
     @property
     def divided_heads(self) -> dict[str, int]:
@@ -161,17 +179,26 @@ class Attention(Heads):
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of entries in gains and biases.
+        """Return the number of entries in gains and biases, and in W_O if the core projects.
 
         The matrices or key vectors that read queries, keys and values are not counted here, but by
         the config of the store (the residual).
         """
         biases = sum(self.reads.heads) if self.bias else 0
-        return (2 * self.query_key_norm + biases) * self.head_dim
+        of_output = (self.output_bias + (self.normed != "input")) * width
+        own = self._projection(width) + of_output
+        return (2 * self.query_key_norm + biases) * self.head_dim + own
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of logits, softmax (3 per logit) and weighted values."""
-        return 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
+        """Return the FLOPs per token of logits, softmax (3 per logit) and weighted values.
+
+        The product with W_O is included if the core projects.
+        """
+        attended = 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
+        return attended + 2 * self._projection(width)
+
+    def _projection(self, width: int) -> int:
+        return self.projects * self.num_heads * self.head_dim * width
 
 
 @dataclass(frozen=True)
@@ -184,12 +211,17 @@ class FeedForward(Computes):
         tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up` ("swiglu")
         or `gelu_tanh(gate) * up` ("geglu"), where W_1 consists of a gate projection and an up
         projection.
+      bias: whether vectors are added to the products with W_1 and W_2.
+      normed: whether the model's norm is applied to what the core reads ("input"), to what it
+        writes ("output"), or to "both".
     """
 
     kind: ClassVar[str] = "feed_forward"
     letter: ClassVar[str] = "F"
     hidden_dim: Size
     activation: Literal["gelu_tanh", "gelu_exact", "relu2", "swiglu", "geglu"] = "gelu_tanh"
+    bias: bool = False
+    normed: Normed = "input"
 
     @property
     def gated(self) -> bool:
@@ -199,7 +231,7 @@ class FeedForward(Computes):
     @property
     def reads(self) -> Port:
         """The vectors that the core reads: all data vectors, which represent the whole residual."""
-        return RESIDUAL_PORT
+        return RESIDUAL_PORT._replace(normed=self.normed != "output")
 
     @property
     def writes(self) -> Port:
@@ -212,17 +244,21 @@ class FeedForward(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of weights in W_1 and W_2.
+        """Return the number of weights in W_1 and W_2, in biases and in the gain of a norm.
 
         Args:
           width: width of the output.
           read_width: width of the input.
         """
-        return ((1 + self.gated) * read_width + width) * self.hidden_dim
+        biases = self.bias * ((1 + self.gated) * self.hidden_dim + width)
+        return self._weights(width, read_width) + biases + (self.normed != "input") * width
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
         """Return the FLOPs per token of the matrix products."""
-        return 2 * self.parameters(width, read_width)
+        return 2 * self._weights(width, read_width)
+
+    def _weights(self, width: int, read_width: int) -> int:
+        return ((1 + self.gated) * read_width + width) * self.hidden_dim
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,9 @@ class ModelConfig(Checked):
       store: shape and dtype of the residual.
       mixer: how the outputs of sublayers are combined over depth.
       vocab_size: number of token ids.
-      norm: norm over a token's whole residual, applied before every read, with a gain and no bias.
+      norm: norm over a token's whole residual, applied before every read, with a gain.
       norm_epsilon: constant added to the variance or mean square.
+      norm_bias: whether these norms also have a bias (only for a vector store).
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
         sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
       parametrization: how learning rates and multipliers depend on the width.
@@ -117,6 +118,7 @@ class ModelConfig(Checked):
     vocab_size: Size = 50257
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_epsilon: Positive = 1e-6
+    norm_bias: bool = False
     init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
     compute_dtype: DType = changeable("auto")
@@ -134,6 +136,7 @@ class ModelConfig(Checked):
         if not self.stacks:
             raise UsageError("ModelConfig.stacks is empty; legal: one stack or more")
         self._check_ports()
+        self._check_norms()
         self._check_sizes()
         self._check_mixer()
         self._check_base()
@@ -184,6 +187,23 @@ class ModelConfig(Checked):
                             f"the residual's data vectors, store.vector_dim={size}"
                         )
                 previous = core.writes
+
+    def _check_norms(self):
+        """Check that the store and the mixer have what biases and norms of outputs need."""
+        needs = {"norm_bias": self.norm_bias}
+        for core in self.cores:
+            if getattr(core, "output_bias", False):
+                needs[f"{core.kind}.output_bias"] = True
+            elif getattr(core, "projects", False) or not core.reads.normed:
+                needs[f"{core.kind}.normed"] = core.normed
+        for name, value in needs.items():
+            if value and isinstance(self.store, MatrixStore):
+                raise UsageError(f"ModelConfig.{name}={value} needs a vector store; legal: vector")
+        if hasattr(self.mixer, "fused") and not all(core.reads.normed for core in self.cores):
+            raise UsageError(
+                f"ModelConfig.mixer={self.mixer.kind} norms what a core reads, and a core has "
+                "normed='output'; legal: input, both"
+            )
 
     def _write_size(self, port: Port) -> Any:
         """Return a value that is equal for ports that can be written with the same parameters.

@@ -46,7 +46,8 @@ def make_core(config: cfg.ModelConfig, core: cfg.Core, seed: Seed, within: int) 
     """
     match core:
         case cfg.Attention():
-            return Attention(config, core, residual.heads_layout(config))
+            scale = residual.output_scale(config)
+            return Attention(config, core, residual.heads_layout(config), seed, output_scale=scale)
         case cfg.Mla():
             return Mla(config, core, seed, residual.heads_layout(config))
         case cfg.Kda():

@@ -1,5 +1,6 @@
 """Causal softmax attention within documents, with queries, keys and values from the residual."""
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from rmt_tpu.layers import stacks
 from rmt_tpu.layers.choices import cache_width
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain
+from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
 
 
 class Cache(NamedTuple):
@@ -54,30 +55,48 @@ class Attention(Core):
       core: the config of heads and positions.
       layout: how heads are sharded over devices where they are read from the residual and written
         to it.
+      seed: the seed of the weights.
+      output_scale: the factor of the initial standard deviation of W_O.
 
     Attributes:
       query_gain, key_gain: the gains of the norms of queries and keys, [head_dim]; None without
         norms.
       bias: the bias added to the queries, keys and values, [H + 2 G, head_dim]; None without a
         bias.
+      w_out: W_O, [H * head_dim, D]; None if the site after the core has it.
+      output_bias, output_gain: the bias and the gain of the norm of what is written, [D], or None.
     """
 
     name: ClassVar[str] = "attention"
 
-    def __init__(self, config: cfg.ModelConfig, core: cfg.Attention, layout: HeadsLayout):
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        core: cfg.Attention,
+        layout: HeadsLayout,
+        seed: Seed,
+        *,
+        output_scale: float,
+    ):
         self.core, self.layout = core, layout
         self.scale, self.epsilon = logit_scale(config, core), config.norm_epsilon
         normed, size = core.query_key_norm, (core.head_dim,)
         self.query_gain = gain(size, axes=("head_dim",)) if normed else None
         self.key_gain = gain(size, axes=("head_dim",)) if normed else None
-        zeros = jnp.zeros((sum(core.reads.heads), core.head_dim), jnp.float32)
-        axes = ("head", "head_dim")
-        self.bias = nnx.Param(zeros, role="gain", axes=axes) if core.bias else None
+        shape, axes = (sum(core.reads.heads), core.head_dim), ("head", "head_dim")
+        self.bias = bias(shape, axes) if core.bias else None
+        width, heads_width = (config.width,), core.num_heads * core.head_dim
+        std = output_scale * config.init_std * heads_width**-0.5
+        draw = functools.partial(parameter, std=std, role="hidden", axes=("heads", "embed"))
+        projects, self.norm = core.projects, config.norm
+        self.w_out = draw(seed / "w_out", (heads_width, *width)) if projects else None
+        self.output_bias = bias(width, ("width",)) if core.output_bias else None
+        self.output_gain = gain(width, axes=("width",)) if core.normed != "input" else None
 
     def __call__(
         self, z: Read, context: Context, index: Index
-    ) -> Float[Array, "batch seq heads head_dim"]:
-        """Return one data vector per head, in z's dtype.
+    ) -> Float[Array, "batch seq_or_gathered vectors size"]:
+        """Return one data vector per head, or of the whole residual, in z's dtype.
 
         Logits and softmax are computed in at least float32.
         """
@@ -92,7 +111,7 @@ class Attention(Core):
         else:
             qkv = self._pack(z.heads, context)
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
-        return self._to_tokens(y)
+        return self._output(self._to_tokens(y))
 
     def forward(
         self, z: Read, context: Context, index: Index, to: pallas_kernels.StackSlice
@@ -157,7 +176,7 @@ class Attention(Core):
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
+    ) -> tuple[Float[Array, "batch seq_or_gathered vectors size"], Cache]:
         """Attend from the new tokens to the cached tokens and to themselves."""
         q, *new = self._rotated_heads(z.heads, context)
         groups, size = new[0].shape[2:]
@@ -185,7 +204,25 @@ class Attention(Core):
                 kv_heads=groups,
                 rows=self.layout.rows,
             )
-        return self._to_tokens(flatten_rows(y, context)), cache
+        return self._output(self._to_tokens(flatten_rows(y, context))), cache
+
+    def _output(self, y):
+        """Return what is written: one vector per head, or W_O y with its bias and its norm.
+
+        In the second case there is one vector, for this device's tokens; see `vector.Store.write`.
+        """
+        if self.w_out is None:
+            return y
+        y = y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
+        with jax.named_scope("projection"):
+            w_out = sharding.gather(self.w_out[...].astype(y.dtype), "fsdp", axis=1)
+            y = sharding.scatter_sum(jnp.dot(y, w_out), "tensor", axis=1)
+        if self.output_bias is not None:
+            y = y + self.output_bias[...].astype(y.dtype)
+        if self.output_gain is not None:
+            norm = {"norm": self.norm, "epsilon": self.epsilon, "dtype": y.dtype}
+            y = normalize(y, self.output_gain[...], **norm)
+        return y[:, :, None]
 
     def _attend(self, function, context, index, *arrays, **options):
         group_size = self.core.num_heads // self.core.kv_heads

@@ -14,7 +14,7 @@ from rmt_tpu.cores.core import Cache, Context, Core, Index
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import Seed, gain, parameter
+from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
 from rmt_tpu.layers.stacks import isolate
 
 
@@ -33,6 +33,10 @@ class FeedForward(Core):
       output_scale: the factor of the initial standard deviation of W_2.
       input_width: the size of z, in numbers per token.
       norm_hidden: whether `W_1 z` is normalised, with the model's kind of norm and a gain.
+
+    Attributes:
+      b_1, b_2: the biases added to the products with W_1 and W_2; None without biases.
+      output_gain: the gain of the norm of the output, [D]; None without this norm.
     """
 
     name: ClassVar[str] = "feed_forward"
@@ -59,6 +63,11 @@ class FeedForward(Core):
         std = config.init_std * input_width**-0.5
         self.w_1 = parameter(seed / "w_1", shape, std=std, role="hidden", axes=axes)
         self.hidden_gain = gain((hidden_dim,), axes=(hidden,)) if norm_hidden else None
+        b_1 = (*shape[:-2], hidden_dim), (*axes[:-2], hidden)
+        self.b_1 = bias(*b_1) if core.bias else None
+        self.b_2 = bias((width,), ("width",)) if core.bias else None
+        normed = core.normed != "input"
+        self.output_gain = gain((width,), axes=("width",)) if normed else None
         self.w_2 = parameter(
             seed / "w_2",
             (hidden_dim, width),
@@ -100,12 +109,25 @@ class FeedForward(Core):
             # Each device computes some hidden neurons for the tokens of all devices along the mesh
             # axis `tensor`. The partial results of W_2 are summed, and each device gets the sums
             # for its own tokens.
-            hidden = self._activate(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
+            product = self._plus_bias(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1), self.b_1)
+            hidden = self._activate(product)
             hidden = isolate(hidden) if sequential else hidden
-            return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
+            return self._output(sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1))
         norm = {"norm": self.norm, "epsilon": self.epsilon}
-        hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)
-        return jnp.dot(self._activate(hidden), w_2)
+        product = self._plus_bias(jnp.dot(x, w_1), self.b_1)
+        hidden = normalize(product, self.hidden_gain[...], **norm, dtype=z.dtype)
+        return self._output(jnp.dot(self._activate(hidden), w_2))
+
+    def _output(self, y):
+        """Return the output with its bias and its norm, for this device's tokens."""
+        y = self._plus_bias(y, self.b_2)
+        if self.output_gain is None:
+            return y
+        norm = {"norm": self.norm, "epsilon": self.epsilon, "dtype": y.dtype}
+        return normalize(y, self.output_gain[...], **norm)
+
+    def _plus_bias(self, x, bias):
+        return x if bias is None else x + bias[...].reshape(-1).astype(x.dtype)
 
     def _activate(self, hidden):
         if not self.gated:

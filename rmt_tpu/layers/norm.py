@@ -1,4 +1,4 @@
-"""Norms over the last axis, with a gain and no bias."""
+"""Norms over the last axis, with a gain and at will a bias."""
 
 import functools
 from typing import Literal
@@ -15,8 +15,9 @@ def normalize(
     norm: Literal["layernorm", "rmsnorm"],
     epsilon: float,
     dtype: DTypeLike,
+    bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`.
+    """Return `gain * x / sqrt(mean(x^2) + epsilon)`, plus a bias if there is one, in `dtype`.
 
     With "layernorm", the mean of x is first subtracted from x. Statistics are computed in at least
     float32. For a layernorm of bfloat16 input, the mean and the mean square come from a single pass
@@ -36,4 +37,5 @@ def normalize(
     else:
         x = x - mean(x)
         square = mean(jnp.square(x))
-    return (x * jax.lax.rsqrt(square + epsilon) * gain).astype(dtype)
+    x = x * jax.lax.rsqrt(square + epsilon) * gain
+    return (x if bias is None else x + bias).astype(dtype)

@@ -99,6 +99,11 @@ def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32), role="gain", axes=axes)
 
 
+def bias(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
+    """Return a bias: a parameter that is initialised to zeros."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), role="gain", axes=axes)
+
+
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
     """Return `count` key vectors r [count, D_k] for reading a matrix residual, D_k = `key_dim`.
 

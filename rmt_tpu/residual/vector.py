@@ -14,7 +14,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import Seed, gain, parameter, storage_scale
+from rmt_tpu.layers.parameters import Seed, bias, gain, parameter, storage_scale
 from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.whole_tiles import tiles
@@ -29,6 +29,7 @@ class Site(nnx.Module):
     Attributes:
       write: W_O [H * D_h, D] after a core with heads; None if the vector is written directly.
       gain: the gain of the norm, [D]; None if the read is not normed.
+      bias: the bias of the norm, [D], or None.
       read: W_Q, W_K and W_V, [3, D, H * D_h], before a core with heads; W_Q alone, [1, D, H * D_h],
         if there are fewer key and value heads than query heads; None if the vector is read
         directly.
@@ -39,8 +40,10 @@ class Site(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         self.begins_layer, self.reads = place.within == 0, place.reads
         self.write = self._write(config, seed, place.writes) if place.writes.heads else None
-        normed = config.mixer.adds_up or place.last
-        self.gain = gain((config.store.dim,), axes=("width",)) if normed else None
+        normed = place.last or (config.mixer.adds_up and place.reads.normed)
+        shape, axes = (config.store.dim,), ("width",)
+        self.gain = gain(shape, axes=axes) if normed else None
+        self.bias = bias(shape, axes=axes) if normed and config.norm_bias else None
         heads, same = place.reads.heads, len(set(place.reads.heads)) == 1
         alike, fewer = (heads, ()) if same else (heads[:1], heads[1:])
         self.read = self._read(config, seed / "read", alike) if alike else None
@@ -189,7 +192,7 @@ class Store(nnx.Module):
         # token axis in the products with z too, and would have to transpose the other factors.
         z = jax.lax.optimization_barrier(z)
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
-        return mixed, current, self.project(z, site)
+        return mixed, current, self.project(_plus_bias(z, site), site)
 
     def decode_params(
         self, queries: Float[Array, "repeat held"], site: Site
@@ -220,16 +223,21 @@ class Store(nnx.Module):
             epsilon=epsilon,
             norm_epsilon=self.tiles.epsilon(self.epsilon),
         )
-        return self.project(jax.lax.optimization_barrier(z).astype(self.compute_dtype), site)
+        z = jax.lax.optimization_barrier(z).astype(self.compute_dtype)
+        return self.project(_plus_bias(z, site), site)
 
     def apply_norm(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
     ) -> Float[Array, "batch seq D"]:
-        """Compute `norm(h)` with the site's gain; return the residual h if the site has no gain."""
+        """Compute `norm(h)` with the site's gain; return the residual h if the site has no gain.
+
+        The bias of the norm is added if the site has one.
+        """
         if site.gain is None:
             return residual.astype(dtype)
-        gain = site.gain[...]
-        return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
+        gain, bias = site.gain[...], None if site.bias is None else site.bias[...]
+        norm = {"norm": self.norm, "epsilon": self.epsilon, "dtype": dtype}
+        return normalize(residual, gain, **norm, bias=bias)
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
         """Return the sublayer's input, computed from the normed residual x."""
@@ -243,3 +251,8 @@ class Store(nnx.Module):
             x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
         head_dim = site.reads.head_dim
         return Read(x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim), residual)
+
+
+def _plus_bias(z: Float[Array, "batch seq D"], site: Site) -> Float[Array, "batch seq D"]:
+    """Add the bias of a site's norm to what a kernel has normed, if the site has one."""
+    return z if site.bias is None else z + site.bias[...].astype(z.dtype)

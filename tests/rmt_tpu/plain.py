@@ -24,6 +24,13 @@ def plain_sum(k, site, written):
     return sum(written)
 
 
+def site_norm(x, site, config):
+    """As a site has it, which may have none, and a bias."""
+    if "gain" not in site:
+        return x
+    return norm(x, site["gain"], config) + site.get("bias", 0)
+
+
 def norm(x, gain, config):
     axes = tuple(range(2, x.ndim))
     if config.norm == "layernorm":
@@ -145,7 +152,15 @@ def attention_core(core, params, store, site, x, index, config):
     q, k = (rotated(a, core.positions, getattr(core.positions, "dims", None)) for a in (q, k))
     each = core.num_heads // core.kv_heads
     k, v = (a.repeat(each, axis=2) for a in (k, v))
-    return attention(q, k, v, index // 2 + 1 if core.inverse_layer_scaling else 1)
+    y = attention(q, k, v, index // 2 + 1 if core.inverse_layer_scaling else 1)
+    if "w_out" not in params:
+        return y
+    y = y.reshape(*y.shape[:2], -1) @ params["w_out"] + params.get("output_bias", 0)
+    return output_norm(y, params, config)
+
+
+def output_norm(y, params, config):
+    return norm(y, params["output_gain"], config) if "output_gain" in params else y
 
 
 def mla_core(core, params, store, site, x, index, config):
@@ -196,10 +211,15 @@ def convolved(x, taps):
 
 def feed_forward_core(core, params, store, site, x, index, config):
     x, activation = store.read(x, site), ACTIVATIONS[core.activation]
+    b_2 = params.get("b_2", 0)
     if core.gated:
-        gate, up = params["w_1"]
-        return (activation(x @ gate) * (x @ up)) @ params["w_2"]
-    return activation(x @ params["w_1"]) @ params["w_2"]
+        gate, up = (
+            x @ w + b for w, b in zip(params["w_1"], params.get("b_1", (0, 0)), strict=True)
+        )
+        y = (activation(gate) * up) @ params["w_2"] + b_2
+    else:
+        y = activation(x @ params["w_1"] + params.get("b_1", 0)) @ params["w_2"] + b_2
+    return output_norm(y, params, config)
 
 
 def experts_core(core, params, store, site, x, index, config):
@@ -241,15 +261,15 @@ def model(params, tokens, config, mix=plain_sum, values=lambda site, v: v):
         for l in range(of_stack.repeat)
         for k in range(len(of_stack.cores))
     ]
-    sites = [sublayer["site"] for sublayer in sublayers] + [params["final_site"]]
+    sites = [sublayer.get("site", {}) for sublayer in sublayers] + [params["final_site"]]
     written = [_embedded(params, tokens, sites[0], store, config)]
     for k, (core, sublayer) in enumerate(zip(config.sublayers, sublayers, strict=True)):
-        x = norm(mix(k, sites[k], written), sites[k]["gain"], config)
-        y = CORES[core.kind](core, sublayer.get("core"), store, sites[k], x, k, config)
+        x = site_norm(mix(k, sites[k], written), sites[k], config)
+        y = CORES[core.kind](core, sublayer.get("core", {}), store, sites[k], x, k, config)
         write = store.write_heads if core.writes.heads else store.write
         written.append(write(y, sites[k + 1]))
     last = sites[-1]
-    x = norm(mix(len(sublayers), last, written), last["gain"], config)
+    x = site_norm(mix(len(sublayers), last, written), last, config)
     return store.read(x, last) @ params["unembedding"]["kernel"]
 
 

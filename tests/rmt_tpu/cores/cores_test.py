@@ -29,6 +29,17 @@ STACKS = (
 DELTA = cfg.Kda(num_heads=2, head_dim=4, conv_size=3)
 BOUNDED = cfg.Kda(num_heads=2, head_dim=4, gate_rank=3, lower_bound=-5.0)
 LINEAR = (cfg.Stack((DELTA, GATED), repeat=2), cfg.Stack((UNTURNED, GATED, BOUNDED, SQUARED)))
+# Biases everywhere, as in GPT-2; norms of what is written, as in OLMo 2; and both norms.
+BIASED = (
+    cfg.Attention(4, 4, cfg.Learned(11), bias=True, output_bias=True),
+    cfg.FeedForward(7, bias=True),
+    cfg.Attention(2, 6, cfg.Rope(), False, num_kv_heads=1, output_bias=True, normed="both"),
+    cfg.FeedForward(9, "geglu", bias=True, normed="both"),
+)
+AFTER = (
+    cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output"),
+    cfg.FeedForward(10, "swiglu", normed="output"),
+)
 STORES = {
     "vector": cfg.VectorStore(12),
     "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4),
@@ -89,6 +100,24 @@ def test_linear_attention_follows_its_equations(store, name):
         checks.assert_follows_equations(model(store, name, stacks=LINEAR), reference)
 
 
+@pytest.mark.parametrize(
+    "stacks, changes",
+    [
+        ((*BIASED, *AFTER), {"norm": "layernorm", "norm_bias": True}),
+        *later(
+            (AFTER, {}),
+            (BIASED, {"norm": "layernorm", "norm_bias": True, "mixer": MIXERS["blocks of 5"][0]}),
+            (BIASED, {"norm": "layernorm", "norm_bias": True, "mixer": MIXERS["full"][0]}),
+            (BIASED, {"norm": "layernorm", "norm_bias": True, "mixer": cfg.Dense()}),
+        ),
+    ],
+)
+def test_biases_and_norms_of_outputs_follow_their_equations(stacks, changes):
+    with jax.enable_x64(True):
+        config = model("vector", "sum", stacks=(cfg.Stack(stacks, 2),), **changes)
+        checks.assert_follows_equations(config, reference)
+
+
 @pytest.mark.slow
 def test_linear_attention_of_documents_in_one_row():
     """Each as if it were alone: neither a state nor a convolution goes over a border."""
@@ -134,16 +163,14 @@ def test_linear_attention_goes_on_from_its_state():
 
 
 @pytest.mark.slow
-def test_decoding_with_grouped_and_latent_heads():
-    """In two pieces: MLA decodes with W_kvb absorbed, and is expanded without a cache.
+@pytest.mark.parametrize("cores", [(GROUPED, SQUARED, LATENT), (*BIASED, *AFTER)])
+def test_decoding_in_two_pieces_is_the_model(cores):
+    """MLA decodes with W_kvb absorbed, and is expanded without a cache.
 
     The last core writes heads, where the first site is given the embedding.
     """
     with jax.enable_x64(True):
-        stacks = (cfg.Stack((GROUPED, SQUARED, LATENT)),)
-        config = cfg.ModelConfig(
-            stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
-        )
+        config = model("vector", "sum", stacks=(cfg.Stack(cores),))
         graphdef, tokens = models.graph(config), models.tokens()
 
         @jax.jit
@@ -240,6 +267,22 @@ def test_a_list_of_layers_becomes_stacks():
             "positions.dims=4 must be rope_dim=2",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
+        (
+            lambda: model("matrix", "sum", stacks=(cfg.Stack(BIASED[:2]),)),
+            "ModelConfig.attention.output_bias=True needs a vector store; legal: vector",
+        ),
+        (
+            lambda: model("matrix", "sum", stacks=(cfg.Stack((GROUPED, AFTER[1])),)),
+            "ModelConfig.feed_forward.normed=output needs a vector store; legal: vector",
+        ),
+        (
+            lambda: model("matrix", "sum", norm_bias=True),
+            "ModelConfig.norm_bias=True needs a vector store; legal: vector",
+        ),
+        (
+            lambda: model("vector", "full", stacks=(cfg.Stack(AFTER),)),
+            "mixer=full_attention norms what a core reads, and a core has normed='output'; legal",
+        ),
         (
             lambda: cfg.ModelConfig(STACKS, cfg.MatrixStore(6, vectors=3, vector_dim=8)),
             "attention.head_dim=4 must be the size of the residual's data vectors, store.vec",

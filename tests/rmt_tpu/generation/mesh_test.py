@@ -59,7 +59,9 @@ def test_greedy_text_on_a_mesh_is_that_of_no_cache():
     assert keys.addressable_shards[0].data.shape == (2, 1, engine.capacity, 6)
 
 
+BIASED = dataclasses.replace(GROUPED, output_bias=True, normed="both")
 SYSTEMS = [
+    ("vector", cfg.Sum(), BIASED, "sequence=2,tensor=2"),
     ("vector", cfg.Sum(), plain(cfg.Alibi()), "fsdp=2,sequence=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), GROUPED, "sequence=2,tensor=2"),
     ("vector", cfg.FullAttention(), LATENT, "data=2,sequence=2,tensor=2"),

@@ -80,6 +80,22 @@ def test_formulas_follow_the_options(mixer):
     assert sum(resources.parameters(config).values()) == count(config)
 
 
+@pytest.mark.parametrize("normed", ["input", "output", "both"])
+def test_formulas_with_biases_and_norms_of_outputs(normed):
+    attention = cfg.Attention(3, 6, cfg.Rope(), num_kv_heads=1, output_bias=True, normed=normed)
+    for activation in ("gelu_tanh", "swiglu"):
+        layer = attention, cfg.FeedForward(22, activation, bias=True, normed=normed)
+        config = models.model("vector").replace(stacks=(cfg.Stack(layer, 3),), norm_bias=True)
+        assert sum(resources.parameters(config).values()) == count(config)
+        site = replace(
+            config, stacks=(cfg.Stack((replace(attention, output_bias=False), layer[1]), 3),)
+        )
+        same = normed == "input"  # W_O is of the site then
+        flops = [resources.forward_flops(c, 9) for c in (config, site)]
+        assert sum(flops[0].values()) == sum(flops[1].values())
+        assert (flops[0]["attention"] > flops[1]["attention"]) == same
+
+
 @pytest.mark.parametrize(
     "mixer",
     [cfg.FullAttention(), cfg.Dense(), cfg.WideStreams(), cfg.ResidualScalars()],

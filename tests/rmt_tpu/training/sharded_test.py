@@ -56,6 +56,10 @@ CORES = (
 LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
 BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
+BIASED = (
+    dataclasses.replace(CORES[0], output_bias=True, normed="both"),
+    cfg.FeedForward(10, "swiglu", bias=True, normed="output"),
+)
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
 ON_MATRICES += ("delta", "delta, null", "mean", "wide", "scalars")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
@@ -141,6 +145,9 @@ def run_config(store, name, mesh, seq_len=12):
         model = model.replace(stacks=(cfg.Stack(CORES + LINEAR, repeat=2),))
     if name == "experts":
         model = model.replace(stacks=(cfg.Stack((*EXPERTS, CORES[2], BALANCED), repeat=2),))
+    if name == "biases":
+        norm = {"norm": "layernorm", "norm_bias": True}
+        model = model.replace(stacks=(cfg.Stack(BIASED, repeat=2),), **norm)
     if name == "attention":
         model = model.replace(stacks=(cfg.Stack(CORES[::2], repeat=1),))
     if name == "grouped values":
@@ -223,6 +230,16 @@ def test_more_devices_than_heads_share_a_sequence(store, name, mesh):
 def test_experts_on_a_mesh_are_those_of_one_device(store, mesh):
     spec = ",".join(f"{axis}=2" for axis in mesh)
     assert_same(gradients(store, "experts", spec), alone(store, "experts"))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("biases")
+@pytest.mark.parametrize(
+    "mesh", [("fsdp", "tensor", "sequence"), *later((("data", "tensor", "stage"),))]
+)
+def test_biases_and_norms_of_outputs_on_a_mesh_are_those_of_one_device(mesh):
+    spec = ",".join(f"{axis}=2" for axis in mesh)
+    assert_same(gradients("vector", "biases", spec), alone("vector", "biases"))
 
 
 def test_a_sequence_that_has_no_two_parts_a_device_is_refused():
