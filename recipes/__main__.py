@@ -5,7 +5,16 @@ from pathlib import Path
 
 from recipes import program
 
-_NO_PROGRAMS = ("__init__", "__main__", "common", "members", "program", "several", "trained")
+_NO_PROGRAMS = (
+    "__init__",
+    "__main__",
+    "common",
+    "members",
+    "program",
+    "several",
+    "texts",
+    "trained",
+)
 
 
 def main() -> int:

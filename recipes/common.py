@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from recipes.program import PrintAndExit
+from recipes.texts import text_changes
 from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
 from rmt_tpu.errors import ArgumentError, UsageError, flag_errors, unknown
 
@@ -21,6 +22,8 @@ _RUN_FLAGS = [
      "and .arrow files and globs"),
     ("text_field", "data.text_field", str, "field of .jsonl files, or column of .parquet and "
      ".arrow files, that has the text of a document"),
+    ("mixture", "data.mixture", str, "texts to mix, in place of --data, each with its share of the "
+     "tokens, like runs/web=0.7,runs/books=0.3"),
     ("tokenizer", "data.tokenizer", str, "tokenizer: byte, a folder with encoder.json and "
      "vocab.bpe, or a tokenizer.json"),
      ("seq_len", "data.seq_len", int, "tokens per sequence"),
@@ -185,14 +188,8 @@ def run_config(base: RunConfig) -> RunConfig:
     _check_once(flag_names)
     changes |= assigned()
     flag_names |= {path: f"--set={path}" for path in assigned()}
-    source = changes.get("data.source")
-    if isinstance(source, str) and "data.tokenizer" not in changes:
-        from rmt_tpu import data
-
-        if data.is_store(source):
-            data.open_store(source)  # report an incomplete store before its tokenizer is read
-            changes["data.tokenizer"] = source
     try:
+        changes |= text_changes(changes, flag_names)
         config = overrides.apply(base, changes)
     except UsageError as error:
         raise UsageError(_with_flag_name(str(error), flag_names)) from None

@@ -28,8 +28,8 @@ _WORKDIR = flags.DEFINE_string(
 _CHANGE_CONFIG = flags.DEFINE_bool(
     "change_config",
     False,
-    "let the run in the folder continue with another batch size, optimizer, number of steps or "
-    "dtype, or a larger D_k (model.store.key_dim)",
+    "let the run in the folder continue with another batch size, optimizer, mixture, number of "
+    "steps or dtype, or a larger D_k (model.store.key_dim)",
 )
 _FROM_STEP = flags.DEFINE_integer(
     "from_step",

@@ -48,7 +48,6 @@ def dry_run(
     warm_start_of(config, folder)
     workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
-    in_data = datasets.train.tokens_per_epoch
     flops = cost.flops_per_token(config.model, config.data.seq_len)
     devices, bound = run.mesh.devices.flatten(), memory_check.lower_bound(config, run)
     lines = {
@@ -59,7 +58,7 @@ def dry_run(
         "devices": f"{len(devices)} {devices[0].device_kind}, {config.train.mesh}",
         "memory": f"{memory_check.describe(bound)}; for all, run recipes.preflight",
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
-        f"{config.data.seq_len}; the data has {in_data:,}, each read {tokens / in_data:.2f} times",
+        f"{config.data.seq_len}; {_amount_of_data(config, datasets.train)}",
     }
     lines |= plan_of(config, run.mesh).lines()
     if description := depth_rate.describe(config):
@@ -69,6 +68,20 @@ def dry_run(
     width = max(map(len, lines))
     summary = "\n".join(f"{what:<{width}}  {text}" for what, text in lines.items())
     return f"{json.dumps(overrides.to_json(config), indent=2)}\n\n{summary}"
+
+
+def _amount_of_data(config: RunConfig, train: data.Windows | data.Mixture) -> str:
+    """Return how many tokens the text has, or each text of a mixture, and how often it is read."""
+    windows = config.train.steps * config.train.batch_size
+    if isinstance(train, data.Windows):
+        size, times = train.tokens_per_epoch, windows * train.seq_len / train.tokens_per_epoch
+        return f"the data has {size:,}, each read {times:.2f} times"
+    sizes = (text.windows.tokens_per_epoch for text in train.texts)
+    rows = zip(train.names, train.shares, sizes, train.epochs(windows), strict=True)
+    return "; ".join(
+        f"{name}, a share of {share:.4g}, has {size:,}, each read {epochs:.2f} times"
+        for name, share, size, epochs in rows
+    )
 
 
 def _parts(parts: dict[str, int]) -> str:

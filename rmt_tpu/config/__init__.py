@@ -45,6 +45,7 @@ from rmt_tpu.config.mixers import (
     Sum,
     WideStreams,
 )
+from rmt_tpu.config.mixture import SHARE_UNITS, MixtureSource, parse_mixture
 from rmt_tpu.config.model import (
     Kernels,
     ModelConfig,
@@ -80,6 +81,7 @@ from rmt_tpu.config.stores import (
 __all__ = [
     "STATISTIC_ROLES",
     "HISTOGRAM_BINS",
+    "SHARE_UNITS",
     "START_FIELDS",
     "PINNED_ON_RESUME",
     "RESIDUAL_PORT",
@@ -110,6 +112,7 @@ __all__ = [
     "MhcLite",
     "Mla",
     "Mixer",
+    "MixtureSource",
     "ModelConfig",
     "MuP",
     "NoPositions",
@@ -133,6 +136,7 @@ __all__ = [
     "TrainConfig",
     "VectorStore",
     "WideStreams",
+    "parse_mixture",
     "is_same_model",
     "resume_rule",
     "stacks",

@@ -15,6 +15,7 @@ from rmt_tpu.config.checks import (
     Size,
 )
 from rmt_tpu.config.cores import Learned
+from rmt_tpu.config.mixture import MixtureSource, check_mixture
 from rmt_tpu.config.model import ModelConfig, MuP
 from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
@@ -200,6 +201,7 @@ class DataConfig(Checked):
       eval_fraction: fraction of the text that is held out for evaluation, in whole documents.
       text_field: name of the field of .jsonl files, or of the column of .parquet and .arrow files,
         that has the text of a document. A token store ignores it.
+      mixture: texts that are mixed in given shares, in place of `source`; () reads `source`.
     """
 
     source: str = free("stdlib")
@@ -207,6 +209,11 @@ class DataConfig(Checked):
     seq_len: Size = 512
     eval_fraction: _HeldOut = 0.02
     text_field: str = free("text")
+    mixture: tuple[MixtureSource, ...] = changeable(())
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_mixture(self.mixture)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ windows read.
 from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split
 from rmt_tpu.data.chat import ChatTemplate, read_template
 from rmt_tpu.data.corpus import documents
+from rmt_tpu.data.mixture import MixedText, Mixture
 from rmt_tpu.data.prefetch import Prefetcher
 from rmt_tpu.data.token_store import TokenStore, is_store, open_store
 from rmt_tpu.data.tokenizer import ByteTokenizer, Tokenizer
@@ -22,6 +23,8 @@ __all__ = [
     "Batch",
     "ByteTokenizer",
     "ChatTemplate",
+    "MixedText",
+    "Mixture",
     "Prefetcher",
     "Stream",
     "TokenStore",

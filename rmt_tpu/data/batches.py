@@ -200,6 +200,15 @@ class Windows:
         return self.stream.checksum()
 
     @property
+    def streams(self) -> list[tuple[float, Stream]]:
+        """The only stream, with its share of 1; a `Mixture` has several."""
+        return [(1.0, self.stream)]
+
+    def metrics(self, position: int) -> dict[str, int | float]:
+        """Return nothing; a `Mixture` has metrics of its texts."""
+        return {}
+
+    @property
     def num_batches(self) -> int:
         """Number of batches per epoch, including a last batch that is not full."""
         return -(-self.num_windows // self.batch_size)
@@ -218,7 +227,11 @@ class Windows:
         Returns:
           The batch, or only the given rows of it.
         """
-        epoch, window = np.divmod(position + np.arange(self.batch_size)[rows], self.num_windows)
+        return self.at(position + np.arange(self.batch_size)[rows])
+
+    def at(self, numbers: Int64[np.ndarray, " batch"]) -> Batch:
+        """Return the windows with these numbers, counted from 0 over all epochs of a run."""
+        epoch, window = np.divmod(numbers, self.num_windows)
         if self.shuffle:
             window = permute(window, size=self.num_windows, seed=self.seed, epoch=epoch)
         return self._gather(window, self.num_windows)

@@ -1,5 +1,7 @@
 """Loading of a run's text as training windows and held-out windows."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,42 +11,82 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError
 
 
-class Datasets(NamedTuple):
-    """The training windows and the held-out windows of a run."""
+class MixedHeldOut(NamedTuple):
+    """The held-out windows of one text of a mixture.
 
-    train: data.Windows
+    Attributes:
+      name: short name of the text.
+      share: the text's share of the training tokens.
+      windows: its held-out windows.
+    """
+
+    name: str
+    share: float
+    windows: data.Windows
+
+
+class Datasets(NamedTuple):
+    """The training windows and the held-out windows of a run.
+
+    Attributes:
+      train: the training windows.
+      held_out: the held-out windows; for a mixture, those of the text with the largest share.
+      mixed: the held-out windows of all texts of a mixture; empty without a mixture.
+    """
+
+    train: data.Windows | data.Mixture
     held_out: data.Windows
+    mixed: tuple[MixedHeldOut, ...] = ()
 
 
 def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
-    """Load the text that the config names, from files or from a token store.
+    """Load the text or the mixture that the config names, from files or from token stores.
 
     Text from files is split, tokenised and packed. A token store already has a held-out part, so
     `data.eval_fraction` is ignored.
 
     Raises:
       UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
-        has more tokens than the model, or the store is incomplete or was made with another
+        has more tokens than the model, or a store is incomplete or was made with another
         tokenizer.
-      RunError: the store's manifest is damaged.
+      RunError: the manifest of a store is damaged.
     """
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size}"
             f" tokens of --tokenizer={config.data.tokenizer}; legal: {tokenizer.vocab_size} or more"
         )
+    if not config.data.mixture:
+        return _load(config, tokenizer, config.data.source)
+    with _errors_of_mixture():
+        found = [_load(config, tokenizer, each.source) for each in config.data.mixture]
+        mixture = data.Mixture(
+            [
+                data.MixedText(each.source, each.units, datasets.train)
+                for each, datasets in zip(config.data.mixture, found, strict=True)
+            ]
+        )
+    mixed = tuple(
+        MixedHeldOut(name, share, datasets.held_out)
+        for name, share, datasets in zip(mixture.names, mixture.shares, found, strict=True)
+    )
+    return Datasets(mixture, max(mixed, key=lambda each: each.share).windows, mixed)
+
+
+def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets:
+    """Load one text."""
     seed = config.train.seed
-    if data.is_store(config.data.source):
-        store = data.open_store(config.data.source)
+    if data.is_store(source):
+        store = data.open_store(source)
         store.check_tokenizer(tokenizer)
         train, held_out = store.train, store.held_out
     else:
-        documents = data.documents(config.data.source, text_field=config.data.text_field)
+        documents = data.documents(source, text_field=config.data.text_field)
         parts = data.split(
             documents,
             eval_fraction=config.data.eval_fraction,
             seed=seed,
-            source=config.data.source,
+            source=source,
         )
         train, held_out = (data.pack(part, tokenizer) for part in parts)
 
@@ -56,7 +98,16 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
             bos=tokenizer.bos,
             seed=seed,
             shuffle=shuffle,
-            source=config.data.source,
+            source=source,
         )
 
     return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))
+
+
+@contextlib.contextmanager
+def _errors_of_mixture() -> Iterator[None]:
+    """Name the flag --mixture in place of --data in errors about one of its texts."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data=", "--mixture: ", 1)) from None

@@ -85,8 +85,14 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
     """
     config, tokenizer = read_config(workdir), subject.tokenizer
     batch = dataclasses.replace(config.train, batch_size=1, accumulate=1)
-    stream = load_datasets(dataclasses.replace(config, train=batch), tokenizer).train.stream
-    tokens = stream.read(np.zeros(1, np.int64), min(len(stream), _COUNTED))[0]
+    train = load_datasets(dataclasses.replace(config, train=batch), tokenizer).train
+    start = np.zeros(1, np.int64)
+    tokens = np.concatenate(
+        [
+            stream.read(start, min(len(stream), int(share * _COUNTED)))[0]
+            for share, stream in train.streams
+        ]
+    )
     counts = (
         np.bincount(tokens, minlength=tokenizer.vocab_size) + 1.0
     )  # add one to each count, so that none is 0
@@ -97,7 +103,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
         return TokenScores(np.where(scored, logs[targets], 0), scored & (targets == likeliest))
 
     scorer = Scorer(scores, subject.scorer.max_length)
-    identity = subject.identity | {"weights": f"{UNIGRAM}-{stream.checksum():08x}", "step": None}
+    identity = subject.identity | {"weights": f"{UNIGRAM}-{train.checksum():08x}", "step": None}
     return subject._replace(name=UNIGRAM, scorer=scorer, identity=identity, decoder=None)
 
 

@@ -51,6 +51,8 @@ class ExperimentText:
     """
 
     def __init__(self, config: RunConfig, folder: Folder):
+        if config.data.mixture:
+            raise UsageError("--mixture is not for experiments; legal: --data")
         self._config = config.data
         is_store = data.is_store(config.data.source)
         self.store = config.data.source if is_store else folder.url
@@ -64,7 +66,7 @@ class ExperimentText:
         """
         if not self._is_there:
             source, share = self._config.source, self._config.eval_fraction
-            how = {"eval_fraction": share, "workers": 1}
+            how = {"eval_fraction": share, "workers": 1, "text_field": self._config.text_field}
             try:
                 prepare(source, self._config.tokenizer, self.store, **how)
             except UsageError as error:

@@ -1,6 +1,8 @@
 """Evaluations during and after training: loss on held-out text, tasks, and a text sample."""
 
+import copy
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from flax import nnx
 import sharding
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
+from rmt_tpu.data.datasets import MixedHeldOut
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
@@ -29,10 +32,12 @@ class HeldOut(NamedTuple):
     Attributes:
       loss: the mean loss per token in nats.
       aux: the mean per token of each scalar that the model's cores return, by name.
+      texts: for a mixture, the mean loss on each of its texts, by name.
     """
 
     loss: float
     aux: dict[str, float]
+    texts: dict[str, float] = {}
 
 
 class HeldOutLoss:
@@ -59,6 +64,12 @@ class HeldOutLoss:
         # Replicate the sums of losses over all devices, so that every process gets the same loss.
         self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
 
+    def of(self, windows: data.Windows, number: int) -> "HeldOutLoss":
+        """Return the same function for other windows, without compiling it again."""
+        other = copy.copy(self)
+        other._windows, other._number = windows, min(number, windows.num_windows)
+        return other
+
     def __call__(self, params: Any) -> HeldOut:
         """Return the mean loss, and the means of the cores' scalars, with the given parameters."""
         shape, sums = (self._windows.batch_size, self._windows.seq_len), []
@@ -68,6 +79,31 @@ class HeldOutLoss:
             sums.append(jax.tree.map(float, self._sums(params, batch)))
         *totals, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
         return HeldOut(*jax.tree.map(lambda total: total / weight, totals))
+
+
+class MixedHeldOutLoss:
+    """A function that computes the mean loss on the held-out windows of each text of a mixture.
+
+    The loss on the mixture is the mean of these losses, weighted by the texts' shares.
+
+    Args:
+      run: the run whose loss is computed.
+      mixed: the held-out windows of the texts.
+      number: the number of windows to use, which is divided equally among the texts.
+    """
+
+    def __init__(self, run: PreparedRun, mixed: Sequence[MixedHeldOut], number: int):
+        number = max(1, number // len(mixed))
+        first = HeldOutLoss(run, mixed[0].windows, number)
+        self._losses = {each.name: first.of(each.windows, number) for each in mixed}
+        self._shares = [each.share for each in mixed]
+
+    def __call__(self, params: Any) -> HeldOut:
+        """Return the mean losses with the given parameters; see `HeldOutLoss`."""
+        found = {name: loss(params) for name, loss in self._losses.items()}
+        mean = lambda *values: sum(s * v for s, v in zip(self._shares, values, strict=True))
+        loss, aux = jax.tree.map(mean, *((each.loss, each.aux) for each in found.values()))
+        return HeldOut(loss, aux, {name: each.loss for name, each in found.items()})
 
 
 def num_eval_windows(config: RunConfig) -> int:

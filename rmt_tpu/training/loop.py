@@ -18,7 +18,13 @@ from rmt_tpu.residual import fixed_point
 from rmt_tpu.runs.side_files import SideFiles
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import kernel_blocks, signals
-from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, num_eval_windows, sample_text
+from rmt_tpu.training.evaluation import (
+    HeldOutLoss,
+    MixedHeldOutLoss,
+    TaskMetrics,
+    num_eval_windows,
+    sample_text,
+)
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import PreparedRun
@@ -59,6 +65,15 @@ class LoopInputs(NamedTuple):
     datasets: Datasets
     tasks: TaskMetrics
 
+    def continuing(self, start: Start) -> "LoopInputs":
+        """Return these inputs with the mixture of texts, if there is one, as it is at the start."""
+        if start.mixture is None:
+            return self
+        return self._replace(
+            text=self.text._replace(mixture=start.mixture),
+            datasets=self.datasets._replace(train=start.mixture),
+        )
+
 
 class Loop:
     """The training loop, with the current train state and the metrics of the step in progress."""
@@ -76,13 +91,20 @@ class Loop:
         self.config, self.model, self.text, self.datasets, self.tasks = inputs
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
-        self.state, self.step, self.windows_read, self.branch, _ = start
+        self.state, self.step, self.windows_read, self.branch, *_ = start
         self.throughput = Throughput(self.config, self.model.mesh)
         windows = num_eval_windows(self.config)
-        self.held_out_loss = HeldOutLoss(self.model, self.datasets.held_out, windows)
+        _, held_out, mixed = self.datasets
+        self.held_out_loss = (
+            MixedHeldOutLoss(self.model, mixed, windows)
+            if mixed
+            else HeldOutLoss(self.model, held_out, windows)
+        )
         # Maps the last evaluated step to the loss on held-out text at that step.
         self.evaluated: dict[int, float] = {}
-        self.pending: tuple[dict[str, jax.Array], float] | None = None
+        # The metrics of the step in progress, how long it waited for its batch, and the number of
+        # windows read after it.
+        self.pending: tuple[dict[str, jax.Array], float, int] | None = None
         # The step of the last save that was started, and when it was, on the clock of this process.
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
@@ -188,7 +210,7 @@ class Loop:
         self.state, metrics = train_step(self.state, batch)
         self.windows_read += self.config.train.batch_size
         self._report()
-        self.step, self.pending = step, (metrics, waited)
+        self.step, self.pending = step, (metrics, waited, self.windows_read)
 
     def _report(self) -> None:
         """Wait for the step in progress, if there is one, and write its metrics.
@@ -199,7 +221,7 @@ class Loop:
         """
         if self.pending is None:
             return
-        metrics, waited = self.pending
+        metrics, waited, windows_read = self.pending
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.pending = None
         # If the background save has failed, raise its error now and not at the next save.
@@ -208,6 +230,7 @@ class Loop:
         in_a_row = int(row.pop("train/skipped_in_a_row"))
         row |= self.throughput.step_ended()
         row["throughput/data_wait_seconds"] = waited
+        row |= self.datasets.train.metrics(windows_read)
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
@@ -281,9 +304,10 @@ class Loop:
         """Compute the loss on held-out text and write it to the metrics."""
         self._report()
         self.progress.doing("evaluating")
-        loss, aux = self.held_out_loss(self.state.params)
+        loss, aux, texts = self.held_out_loss(self.state.params)
         self.evaluated = {self.step: loss}
         row = {f"eval/aux/{name}": value for name, value in aux.items()}
+        row |= {f"eval/loss/{name}": value for name, value in texts.items()}
         self.side_files.write(self.step, {"eval/loss": loss, **row})
         self.progress.log(f"step {self.step}: loss on held-out text {loss:.4f}")
         self.throughput.restart()

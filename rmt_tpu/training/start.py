@@ -7,7 +7,8 @@ import jax
 
 from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import RunConfig
+from rmt_tpu.config import SHARE_UNITS, RunConfig
+from rmt_tpu.data.mixture import only_text
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError, flag_errors
 from rmt_tpu.runs import workdir
@@ -28,6 +29,7 @@ class Start(NamedTuple):
       branch: the step to which the run last went back at the user's request, or None.
       is_saved: whether the state needs no saving, either because a checkpoint of this run has it or
         because it precedes the first step.
+      mixture: the mixture of texts as it continues from here; None without a mixture.
     """
 
     state: TrainState
@@ -35,6 +37,7 @@ class Start(NamedTuple):
     windows_read: int
     branch: int | None = None
     is_saved: bool = True
+    mixture: data.Mixture | None = None
 
 
 class Text(NamedTuple):
@@ -43,10 +46,12 @@ class Text(NamedTuple):
     Attributes:
       tokenizer: the run's tokenizer.
       checksum: checksum of the text's tokens.
+      mixture: the mixture of texts, if the run has one.
     """
 
     tokenizer: data.Tokenizer
     checksum: int
+    mixture: data.Mixture | None = None
 
 
 class SavedRun(NamedTuple):
@@ -93,7 +98,7 @@ def restore_or_init(
         if warm_start is not None:
             params = warm_start.initial_params(state.params, run.state_shardings.params, log)
             state = run.with_copies(state._replace(params=params))
-        return Start(state, 0, 0)
+        return Start(state, 0, 0, mixture=text.mixture)
     if processes.is_first():
         workdir.check_tokenizer(folder, text.tokenizer, config.data.tokenizer)
     start = _restore_at(config, run, saved, f"--workdir={folder}", text, back_step)
@@ -133,13 +138,23 @@ def _restore_at(
             f"--tokenizer={config.data.tokenizer} differs from the tokenizer of checkpoint {step} "
             f"in {flag}; give the same one, or another {name}"
         )
-    if meta["data_checksum"] != text.checksum:
+    mixture, read = text.mixture, meta["windows_read"]
+    if mixture is not None:
+        source = meta["config"]["data"]["source"]
+        alone = only_text(source, SHARE_UNITS, meta["data_checksum"])
+        mixture = mixture.resumed(read, meta.get("mixture", alone))
+    elif "mixture" in meta:
+        raise UsageError(
+            f"--data={config.data.source}: the run in {flag} was trained on a mixture up to step "
+            f"{step}; legal: --mixture='{config.data.source}=1' to go on with this text alone"
+        )
+    elif meta["data_checksum"] != text.checksum:
         raise UsageError(
             f"--data={config.data.source} does not give the tokens that the run in {flag} was "
             f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version of "
             f"Python has changed; give the same ones, or another {name}"
         )
-    return Start(run.with_copies(state), step, meta["windows_read"], meta.get("branch"))
+    return Start(run.with_copies(state), step, read, meta.get("branch"), mixture=mixture)
 
 
 def checkpoint_meta(
@@ -148,6 +163,8 @@ def checkpoint_meta(
     """Return the metadata of a checkpoint: the run's config and its position in the text."""
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
     meta |= workdir.config_meta(config, text.tokenizer)
+    if text.mixture is not None:
+        meta["mixture"] = text.mixture.meta()
     return meta if branch is None else meta | {"branch": branch}
 
 

@@ -142,6 +142,7 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
+        inputs = inputs.continuing(start)
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
         elif start.step and start.is_saved:
@@ -180,7 +181,8 @@ def _prepare(
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
     tasks = TaskMetrics(run, config, tokenizer)
-    text = Text(tokenizer, datasets.train.checksum())
+    mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
+    text = Text(tokenizer, datasets.train.checksum(), mixture)
     _check_agreement(config, from_step, text.checksum)
     warm_start = warm_start_of(config, folder)
     if warm_start is not None:
@@ -268,8 +270,9 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
             f"{'; '.join(different[:8])}; start all processes with the same flags"
         )
     if first["data"] != own["data"]:
+        flag = "--mixture" if config.data.mixture else f"--data={config.data.source}"
         raise UsageError(
-            f"--data={config.data.source} gives other tokens on process "
+            f"{flag} gives other tokens on process "
             f"{processes.process_id()} than on process 0; give all processes the same files"
         )
 

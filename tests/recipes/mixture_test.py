@@ -1,0 +1,93 @@
+"""The flags that name a run's text: one text or a mixture, and whose tokenizer it brings."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from recipes import common
+from rmt_tpu.analysis.dry_run import dry_run
+from rmt_tpu.config import MixtureSource, overrides, presets
+from rmt_tpu.data.prepare import prepare
+from rmt_tpu.errors import UsageError
+from rmt_tpu.experiments.runs import ExperimentText
+from rmt_tpu.storage import open_folder
+
+
+@pytest.fixture
+def config(monkeypatch):
+    def config(*sets: str, base=None, **given):
+        values = dict.fromkeys((name for name, *_ in common._RUN_FLAGS), None)
+        values |= {"set": list(sets)} | given
+        monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**values))
+        return common.run_config(base or presets.run("rmt-tiny"))
+
+    return config
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, word in {"a": "stone", "b": "river"}.items():
+        (tmp_path / f"{name}.txt").write_text(f"{word} over and\n<|endoftext|>\n" * 50 + word)
+    return tmp_path
+
+
+MIXTURE = (MixtureSource("a.txt", 0.75), MixtureSource("b.txt", 0.25))
+
+
+def test_a_mixture_is_a_flag_or_a_list(config):
+    listed = '[{"source": "a.txt", "share": 0.75}, {"source": "b.txt", "share": 0.25}]'
+    short = "a.txt=0.75,b.txt=0.25"
+    for found in (
+        config(mixture=short),
+        config(f"data.mixture={short}"),
+        config(f"data.mixture={listed}"),
+    ):
+        assert found.data.mixture == MIXTURE
+        assert overrides.from_json(type(found), overrides.to_json(found)) == found
+    more = config("data.mixture.0.share=0.5", "data.mixture.1.share=0.5", base=found)
+    assert [each.share for each in more.data.mixture] == [0.5, 0.5]
+    assert config(base=found).data.mixture == MIXTURE
+    assert config(base=found, mixture="").data.mixture == ()
+    assert config(base=found, data="a.txt").data.mixture == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"mixture": "a.txt"}, "--mixture='a.txt': 'a.txt' has no share; legal: like"),
+        ({"mixture": "a.txt=0.5"}, "--mixture='a.txt=0.5': the shares add up to 0.5; legal:"),
+        ({"mixture": "a=0.5,a=0.5"}, "names a 2 times"),
+        ({"mixture": "a.txt=1", "data": "b.txt"}, "--data and --mixture both set the text"),
+    ],
+)
+def test_what_is_refused_names_the_flag(config, flags, said):
+    with pytest.raises(UsageError) as error:
+        config(**flags)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_first_store_brings_the_tokenizer(config, here):
+    prepare("b.txt", "byte", here / "store", eval_fraction=0.2, workers=1)
+    found = config(mixture="a.txt=0.5,store=0.5")
+    assert found.data.tokenizer == "store" and found.model.vocab_size == 257
+    assert config(mixture="a.txt=0.5,store=0.5", tokenizer="byte").data.tokenizer == "byte"
+    (here / "half").mkdir()
+    (here / "half" / "plan.json").write_bytes((here / "store" / "plan.json").read_bytes())
+    with pytest.raises(UsageError, match="half is not complete"):
+        config(mixture="half=1")
+
+
+def test_a_dry_run_tells_how_often_each_text_is_read(config, here):
+    found = config(mixture="a.txt=0.75,b.txt=0.25", seq_len=16, steps=10, batch_size=8)
+    (line,) = [
+        line
+        for line in dry_run(found, "rmt-tiny", open_folder(here / "run")).splitlines()
+        if line.startswith("tokens ")
+    ]
+    assert "; a.txt, a share of 0.75, has " in line and "; b.txt, a share of 0.25, has " in line
+
+
+def test_experiments_take_one_text(config, here):
+    with pytest.raises(UsageError, match="--mixture is not for experiments"):
+        ExperimentText(config(mixture="a.txt=1"), open_folder(here))
