@@ -14,8 +14,10 @@ import functools
 import json
 import math
 import re
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,11 +105,15 @@ class Mixture:
             *(np.zeros((len(positions), self.seq_len), dtype) for dtype in (np.int32,) * 3),
             np.zeros((len(positions), self.seq_len), np.float32),
         )
-        for number in np.unique(chosen).tolist():
-            own = np.flatnonzero(chosen == number)
-            found = self.texts[number].windows.at(numbers[own, number])
+        used = np.unique(chosen).tolist()
+        own = [np.flatnonzero(chosen == number) for number in used]
+        reads = [
+            functools.partial(self.texts[number].windows.at, numbers[rows_of_text, number])
+            for number, rows_of_text in zip(used, own, strict=True)
+        ]
+        for rows_of_text, found in zip(own, _together(reads), strict=True):
             for whole, part in zip(batch, found, strict=True):
-                whole[own] = part
+                whole[rows_of_text] = part
         return batch
 
     def windows_read(self, position: int) -> list[int]:
@@ -177,6 +183,24 @@ class Mixture:
         for checksum, count in zip(checksums, counts(units, since)[0].tolist(), strict=True):
             read[checksum] = read.get(checksum, 0) + count
         return Mixture(self.texts, since=position, read=read)
+
+
+def _together(reads: Sequence[Callable[[], Batch]]) -> list[Batch]:
+    """Return the results of functions that wait for storage, which are called concurrently."""
+    futures: list[Future[Batch]] = [Future() for _ in reads]
+
+    def call(read: Callable[[], Batch], future: Future[Batch]) -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:  # `result` raises the error below
+            future.set_exception(error)
+
+    # Use daemon threads, so that a read that hangs does not keep the process from exiting.
+    for item in zip(reads[1:], futures[1:], strict=True):
+        threading.Thread(target=call, args=item, daemon=True).start()
+    for item in zip(reads[:1], futures[:1], strict=True):
+        call(*item)
+    return [future.result() for future in futures]
 
 
 def only_text(source: str, units: int, checksum: int) -> dict[str, Any]:

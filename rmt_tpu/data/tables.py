@@ -96,12 +96,45 @@ def _opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
         raise Problem(f"{span.path!r} needs pyarrow: {EXTRA}") from None
     try:
         with read_errors(span.path), open_stored(span, look=look) as file:
-            yield file
+            watched = _Watched(file)
+            try:
+                yield watched
+            except Exception:
+                if watched.error is not None:
+                    raise watched.error from None
+                raise
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:300]
         raise Problem(
             f"{span.path!r} cannot be read: {reason}; legal: complete Parquet and Arrow files"
         ) from None
+
+
+class _Watched(io.BufferedIOBase):
+    """A file that keeps the error of a failed read, which pyarrow may replace by another."""
+
+    def __init__(self, file: io.BufferedIOBase):
+        self._file = file
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return self._file.read(size)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 def _num_groups(span: Span, file: io.BufferedIOBase) -> int:

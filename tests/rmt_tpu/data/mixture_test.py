@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer, MixedText, Mixture, Windows
 from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.data.mixture import counts, only_text, order, source_names
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import RunError, UsageError
 
 SEQ_LEN, BATCH = 4, 8
 
@@ -98,6 +99,21 @@ def test_windows_come_from_texts_in_their_shares_each_in_its_own_epochs():
         "data/text1/epochs": 8.0,
         "data/text2/epochs": 0.4,
     }
+
+
+def test_texts_are_read_at_the_same_time_and_an_error_of_one_is_raised(monkeypatch):
+    mixed, barrier = mixture(1, 1, 1), threading.Barrier(3, timeout=60)
+    usual = Windows.at
+
+    def at(self, numbers):
+        barrier.wait()
+        if self is mixed.texts[2].windows:
+            raise RunError("storage is away")
+        return usual(self, numbers)
+
+    monkeypatch.setattr(Windows, "at", at)
+    with pytest.raises(RunError, match="storage is away"):
+        mixed.batch_at(0)
 
 
 def test_one_text_is_read_as_without_a_mixture():

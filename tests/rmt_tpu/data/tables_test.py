@@ -1,6 +1,7 @@
 """Parquet and Arrow files: their documents, their division at groups, and what is refused."""
 
 import builtins
+import contextlib
 import io
 import json
 import random
@@ -17,6 +18,7 @@ from rmt_tpu.data import corpus, documents, inputs, is_store, open_store, prepar
 from rmt_tpu.data.corpus import divide, read_span
 from rmt_tpu.data.inputs import files, whole_span
 from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import Fault
 
 KINDS = ["parquet", "arrow", "stream.arrow"]
 
@@ -148,6 +150,28 @@ def test_damaged_tables_are_refused_in_a_line(tmp_path, kind):
             documents(str(path))
         except UsageError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_storage_stays_what_it_is(tmp_path, kind, monkeypatch):
+    """Whatever pyarrow makes of it: an object in a bucket may be replaced while it is read."""
+    path = write(tmp_path / f"a.{kind}", some_texts(900, 3), rows=300)
+
+    class Replaced(io.FileIO):
+        def readinto(self, buffer):
+            if self.tell() >= 8192:
+                raise Fault(f"{path} was replaced")
+            return super().readinto(memoryview(buffer)[:4096])
+
+    @contextlib.contextmanager
+    def open_stored(span, *, look=False):
+        with Replaced(span.path) as file:
+            file.seek(0)
+            yield io.BufferedReader(file, 4096)
+
+    monkeypatch.setattr("rmt_tpu.data.tables.open_stored", open_stored)
+    with pytest.raises(Fault, match=r"^/.*a\.\S+ was replaced$"):
+        list(read_span(whole_span(path)))
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
