@@ -82,12 +82,14 @@ class Batch(NamedTuple):
       targets: int32 [batch, seq], the next token after each input.
       segment_ids: int32 [batch, seq], the number of the document within the window, from 1.
       weights: float32 [batch, seq], 1 where there is a target and else 0.
+      texts: int32 [batch, seq], the number of the text in a mixture; None without a mixture.
     """
 
     inputs: Int32[np.ndarray, "batch seq"]
     targets: Int32[np.ndarray, "batch seq"]
     segment_ids: Int32[np.ndarray, "batch seq"]
     weights: Float32[np.ndarray, "batch seq"]
+    texts: Int32[np.ndarray, "batch seq"] | None = None
 
 
 @runtime_checkable

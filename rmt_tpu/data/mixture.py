@@ -104,6 +104,7 @@ class Mixture:
         batch = Batch(
             *(np.zeros((len(positions), self.seq_len), dtype) for dtype in (np.int32,) * 3),
             np.zeros((len(positions), self.seq_len), np.float32),
+            np.repeat(chosen.astype(np.int32)[:, None], self.seq_len, axis=1),
         )
         used = np.unique(chosen).tolist()
         own = [np.flatnonzero(chosen == number) for number in used]
@@ -112,7 +113,7 @@ class Mixture:
             for number, rows_of_text in zip(used, own, strict=True)
         ]
         for rows_of_text, found in zip(own, _together(reads), strict=True):
-            for whole, part in zip(batch, found, strict=True):
+            for whole, part in zip(batch[:4], found[:4], strict=True):
                 whole[rows_of_text] = part
         return batch
 

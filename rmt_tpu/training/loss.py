@@ -34,12 +34,15 @@ class Loss(NamedTuple):
       cross_entropy: sum of the negative log-probabilities of the targets.
       z: sum of the squared log-sum-exps of the logits.
       aux: the scalars that the model's cores return, summed over all tokens.
+      texts: for a mixture of texts, two rows with a sum over the tokens of each text: the losses in
+        the first row, and the weights in the second. () without a mixture.
     """
 
     objective: Float[Array, ""]
     cross_entropy: Float[Array, ""]
     z: Float[Array, ""]
     aux: Aux = {}
+    texts: Float[Array, "2 texts"] | tuple[()] = ()
 
 
 def next_token_loss(
@@ -51,6 +54,8 @@ def next_token_loss(
     multiplier: int | float = 1.0,
     z_loss: int | float = 0.0,
     aux: Aux | None = None,
+    texts: Int[Array, "batch seq"] | None = None,
+    num_texts: int = 0,
 ) -> Loss:
     """Return the sums of `-log softmax(logits)[target]` and of `logsumexp(logits)^2` over tokens.
 
@@ -65,12 +70,14 @@ def next_token_loss(
       multiplier: factor by which logits are multiplied.
       z_loss: weight of the squared log-sum-exps in the objective.
       aux: the scalars that the model's cores return.
+      texts: the number of the text that each token is from, for a mixture of texts.
+      num_texts: number of texts in the mixture.
     """
-    static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]))
-    loss = _chunked_loss(static, concatenate(z), kernel, targets, weights)
+    static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]), num_texts)
+    loss = _chunked_loss(static, concatenate(z), kernel, targets, weights, texts)
     aux = aux or {}
     objective = loss.objective + aux["loss"] if "loss" in aux else loss.objective
-    return Loss(objective, *jax.lax.stop_gradient((loss.cross_entropy, loss.z, aux)))
+    return Loss(objective, *jax.lax.stop_gradient((loss.cross_entropy, loss.z, aux, loss.texts)))
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:
@@ -86,29 +93,34 @@ def _chunks(batch: int, seq: int, vocab: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
-    multiplier, z_loss, chunks = static
+def _chunked_loss(static, x, kernel, targets, weights, texts) -> Loss:
+    _, _, chunks, num_texts = static
     narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
 
     def chunk_loss(total, chunk):
-        loss, *_ = _loss(multiplier, z_loss, narrow, *chunk)
+        loss, *_ = _loss(static, narrow, *chunk)
         return jax.tree.map(jnp.add, total, loss), None
 
-    zero = jnp.zeros((), jnp.result_type(x, jnp.float32))
-    split = (_split(a, chunks) for a in (x, targets, weights))
-    return jax.lax.scan(chunk_loss, Loss(zero, zero, zero), tuple(split))[0]
+    zero = _zero_loss(jnp.result_type(x, jnp.float32), texts, num_texts)
+    split = (_split(a, chunks) for a in (x, targets, weights, texts))
+    return jax.lax.scan(chunk_loss, zero, tuple(split))[0]
 
 
-def _chunked_loss_forward(static, x, kernel, targets, weights):
+def _zero_loss(dtype, texts, num_texts) -> Loss:
+    zero = jnp.zeros((), dtype)
+    return Loss(zero, zero, zero, texts=() if texts is None else jnp.zeros((2, num_texts), dtype))
+
+
+def _chunked_loss_forward(static, x, kernel, targets, weights, texts):
     """Compute the loss and its gradient, so that the backward pass only scales the gradient."""
-    multiplier, z_loss, chunks = static
+    _, _, chunks, num_texts = static
     narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
     dtype = jnp.result_type(x, jnp.float32)
 
     def chunk_gradient(carry, chunk):
         total, d_kernel = carry
         x = _tokens(chunk[0])
-        loss, log_z, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
+        loss, log_z, d_logits = _loss(static, narrow, *chunk)
         d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
         # Compute the gradient of the logits a second time, so that XLA fuses it into this matrix
         # product. An array that both products share would be written to memory and read back.
@@ -116,9 +128,8 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
         d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
 
-    zero = jnp.zeros((), dtype)
-    split = tuple(_split(a, chunks) for a in (x, targets, weights))
-    carry = (Loss(zero, zero, zero), jnp.zeros(narrow.shape, dtype))
+    split = tuple(_split(a, chunks) for a in (x, targets, weights, texts))
+    carry = (_zero_loss(dtype, texts, num_texts), jnp.zeros(narrow.shape, dtype))
     (loss, d_kernel), d_x = jax.lax.scan(chunk_gradient, carry, split)
     d_x = d_x.swapaxes(0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
     d_kernel = sharding.scatter_sum(d_kernel, "fsdp", axis=0)
@@ -128,14 +139,25 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
 def _chunked_loss_backward(static, gradient, cotangents):
     scale = cotangents.objective
     d_x, d_kernel = gradient
-    return (d_x * scale.astype(d_x.dtype), d_kernel * scale.astype(d_kernel.dtype), None, None)
+    return (
+        d_x * scale.astype(d_x.dtype),
+        d_kernel * scale.astype(d_kernel.dtype),
+        None,
+        None,
+        None,
+    )
 
 
 _chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 
 
-def _split(x: Array, chunks: int) -> Array:
-    """Reshape [batch, seq, ...] to [chunks, batch, seq / chunks, ...], padding seq with zeros."""
+def _split(x: Array | None, chunks: int) -> Array | None:
+    """Reshape [batch, seq, ...] to [chunks, batch, seq / chunks, ...], padding seq with zeros.
+
+    None stays None.
+    """
+    if x is None:
+        return None
     missing = -x.shape[1] % chunks
     x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)
@@ -146,11 +168,12 @@ def _tokens(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _loss(multiplier, z_loss, kernel, x, targets, weights):
+def _loss(static, kernel, x, targets, weights, texts):
     """Return the loss sums of a chunk, its log-sum-exps `log_z`, and the function `d_logits`.
 
     `d_logits(log_z)` returns the gradient of the objective with respect to `concatenate(z) W_U`.
     """
+    multiplier, z_loss, _, num_texts = static
     x, targets, weights = map(_tokens, (x, targets, weights))
     logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)
     cross_entropy = jnp.sum((log_z - chosen) * weights)
@@ -162,4 +185,12 @@ def _loss(multiplier, z_loss, kernel, x, targets, weights):
         gradient = softmax * (1 + 2 * z_loss * log_z[:, None]) - is_target
         return (multiplier * weights[:, None] * gradient).astype(x.dtype)
 
-    return Loss(cross_entropy + z_loss * z, cross_entropy, z), log_z, d_logits
+    loss = Loss(cross_entropy + z_loss * z, cross_entropy, z)
+    if texts is not None:
+        own = _tokens(texts)[:, None] == jnp.arange(num_texts)
+        sums = [
+            jnp.sum(jnp.where(own, values[:, None], 0), axis=0, dtype=z.dtype)
+            for values in ((log_z - chosen) * weights, weights)
+        ]
+        loss = loss._replace(texts=jnp.stack(sums))
+    return loss, log_z, d_logits

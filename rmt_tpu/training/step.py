@@ -11,8 +11,9 @@ from jaxtyping import Array, Int, Key
 
 import sharding
 from rmt_tpu.config import RunConfig
-from rmt_tpu.cores import Aux, causal
+from rmt_tpu.cores import causal
 from rmt_tpu.data import Batch
+from rmt_tpu.data.mixture import source_names
 from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.training import depth_rate
 from rmt_tpu.training.copies import Copies, substitute_copies
@@ -59,30 +60,37 @@ def batch_loss(
     *,
     z_loss: int | float = 0.0,
     schedule: sharding.Schedule | None = None,
+    num_texts: int = 0,
 ) -> Loss:
     """Return the sums of losses over a batch, or in per-device code over this device's tokens.
 
     With a `schedule` of pipeline stages, each stage returns the loss of some of the tokens, and
     gradients are computed together with the loss.
+
+    With `num_texts`, the number of texts in a mixture, the losses of the texts are returned too,
+    except with a `schedule`.
     """
     decoder = nnx.merge(graphdef, params)
     with kernels.preferred(decoder.config):
-        return _batch_loss(decoder, batch, z_loss, schedule)
+        return _batch_loss(decoder, batch, z_loss, schedule, num_texts)
 
 
-def _batch_loss(decoder, batch, z_loss, schedule):
+def _batch_loss(decoder, batch, z_loss, schedule, num_texts):
     kernel, multiplier = decoder.unembedding.kernel[...], decoder.unembedding.multiplier
 
     @jax.named_scope("loss")
-    def loss(z: Any, kernel: Any, targets: Any, weights: Any, *, aux: Aux | None = None) -> Loss:
+    def loss(z: Any, kernel: Any, targets: Any, weights: Any, **more: Any) -> Loss:
         return next_token_loss(
-            z, kernel, targets, weights, multiplier=multiplier, z_loss=z_loss, aux=aux
+            z, kernel, targets, weights, multiplier=multiplier, z_loss=z_loss, **more
         )
 
     if schedule is None:
         z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids)
         own = lambda x: sharding.own_part(x, sharding.token_axes(), axis=1)
-        return loss(z, kernel, own(batch.targets), own(batch.weights), aux=aux)
+        more = {"aux": aux}
+        if num_texts and batch.texts is not None:
+            more |= {"texts": own(batch.texts), "num_texts": num_texts}
+        return loss(z, kernel, own(batch.targets), own(batch.weights), **more)
     context = causal(batch.inputs.shape[1], None, batch.segment_ids)
     weights = Loss(1.0, 0.0, 0.0), {name: float(name == "loss") for name in decoder.config.aux}
     objective, (sums, aux) = pipelined.loss(
@@ -117,6 +125,7 @@ def make_gradients(
       schedule: schedule of the pipeline stages, or None without a pipeline.
     """
     options = {"z_loss": config.train.z_loss, "schedule": schedule}
+    options |= {"num_texts": len(config.data.mixture)}
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Loss]:
         with kernels.preferred(config.model):
@@ -201,9 +210,22 @@ def make_train_step(
             "optim/learning_rate": schedule(state.step),
             "optim/grad_norm": grad_norm,
             **{f"train/aux/{name}": value for name, value in loss.aux.items()},
+            **_losses_of_texts(config, loss),
             **load_metrics(grads, roles),
             **depth_rate.metrics(config, params),
         }
         return new, metrics
 
     return train_step
+
+
+def _losses_of_texts(config: RunConfig, loss: Loss) -> dict[str, jax.Array]:
+    """Return the mean loss of each text of a mixture; NaN for a text that the batch does not have.
+
+    Without a mixture, and in a pipeline, the result is {}.
+    """
+    if isinstance(loss.texts, tuple):
+        return {}
+    names = source_names([each.source for each in config.data.mixture])
+    losses, weights = loss.texts
+    return {f"train/loss/{name}": losses[n] / weights[n] for n, name in enumerate(names)}

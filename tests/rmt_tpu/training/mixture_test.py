@@ -5,21 +5,26 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import sharding
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.training import trainer
 from rmt_tpu.training.loop import Loop
+from rmt_tpu.training.run import prepare
 from tests import cli
 
 pytestmark = pytest.mark.xdist_group("mixture")  # one worker makes the run that all begin with
 
 BATCH, SEQ_LEN = 4, 16
+MAKE_MESH = sharding.make_mesh  # a fixture replaces it
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,6 +118,10 @@ def test_metrics_give_tokens_epochs_and_losses_of_each_text(whole):
     rows = numbers(whole)
     assert [tokens(whole, step) for step in (1, 2, 8)] == [[48, 16], [96, 32], [384, 128]]
     assert rows[-1]["data/web.txt/epochs"] == pytest.approx(384 / 2100, rel=0.2)
+    for row in rows:  # each batch has three windows of one text and one of the other
+        expected = 0.75 * row["train/loss/web.txt"] + 0.25 * row["train/loss/books.txt"]
+        assert row["train/loss"] == pytest.approx(expected, rel=1e-6)
+        assert row["train/loss/web.txt"] != row["train/loss/books.txt"]
     for row in (rows[3], rows[7]):
         expected = 0.75 * row["eval/loss/web.txt"] + 0.25 * row["eval/loss/books.txt"]
         assert row["eval/loss"] == pytest.approx(expected, rel=1e-12)
@@ -172,6 +181,25 @@ def test_a_text_that_was_edited_is_refused(config, sources, whole, tmp_path):
             trainer.train(mixed(config, sources, web=0.75, books=0.25), run)
     finally:
         Path(sources["books"]).write_text(text)
+
+
+def test_losses_of_texts_do_not_depend_on_the_mesh(config, sources):
+    """Nor on accumulation and chunks of the loss; without texts in a batch there are none."""
+    changes = {"train.batch_size": 8, "model.vocab_size": 257}
+    base = overrides.apply(mixed(config, sources, web=0.5, books=0.25, code=0.25), changes)
+    batch = load_datasets(base, ByteTokenizer()).train.batch_at(0)
+    found = []
+    for mesh, accumulate in ("data=1", 1), ("data=2,sequence=2", 2):
+        divided = overrides.apply(base, {"train.mesh": mesh, "train.accumulate": accumulate})
+        count = 1 if accumulate == 1 else 4
+        run = prepare(divided, MAKE_MESH(mesh, jax.devices()[:count]))
+        params = jax.jit(run.init)().params
+        _, loss = jax.jit(run.gradients)(params, batch)
+        found.append(np.asarray(loss.texts))
+        assert jax.eval_shape(run.gradients, params, batch._replace(texts=None))[1].texts == ()
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    np.testing.assert_allclose(found[0][1], [0.5, 0.25, 0.25])
+    assert found[0][0].sum() == pytest.approx(float(loss.cross_entropy), rel=1e-5)
 
 
 @pytest.mark.slow
