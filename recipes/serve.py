@@ -123,7 +123,7 @@ def _front():
         options = text_ids | {"slots": _SLOTS.value, "steps": _STEPS}
         engine = Engine(cast_once(decoder), tokenizer.ends, **options)
         first = _COMPILE_FIRST.value
-        engine.compile(longest if first else 1, scored=first)
+        engine.compile(longest if first else 1, scored=first, adjusted=first)
     served = ServedModel(
         name=_NAME.value or open_folder(_WORKDIR.value).name,
         tokenizer=tokenizer,

@@ -17,6 +17,7 @@ import sharding
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import programs
+from rmt_tpu.generation.adjustment import Adjustment, changes_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.generation.layouts import lay_out
 from rmt_tpu.generation.programs import (
@@ -46,12 +47,19 @@ class Request(NamedTuple):
       sampling: how new tokens are chosen, and the maximum number of new tokens.
       ranked: whether to report the likeliest candidates at each position.
       scored: whether to report the log-probabilities of the prompt's own tokens.
+      adjustment: changes to the logits, and further stop tokens.
     """
 
     tokens: np.ndarray
     sampling: Sampling
     ranked: bool = False
     scored: bool = False
+    adjustment: Adjustment = Adjustment()
+
+    def first_stop(self, tokens: Sequence[int]) -> int | None:
+        """Return the index of the first of the request's own stop tokens; None if there is none."""
+        own = self.adjustment.stop_tokens
+        return next((index for index, token in enumerate(tokens) if token in own), None)
 
 
 class NewTokens(NamedTuple):
@@ -147,7 +155,7 @@ class Engine:
             for number in self.open_requests:
                 self.forget(number)
 
-    def compile(self, tokens: int, *, scored: bool = True) -> None:
+    def compile(self, tokens: int, *, scored: bool = True, adjusted: bool = False) -> None:
         """Compile the programs for texts of up to `tokens` tokens in advance.
 
         This includes the programs that grow the cache from one size to another, and those that
@@ -156,6 +164,7 @@ class Engine:
         Args:
           tokens: the maximum number of tokens in a prompt and its new tokens together.
           scored: whether to compile the programs that score prompts, too.
+          adjusted: whether to compile the programs that change logits, too.
         """
         sizes = [bucket(1)]
         while sizes[-1] < tokens:
@@ -164,25 +173,39 @@ class Engine:
         try:  # without stop tokens, each text has a second token, so that `steps` is compiled
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
             # The longest text needs a larger cache for its decode steps than for its prompt.
+            adjustments = [Adjustment(), Adjustment(min_tokens=1)][: 1 + adjusted]
             for length in [*lengths, max(1, tokens - 1)]:
-                sampling = Sampling(max_tokens=2)
-                self.submit(Request(np.zeros(length, int), sampling, scored=scored))
-                while self.open_requests:
-                    self.step()
+                request = Request(np.zeros(length, int), Sampling(max_tokens=2), scored=scored)
+                for adjustment in adjustments:
+                    self.submit(request._replace(adjustment=adjustment))
+                    while self.open_requests:
+                        self.step()
         finally:
             self.ends = ends
-        self._compile_moves(sorted({*map(self._size, sizes), self.capacity}))
+        sizes = sorted({*map(self._size, sizes), self.capacity})
+        for adjustment in adjustments:
+            self._compile_moves(sizes, adjustment.changes_logits)
 
-    def _compile_moves(self, sizes: list[int]) -> None:
-        """Compile the growth of the cache to each larger size, and inserts of smaller rows."""
+    def _compile_moves(self, sizes: list[int], changed: bool) -> None:
+        """Compile the growth of the cache to each larger size, and inserts of smaller rows.
+
+        Args:
+          sizes: the sizes of caches, in tokens, in ascending order.
+          changed: whether the rows have changes to logits.
+        """
         count = self.slots // self.model.devices("batch")
+
+        def empty(rows: int, size: int) -> Rows:
+            changes = programs.unchanged(self.model, self.params, rows) if changed else None
+            made = programs.empty_rows(self.model, self.params, rows, size)
+            return made._replace(changes=changes)
+
         for index, size in enumerate(sizes):
-            rows = programs.empty_rows(self.model, self.params, count, size)
+            rows = empty(count, size)
             for larger in sizes[index + 1 :]:
                 programs.grow(self.model, self.params, rows, larger)
             for smaller in sizes[: index + 1]:
-                row = programs.empty_rows(self.model, self.params, 1, smaller)
-                rows = programs.insert(self.model, rows, row, np.int32(0))
+                rows = programs.insert(self.model, rows, empty(1, smaller), np.int32(0))
 
     def submit(self, request: Request) -> int:
         """Queue a request and return its number, counted from 0; `step` reports its new tokens.
@@ -241,24 +264,45 @@ class Engine:
             self._empty()  # use a smaller cache, because steps read the unused part of a cache too
         self.lengths[slot], self.requests[slot] = length, request
         self._grow(length)
+        row = self._like_rows(row)
         self.rows = programs.insert(self.model, self.rows, row, np.int32(slot))
         remaining, chosen = jax.device_get((row.remaining, chosen))
-        ended, stopped = int(remaining[0]) == 0, int(chosen.token[0]) in self.ends.stop
+        own = request.first_stop(chosen.token.tolist()) is not None
+        stopped = own or int(chosen.token[0]) in self.ends.stop
+        ended = own or int(remaining[0]) == 0
         self.numbers[slot] = None if ended else number
         new = slice(0, 0 if stopped else 1)
         scores = chosen.scores((new,), request.ranked)
         prompt = self._score(request) if request.scored else None
         return NewTokens(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
+    def _like_rows(self, row: Rows) -> Rows:
+        """Give changes to logits to a new row if the batch has them, or the other way round.
+
+        The added changes change nothing. Returns the new row.
+        """
+        unchanged = lambda rows: programs.unchanged(self.model, self.params, rows)
+        if row.changes is None and self.rows.changes is not None:
+            return row._replace(changes=unchanged(1))
+        if row.changes is not None and self.rows.changes is None:
+            rows = self.slots // self.model.devices("batch")
+            self.rows = self.rows._replace(changes=unchanged(rows))
+        return row
+
     def _read(self, request: Request) -> tuple[Rows, ChosenTokens]:
         """Read a prompt into a separate row, in several parts if it is long."""
         tokens, size = request.tokens, self._size(len(request.tokens))
+        changes = None
+        if (adjustment := request.adjustment).changes_logits:
+            ends = self.ends.stop.tolist()
+            changes = changes_of(adjustment, ends, len(tokens), self.vocab_size)
         settings = GenerationSettings(
             lengths=np.array([len(tokens)], np.int32),
             choice=choice([request.sampling]),
             remaining=np.int32(request.sampling.max_tokens),
             ends=self.ends,
             ranked=np.bool_(request.ranked),
+            changes=changes,
         )
         if len(tokens) <= self.part:
             return programs.prefill(self.model, self.params, _padded(tokens, size), settings)
@@ -297,6 +341,8 @@ class Engine:
         used = np.array([number is not None for number in self.numbers])
         running = np.flatnonzero(used).tolist()
         self._grow(int(self.lengths[running].max()) + self.steps)
+        if not any(self.requests[slot].adjustment.changes_logits for slot in running):
+            self.rows = self.rows._replace(changes=None)  # the faster program, and less memory
         ranked = np.bool_(any(self.requests[slot].ranked for slot in running))
         sampling = choice([request.sampling for request in self.requests])
         self.rows, chosen = programs.steps(
@@ -311,6 +357,9 @@ class Engine:
             stopped = bool(np.isin(row_tokens[:count], self.ends.stop).any())
             new = slice(0, count - stopped)
             number, ended = self.numbers[slot], bool(remaining[slot] == 0)
+            own = self.requests[slot].first_stop(row_tokens[:count].tolist())
+            if own is not None:
+                new, stopped, ended = slice(0, own), True, True
             if ended:
                 self.numbers[slot] = None
             scores = chosen.scores((new, slot), self.requests[slot].ranked)

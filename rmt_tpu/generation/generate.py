@@ -52,16 +52,19 @@ class Draft:
       number: the index of the prompt.
       tokenizer: the model's tokenizer.
       stop: stop strings; the text ends before the first stop string in it.
+      min_tokens: the number of first tokens in whose text no stop string is looked for.
     """
 
-    def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str]):
+    def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0):
         self.number, self.text = number, Text(tokenizer, stop)
+        self._unstopped = min_tokens  # how many more tokens cannot stop the text
 
     def add(self, new_tokens: NewTokens) -> Completion:
         """Return the newly generated piece of the completion, cut before any stop string."""
         text, count = "", 0
         for token in new_tokens.tokens:
-            text, count = text + self.text.add([token]), count + 1
+            new = self.text.add([token], may_stop=self._unstopped <= 0)
+            text, count, self._unstopped = text + new, count + 1, self._unstopped - 1
             if self.text.stopped:
                 break
         new = Completion(self.number, text, new_tokens.tokens[:count])

@@ -22,6 +22,12 @@ from jaxtyping import Array, Bool, Float, Int
 import sharding
 from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.execution import kernels
+from rmt_tpu.generation.adjustment import (
+    LogitChanges,
+    change_logits,
+    count_tokens,
+    no_changes,
+)
 from rmt_tpu.generation.sampling import Choice, penalize, sample
 
 RANKS = 5  # number of likeliest tokens that are computed per position
@@ -79,12 +85,15 @@ class Rows(NamedTuple):
       token: the newest token of each row, which is not in the cache yet.
       remaining: how many more tokens each row may get; 0 if it has ended.
       seen: for each row, which tokens occur in its prompt and text.
+      changes: changes to the logits; None if no row needs any. The programs for None are compiled
+        separately, and have no operations for changes.
     """
 
     cache: Cache
     token: Int[Array, " batch"]
     remaining: Int[Array, " batch"]
     seen: Bool[Array, "batch vocab"]
+    changes: LogitChanges | None = None
 
 
 class Ends(NamedTuple):
@@ -121,6 +130,7 @@ class GenerationSettings(NamedTuple):
       remaining: the maximum number of new tokens.
       ends: the stop tokens and the tokens that may be generated.
       ranked: whether to report the likeliest tokens.
+      changes: changes to the logits; None if the prompt's text needs none.
     """
 
     lengths: Int[Array, "1"]
@@ -128,6 +138,7 @@ class GenerationSettings(NamedTuple):
     remaining: Int[Array, ""]
     ends: Ends
     ranked: Bool[Array, ""]
+    changes: LogitChanges | None = None
 
 
 def mesh_of(decoder: Decoder) -> Mesh | None:
@@ -170,8 +181,14 @@ class ModelSpec(NamedTuple):
 
     @property
     def rows(self) -> Rows | None:
-        """The partition specs of a `Rows`; None without a mesh."""
+        """The partition specs of a `Rows` without changes to logits; None without a mesh."""
         return self.mesh and Rows(self.cache, *3 * [self.spec(_BATCH)])
+
+    def rows_with(self, changes: LogitChanges | None) -> Rows | None:
+        """Return the partition specs of a `Rows`, with changes to logits unless they are None."""
+        if changes is None or self.mesh is None:
+            return self.rows
+        return self.rows._replace(changes=self.spec(_BATCH))
 
     def spec(self, *axes: tuple[str, ...] | None) -> PartitionSpec | None:
         """Return the partition spec of an array; None without a mesh.
@@ -233,6 +250,13 @@ def empty_rows(model: ModelSpec, params: nnx.State, rows: int, capacity: int) ->
     return model.run(make, params, (), (), model.rows)
 
 
+@partial(jax.jit, static_argnames=("model", "rows"))
+def unchanged(model: ModelSpec, params: nnx.State, rows: int) -> LogitChanges:
+    """Return changes to logits of `rows` rows per device that change nothing."""
+    make = lambda decoder: no_changes(rows, decoder.config.vocab_size)
+    return model.run(make, params, (), (), model.spec(_BATCH))
+
+
 @partial(jax.jit, static_argnames="model")
 def prefill(
     model: ModelSpec,
@@ -251,7 +275,7 @@ def prefill(
         seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
         return _start_row(logits, cache, seen, settings)
 
-    out_specs = model.rows, model.spec(_BATCH)
+    out_specs = model.rows_with(settings.changes), model.spec(_BATCH)
     return model.run(read, params, (tokens, settings), (_WHOLE, _WHOLE), out_specs)
 
 
@@ -286,14 +310,18 @@ def first(
       settings: the settings with which the prompt is continued.
     """
     row_spec = model.spec(_BATCH)
-    in_specs, out_specs = (row_spec, model.cache, _WHOLE, _WHOLE), (model.rows, row_spec)
+    in_specs = row_spec, model.cache, _WHOLE, _WHOLE
+    out_specs = model.rows_with(settings.changes), row_spec
     return model.per_device(_start_row, in_specs, out_specs)(logits, cache, seen, settings)
 
 
 def _start_row(logits, cache, seen, settings):
-    token = _next_token(logits, seen, settings.lengths, settings.choice, settings.ends)
+    lengths, changes = settings.lengths, settings.changes
+    token = _next_token(logits, seen, lengths, settings.choice, settings.ends, changes)
     remaining = jnp.where(settings.ends.at(token), 0, settings.remaining - 1)
-    return Rows(cache, token, remaining, seen), _score_tokens(logits, token, settings.ranked)
+    return Rows(cache, token, remaining, seen, changes), _score_tokens(
+        logits, token, settings.ranked
+    )
 
 
 @partial(jax.jit, static_argnames="model")
@@ -345,7 +373,8 @@ def insert(model: ModelSpec, rows: Rows, row: Rows, slot: Int[Array, ""]) -> Row
         cache = Cache(core_caches, write_arrays(rows.cache.length, row.cache.length))
         return Rows(cache, *write_arrays(rows[1:], row[1:]))
 
-    return model.per_device(write, (model.rows, model.rows, _WHOLE), model.rows)(rows, row, slot)
+    specs = model.rows_with(rows.changes)
+    return model.per_device(write, (specs, specs, _WHOLE), specs)(rows, row, slot)
 
 
 @partial(jax.jit, static_argnames=("model", "capacity"))
@@ -360,7 +389,8 @@ def grow(model: ModelSpec, params: nnx.State, rows: Rows, capacity: int) -> Rows
         core_caches = jax.tree.map(pad, rows.cache.cores, larger.cores)
         return rows._replace(cache=rows.cache._replace(cores=core_caches))
 
-    return model.run(grow_cache, params, (rows,), (model.rows,), model.rows)
+    specs = model.rows_with(rows.changes)
+    return model.run(grow_cache, params, (rows,), (specs,), specs)
 
 
 @partial(jax.jit, static_argnames=("model", "count"), donate_argnames="rows")
@@ -389,22 +419,27 @@ def steps(
             logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
             length = rows.cache.length + running
             seen = rows.seen.at[jnp.arange(len(running)), rows.token].set(True)
-            token = _next_token(logits[:, 0], seen, length, choice, ends)
+            changes = None if rows.changes is None else count_tokens(rows.changes, rows.token)
+            token = _next_token(logits[:, 0], seen, length, choice, ends, changes)
             remaining = jnp.where(running & ~ends.at(token), rows.remaining - 1, 0)
             chosen = _score_tokens(logits[:, 0], token, ranked)
             token_now = jnp.where(running, token, rows.token)
-            new_rows = Rows(cache._replace(length=length), token_now, remaining, seen)
+            new_rows = Rows(cache._replace(length=length), token_now, remaining, seen, changes)
             return new_rows, chosen._replace(token=jnp.where(running, token, -1))
 
         return jax.lax.scan(step, rows._replace(remaining=rows.remaining * used), length=count)
 
-    in_specs = (model.rows, model.spec(_BATCH), model.spec(_BATCH), _WHOLE, _WHOLE)
-    out_specs = model.rows, model.spec(None, _BATCH)
+    specs = model.rows_with(rows.changes)
+    in_specs = (specs, model.spec(_BATCH), model.spec(_BATCH), _WHOLE, _WHOLE)
+    out_specs = specs, model.spec(None, _BATCH)
     return model.run(run, params, (rows, used, choice, ends, ranked), in_specs, out_specs)
 
 
-def _next_token(logits, seen, positions, choice, ends):
-    logits = ends.possible(penalize(logits, seen, choice))
+def _next_token(logits, seen, positions, choice, ends, changes):
+    logits = penalize(logits, seen, choice)
+    if changes is not None:
+        logits = change_logits(logits, changes, positions)
+    logits = ends.possible(logits)
     return sample(logits, positions, choice).astype(jnp.int32)
 
 

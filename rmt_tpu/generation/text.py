@@ -20,12 +20,22 @@ class Text:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending, self.stopped = "", False
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """Add tokens, and return the text that later tokens can no longer change."""
+    def add(self, tokens: Sequence[int], *, may_stop: bool = True) -> str:
+        """Add tokens, and return the text that later tokens can no longer change.
+
+        Args:
+          tokens: the tokens.
+          may_stop: whether stop strings are looked for in the text of the tokens. If not, a later
+            stop string does not begin in it either.
+        """
         # Skip token ids that the model has in addition to its tokenizer's, because they have no
         # text.
         ids = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
-        return self._release(self.decoder.decode(self.tokenizer.decode_bytes(ids)))
+        new = self.decoder.decode(self.tokenizer.decode_bytes(ids))
+        if not may_stop:
+            new, self.pending = self.pending + new, ""
+            return new
+        return self._release(new)
 
     def end(self) -> str:
         """End the sequence, and return the text that was held back until now."""

@@ -9,7 +9,6 @@ from rmt_tpu.generation import RANKS
 from rmt_tpu.serving.fields import Refusal, field, is_a, read_object, whole_number
 from rmt_tpu.serving.protocol import (
     SETTINGS,
-    UNSUPPORTED,
     CompletionRequest,
     Prompt,
     ServedModel,
@@ -19,7 +18,7 @@ from rmt_tpu.serving.protocol import (
 )
 
 # OpenAI's fields that are accepted only if absent or equal to the neutral value given here.
-_NEUTRAL = UNSUPPORTED | {
+_NEUTRAL = {
     "functions": [],
     "modalities": ["text"],
     "response_format": {"type": "text"},

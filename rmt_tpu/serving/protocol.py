@@ -9,10 +9,11 @@ import numpy as np
 
 from rmt_tpu.data import ChatTemplate, Tokenizer
 from rmt_tpu.errors import UsageError, shown, unknown
-from rmt_tpu.generation import RANKS, Request, Sampling
+from rmt_tpu.generation import RANKS, Adjustment, Request, Sampling
 from rmt_tpu.serving.fields import Refusal, field, is_a, read_object, whole_number
 
 _MAX_STOPS, _LONGEST_STOP = 4, 256
+_MAX_STOP_TOKENS, _MAX_BIAS = 64, 100
 _DEFAULT_TOKENS = 16  # OpenAI's default
 
 
@@ -74,6 +75,7 @@ class CompletionRequest:
       prompts: the prompts, at least one.
       n: the number of texts per prompt.
       sampling: the sampling settings of the first text. Each further text has the next higher seed.
+      adjustment: changes to the logits, and the stop tokens that the client names.
       stop: stop strings; a text ends before the first stop string in it.
       logprobs: the number of likeliest tokens that are reported per position; None reports no
         log-probabilities at all.
@@ -87,6 +89,7 @@ class CompletionRequest:
     prompts: list[Prompt]
     n: int
     sampling: Sampling
+    adjustment: Adjustment
     stop: list[str]
     logprobs: int | None
     echo: bool
@@ -99,7 +102,13 @@ class CompletionRequest:
         """Return one request per text, grouped by prompt and in prompt order."""
         ranked, scored = bool(self.logprobs), self.echo and self.logprobs is not None
         return [
-            Request(self.prompts[index // self.n].tokens, self._with_seed(index), ranked, scored)
+            Request(
+                self.prompts[index // self.n].tokens,
+                self._with_seed(index),
+                ranked,
+                scored,
+                self.adjustment,
+            )
             for index in range(len(self.prompts) * self.n)
         ]
 
@@ -108,11 +117,13 @@ class CompletionRequest:
 
 
 # OpenAI's fields that are accepted only if absent or equal to the neutral value given here.
-UNSUPPORTED = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
-_NEUTRAL = UNSUPPORTED | {"suffix": ""}
+_NEUTRAL = {"suffix": ""}
 _SAMPLING = tuple(setting.name for setting in fields(Sampling))
 # The fields that completions and chats have in common.
-SETTINGS = ("model", "n", "stop", "stream", "stream_options", "user", *_SAMPLING)
+SETTINGS = (
+    *("model", "n", "stop", "stop_token_ids", "stream", "stream_options", "user", *_SAMPLING),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"),
+)
 _FIELDS = ("prompt", "best_of", "logprobs", "echo", *SETTINGS, *_NEUTRAL)
 
 
@@ -191,6 +202,7 @@ def continuation(
         prompts=prompts,
         n=n,
         sampling=replace(_sampling(values, fresh_seed), max_tokens=max(max_tokens, 1)),
+        adjustment=_adjustment(values, served, max_tokens),
         stop=_stop(values),
         logprobs=logprobs,
         echo=echo,
@@ -225,6 +237,42 @@ def _sampling(values: Mapping[str, Any], fresh_seed: int) -> Sampling:
     except UsageError as error:
         message = str(error).removeprefix("Sampling.")
         raise Refusal(message, message.partition("=")[0]) from None
+
+
+def _adjustment(values: Mapping[str, Any], served: ServedModel, max_tokens: int) -> Adjustment:
+    """Return the changes to the logits, with the stop tokens."""
+    numbers = {}
+    for name in ("presence_penalty", "frequency_penalty"):
+        legal = lambda value: is_a(int, float)(value) and -2 <= value <= 2
+        numbers[name] = float(field(values, name, 0.0, legal, "a number from -2 to 2"))
+    stop = field(values, "stop_token_ids", [], _is_stop_tokens, "a list of at most 64 tokens")
+    check_tokens("stop_token_ids", stop, served)
+    return Adjustment(
+        **numbers,
+        logit_bias=_logit_bias(values, served),
+        stop_tokens=tuple(stop),
+        min_tokens=whole_number(values, "min_tokens", 0, 0, max_tokens),
+    )
+
+
+def _is_stop_tokens(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= _MAX_STOP_TOKENS and all(map(is_a(int), value))
+
+
+def _logit_bias(values: Mapping[str, Any], served: ServedModel) -> dict[int, float]:
+    """Return the bias by token; the client's field maps a token's digits to a number."""
+    legal = lambda value: is_a(int, float)(value) and -_MAX_BIAS <= value <= _MAX_BIAS
+    bias = field(values, "logit_bias", {}, is_a(dict), 'an object, like {"50": -100}')
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10) or not legal(value):
+            raise Refusal(
+                f"logit_bias has {shown(token)}: {shown(value)}; legal: the number of a token, and "
+                f"a bias from -{_MAX_BIAS} to {_MAX_BIAS}",
+                "logit_bias",
+            )
+    biased = {int(token): float(value) for token, value in bias.items()}
+    check_tokens("logit_bias", biased, served)
+    return biased
 
 
 def _seed(values: Mapping[str, Any]) -> int:

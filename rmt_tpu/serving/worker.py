@@ -120,7 +120,8 @@ class Worker(threading.Thread):
         for index, request in enumerate(job.requests):
             number = self._engine.submit(request)
             job.numbers.append(number)
-            self._open[number] = job, index, Draft(index, self._tokenizer, job.stop)
+            draft = Draft(index, self._tokenizer, job.stop, request.adjustment.min_tokens)
+            self._open[number] = job, index, draft
 
     def _forget(self, job: Job) -> None:
         for number in job.numbers:

@@ -9,7 +9,7 @@ import pytest
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.generation import Engine, Request, Sampling, mesh_of, programs
+from rmt_tpu.generation import Adjustment, Engine, Request, Sampling, mesh_of, programs
 from rmt_tpu.generation.placement import parameter_shardings
 from tests import generated, models
 from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
@@ -97,6 +97,26 @@ def test_drawn_text_on_a_mesh_is_that_of_one_device(store, mixer, core, spec):
     assert tokens == wanted and {len(x) for x in tokens.values()} == {NEW}
     for n, log in logs.items():
         np.testing.assert_allclose(log, wanted_logs[n], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_changed_logits_on_a_mesh_are_those_of_one_device():
+    """Where devices divide rows too, and beside rows that nothing changes."""
+    model = generated.config("matrix", cfg.Sum(), plain(cfg.Learned(40)))
+    how = {"presence_penalty": 2.0, "logit_bias": {3: 4.0}, "min_tokens": 3}
+    adjusted = [Adjustment(), Adjustment(**how), Adjustment(frequency_penalty=-1.5)]
+    told = []
+    for spec in (None, "data=2,key=2,tensor=2"):
+        engine = Engine(made(model, spec), stop=1, slots=2, steps=3, part=PART)
+        prompts = zip(generated.prompts(LENGTHS), adjusted, strict=True)
+        sampling = Sampling(max_tokens=NEW, temperature=0.0)
+        requests = [Request(p, sampling, adjustment=adjustment) for p, adjustment in prompts]
+        texts = [[] for _ in requests]
+        for new in engine.run(requests):
+            texts[new.number] += new.tokens
+        told.append(texts)
+    assert told[0] == told[1] and min(map(len, told[0])) > 2
+    assert told[0][1] != told[0][0]
 
 
 @pytest.mark.slow

@@ -172,6 +172,19 @@ def test_a_stop_string_frees_the_row(running, monkeypatch, capfd):
     assert capfd.readouterr().err == "", "nothing came of it any more"
 
 
+def test_changed_logits_and_tokens_that_end_a_text(running):
+    (whole,) = running.choices(prompt="ab", max_tokens=9, seed=1)
+    (biased,) = running.choices(prompt="ab", max_tokens=9, logit_bias={"120": 100})
+    assert biased["text"] == "x" * 9
+    stop = [ord(next(c for c in whole["text"] if c.isascii()))]
+    (cut,) = running.choices(prompt="ab", max_tokens=9, seed=1, stop_token_ids=stop, stream=True)
+    assert cut["text"] == whole["text"].partition(chr(stop[0]))[0]
+    assert cut["finish_reason"] == "stop"
+    how = {"stop": "x", "logit_bias": {"120": 100}, "max_tokens": 9}
+    assert running.choices(prompt="ab", min_tokens=3, **how)[0]["text"] == "xxx"
+    assert running.choices(prompt="ab", max_tokens=9, seed=1) == [whole]
+
+
 def test_a_client_that_goes_frees_its_rows(running, monkeypatch):
     running.wait_before_steps(monkeypatch)
     connection, response = running.request({"max_tokens": 60, "n": 3, "stream": True})

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.generation import Adjustment
 from rmt_tpu.serving.fields import Refusal
 from rmt_tpu.serving.protocol import ServedModel, parse
 
@@ -85,6 +86,13 @@ def test_top_p_of_0_is_greedy():
     assert (request.sampling.temperature, request.sampling.top_p) == (0, 1)
 
 
+def test_how_logits_are_changed():
+    how = {"presence_penalty": 1, "frequency_penalty": -0.5, "min_tokens": 2}
+    asked = ask(n=2, logit_bias={"5": 1, "256": -100}, stop_token_ids=[97, 5], **how)
+    wanted = Adjustment(1.0, -0.5, {5: 1.0, 256: -100.0}, (97, 5), 2)
+    assert [request.adjustment for request in asked.requests()] == [wanted, wanted]
+
+
 def test_logprobs_and_echo():
     given = [ask(logprobs=k, echo=echo).requests()[0] for k in (0, 3) for echo in (False, True)]
     assert [(r.ranked, r.scored) for r in given] == [
@@ -118,6 +126,8 @@ def test_tokens_that_the_model_has_not_are_refused():
 
 def test_what_changes_nothing_is_taken():
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": ""}
+    neutral |= {"stop_token_ids": [], "min_tokens": 0}
+    assert ask(**neutral).adjustment == Adjustment()
     ask(n=2, best_of=2, user="someone", model="tiny", **neutral)
     streamed = ask(stream=True, stream_options={"include_usage": True})
     assert streamed.stream and streamed.include_usage
@@ -125,7 +135,7 @@ def test_what_changes_nothing_is_taken():
 
 
 REFUSED = [
-    ({"max_token": 5}, "max_token", "'max_token' is unknown; did you mean 'max_tokens'?"),
+    ({"max_token": 5}, "max_token", "'max_token' is unknown; did you mean 'max_tokens' or"),
     ({f"n{HALF}": 5}, "n?", r"field 'n\ud800' is unknown"),
     ({"prompt": 5}, "prompt", "prompt=5 must be text, a list of tokens, a list of texts, or a"),
     ({"prompt": []}, "prompt", "prompt=[] must be text"),
@@ -186,8 +196,24 @@ REFUSED = [
         "stream_options={'include_usage': True} needs stream=true",
     ),
     ({"stream": True, "stream_options": {"usage": 1}}, "stream_options", '{"include_usage": true}'),
-    ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty=0.5 is not supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "legal: {}, or leave it out"),
+    (
+        {"presence_penalty": 2.5},
+        "presence_penalty",
+        "presence_penalty=2.5 must be a number from -2",
+    ),
+    ({"frequency_penalty": True}, "frequency_penalty", "frequency_penalty=True must be a number"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty", "=nan must be a number from -2 to"),
+    ({"logit_bias": [5]}, "logit_bias", 'logit_bias=[5] must be an object, like {"50": -100}'),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias has '5': 101; legal: the number of a"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "and a bias from -100 to 100"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias has '-1': 1; legal"),
+    ({"logit_bias": {"257": 1}}, "logit_bias", "logit_bias has token 257; legal: 0 to 256"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "stop_token_ids=5 must be a list of at most 64"),
+    ({"stop_token_ids": [True]}, "stop_token_ids", "must be a list of at most 64 tokens"),
+    ({"stop_token_ids": [0] * 65}, "stop_token_ids", "must be a list of at most 64 tokens"),
+    ({"stop_token_ids": [257]}, "stop_token_ids", "has token 257; legal: 0 to 256"),
+    ({"min_tokens": -1}, "min_tokens", "min_tokens=-1 must be a whole number from 0 to 16"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens=9 must be a whole number"),
     ({"suffix": "x"}, "suffix", "suffix='x' is not supported"),
 ]
 

@@ -1,0 +1,123 @@
+"""Changes to the logits of one text before a token is chosen: bias, penalties, a minimum length.
+
+Decode steps apply them in programs of their own, which the engine runs only while some text needs
+them. All other decode steps are compiled as if this module did not exist.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from rmt_tpu.config.checks import Checked, Count, Range
+
+_Additive = Annotated[float, Range("at least -2, at most 2", -2, 2)]
+
+
+@dataclass(frozen=True)
+class Adjustment(Checked):
+    """The settings of one text that change logits, or that end the text at further tokens.
+
+    The penalties and the bias are added after the repetition penalty and before the division by
+    the temperature. Penalties count the new tokens only, not the prompt's.
+
+    Attributes:
+      presence_penalty: the number that is subtracted from the logits of tokens that the text has.
+      frequency_penalty: the number that is subtracted from a token's logit for each time that the
+        text has the token.
+      logit_bias: the number that is added to a token's logit, by token.
+      stop_tokens: further tokens that end the text.
+      min_tokens: the number of new tokens before which no stop token is chosen.
+    """
+
+    presence_penalty: _Additive = 0.0
+    frequency_penalty: _Additive = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_tokens: tuple[int, ...] = ()
+    min_tokens: Count = 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether decode steps need the programs that change logits."""
+        penalized = self.presence_penalty or self.frequency_penalty
+        return bool(penalized or self.logit_bias or self.min_tokens)
+
+
+class LogitChanges(NamedTuple):
+    """The `Adjustment` settings of all rows as arrays, and the tokens that each row has so far.
+
+    Attributes:
+      bias: the number that is added to each logit.
+      counts: how often each token is among the new tokens.
+      late: whether each token is excluded before the position `late_until`.
+      presence: the presence penalty.
+      frequency: the frequency penalty.
+      late_until: the first position at which all tokens may be chosen.
+    """
+
+    bias: Float[Array, "batch vocab"]
+    counts: Int[Array, "batch vocab"]
+    late: Bool[Array, "batch vocab"]
+    presence: Float[Array, " batch"]
+    frequency: Float[Array, " batch"]
+    late_until: Int[Array, " batch"]
+
+
+def changes_of(
+    adjustment: Adjustment, ends: Collection[int], prompt_tokens: int, vocab_size: int
+) -> LogitChanges:
+    """Return the changes of a single row, as NumPy arrays, before its first new token.
+
+    Args:
+      adjustment: the settings.
+      ends: the tokens that end every text.
+      prompt_tokens: the number of tokens of the prompt.
+      vocab_size: the vocabulary size of the model.
+    """
+    bias, late = np.zeros((1, vocab_size), np.float32), np.zeros((1, vocab_size), bool)
+    for token, value in adjustment.logit_bias.items():
+        bias[0, token] = value
+    late[0, [t for t in (*ends, *adjustment.stop_tokens) if 0 <= t < vocab_size]] = True
+    return LogitChanges(
+        bias,
+        np.zeros((1, vocab_size), np.int32),
+        late,
+        np.array([adjustment.presence_penalty], np.float32),
+        np.array([adjustment.frequency_penalty], np.float32),
+        np.array([prompt_tokens + adjustment.min_tokens], np.int32),
+    )
+
+
+def no_changes(rows: int, vocab_size: int) -> LogitChanges:
+    """Return changes of `rows` rows that change nothing."""
+    zeros = lambda dtype, *sizes: jnp.zeros((rows, *sizes), dtype)
+    return LogitChanges(
+        *(zeros(dtype, vocab_size) for dtype in (jnp.float32, jnp.int32, bool)),
+        *(zeros(dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)),
+    )
+
+
+def count_tokens(changes: LogitChanges, token: Int[Array, " batch"]) -> LogitChanges:
+    """Return the changes after one more new token of each row."""
+    rows = jnp.arange(len(token))
+    return changes._replace(counts=changes.counts.at[rows, token].add(1))
+
+
+def change_logits(
+    logits: Float[Array, "batch vocab"], changes: LogitChanges, positions: Int[Array, " batch"]
+) -> Float[Array, "batch vocab"]:
+    """Apply the changes of all rows to their logits.
+
+    Args:
+      logits: the logits after the repetition penalty.
+      changes: the changes.
+      positions: the position of the token that is chosen.
+    """
+    present = changes.counts > 0
+    logits = logits - changes.presence[:, None] * present
+    logits = logits - changes.frequency[:, None] * changes.counts + changes.bias
+    early = positions < changes.late_until
+    return jnp.where(changes.late & early[:, None], -jnp.inf, logits)
