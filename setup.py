@@ -59,6 +59,7 @@ PARQUET = ["pyarrow>=18", "fsspec>=2024.6"]
 HUB = ["safetensors>=0.5", "ml_dtypes"]  # weights of the hub's form: others' and ours
 SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
 CHAT = ["jinja2>=3.1"]  # chat templates of models
+METRICS = ["prometheus_client>=0.20"]  # /metrics of recipes.serve
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
@@ -86,6 +87,7 @@ setup(
         "data": DATA,
         "hub": HUB,
         "lm-eval": LM_EVAL,
+        "metrics": METRICS,
         "parquet": PARQUET,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
@@ -99,6 +101,7 @@ setup(
         + HUB
         + PARQUET
         + CHAT
+        + METRICS
         + [
             "beartype>=0.20",
             # Exactly this: the test server mends its handlers, which are its internals.

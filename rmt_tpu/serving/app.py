@@ -23,6 +23,7 @@ from rmt_tpu.serving import tokens
 from rmt_tpu.serving.answers import Answer, ChatAnswer
 from rmt_tpu.serving.chat import parse_chat
 from rmt_tpu.serving.fields import Refusal
+from rmt_tpu.serving.metrics import Metrics, Stopwatch
 from rmt_tpu.serving.protocol import CompletionRequest, ServedModel, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import log_line
@@ -48,11 +49,13 @@ class Front:
       app: the application for an ASGI server.
       texts: the number of open texts, that is, of texts that are queued or being generated.
       draining: whether new requests are refused because the server is shutting down.
+      metrics: the server's figures; None if prometheus_client is not installed.
     """
 
     def __init__(self, worker: Worker, served: ServedModel, *, max_body: int, log: bool = False):
         self.worker, self.served = worker, served
         self.texts, self.draining = 0, False
+        self.metrics = Metrics(worker, lambda: self.texts) if Metrics.installed() else None
         self._max_body, self._log, self._created = max_body, log, int(time.time())
         self._waiting: set[asyncio.Queue] = set()
         self._reading: set[asyncio.Timeout] = set()
@@ -64,6 +67,7 @@ class Front:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
                 Route("/healthz", self._health),
+                Route("/metrics", self._metrics),
                 Route("/tokenize", self._tokens, methods=["POST"]),
                 Route("/detokenize", self._tokens, methods=["POST"]),
             ],
@@ -117,6 +121,16 @@ class Front:
         status = "draining" if self.draining else "ok" if self.worker.is_alive() else "failed"
         state = {"status": status, "model": self.served.name, "texts": self.texts}
         return JSONResponse(state, 200 if status == "ok" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        if self.metrics is None:
+            raise Refusal(
+                "metrics need prometheus_client on the server: pip install 'rmt_tpu[metrics]'",
+                status=501,
+                code="not_installed",
+            )
+        content, media_type = self.metrics.page()
+        return Response(content, headers={"content-type": media_type})
 
     async def _completions(self, request: Request) -> Response:
         try:
@@ -191,6 +205,8 @@ class Front:
 
     async def _refused(self, request: Request, refusal: Refusal) -> Response:
         self.log(f"{request.method} {request.url.path} {refusal.status}: {refusal}")
+        if self.metrics is not None:
+            self.metrics.refused.labels(str(refusal.status)).inc()
         headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
         return JSONResponse(refusal.to_json(), refusal.status, headers)
 
@@ -218,9 +234,13 @@ class _Reply:
         self.answer = kind(parsed, front.served, name, int(time.time()))
         self._front, self._outcome = front, "the client has disconnected"
         self._pieces = front.open(requests := parsed.requests())
+        prompts = sum(len(prompt.tokens) for prompt in parsed.prompts)
+        self._stopwatch = front.metrics and Stopwatch(front.metrics, len(requests), prompts)
         loop = asyncio.get_running_loop()
 
         def deliver(piece: Piece | Exception) -> None:
+            if self._stopwatch is not None and isinstance(piece, Piece):
+                self._stopwatch.add(piece)
             with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
                 loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
@@ -248,6 +268,8 @@ class _Reply:
         self._disconnect.cancel()
         self._front.worker.cancel(self._job)
         self._front.close(self._pieces, len(self._job.requests))
+        if self._stopwatch is not None:
+            self._stopwatch.close()
         usage, seconds = self.answer.usage()["usage"], time.monotonic() - self._began
         tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
         texts = f"{len(self._job.requests)} texts"

@@ -64,6 +64,16 @@ class Worker(threading.Thread):
         # and the text so far.
         self._open: dict[int, tuple[Job, int, Draft]] = {}
 
+    @property
+    def slots(self) -> int:
+        """The number of texts that can be generated at the same time."""
+        return self._engine.slots
+
+    @property
+    def slots_used(self) -> int:
+        """The number of slots that hold a text. Any thread may read it."""
+        return sum(number is not None for number in self._engine.numbers)
+
     def submit(self, job: Job) -> None:
         """Queue the job's texts until slots are free."""
         self._orders.put(lambda: self._start_job(job))

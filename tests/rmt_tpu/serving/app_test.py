@@ -224,8 +224,8 @@ def test_what_is_refused(running):
     assert status == 405
     assert words == (
         "GET /v1/completions does not exist; legal: POST /v1/completions, "
-        "POST /v1/chat/completions, GET /v1/models, GET /health, GET /healthz, POST /tokenize, "
-        "POST /detokenize"
+        "POST /v1/chat/completions, GET /v1/models, GET /health, GET /healthz, GET /metrics, "
+        "POST /tokenize, POST /detokenize"
     )
     assert message(None, "/v1/models/x")[0] == 404
 
@@ -248,6 +248,32 @@ def test_tokens_of_texts_and_back(running):
     body = json.dumps({"tokens": tokens}).encode()
     assert running.ask(body, "/detokenize") == (200, {"prompt": "hé"})
     assert running.ask(b'{"tokens": []}', "/detokenize") == (200, {"prompt": ""})
+
+
+def test_what_is_counted(running):
+    """Of texts that are answered, of those that are not, and without the extra as well."""
+
+    def counted() -> dict[str, str]:
+        connection, response = running.request(path="/metrics")
+        lines = response.read().decode().splitlines()
+        connection.close()
+        return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+    running.choices(prompt="ab", max_tokens=9, n=2, seed=1)
+    running.choices(prompt="ab", max_tokens=1, stream=True)
+    running.ask({"n": 9})
+    until(lambda: running.front.texts == 0)
+    names = counted()
+    assert names["rmt_slots"] == "2.0" and names["rmt_queued_texts"] == "0.0"
+    assert names["rmt_new_tokens_total"] == "19.0" and names["rmt_prompt_tokens_total"] == "6.0"
+    assert names["rmt_first_token_seconds_count"] == "3.0"
+    assert names["rmt_token_seconds_count"] == "16.0"
+    assert names['rmt_texts_total{finish="length"}'] == "3.0"
+    assert names['rmt_refused_requests_total{status="400"}'] == "1.0"
+    assert float(names["rmt_tokens_per_second"]) > 0
+    running.front.metrics = None
+    assert running.choices(prompt="ab", max_tokens=1) and running.ask({"n": 9})[0] == 400
+    assert running.ask(path="/metrics")[0] == 501
 
 
 def test_a_chat_is_the_completion_of_what_its_template_writes(running):
