@@ -139,7 +139,11 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _next_writers(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
-    """Return the parameters that write each layer's last output, from the site after the layer."""
+    """Return the parameters that write each layer's last output, from the site after the layer.
+
+    If `writers` is None, the stack has a single layer, whose first site writes directly.
+    """
     if next_writer is None:
         return None
-    return jnp.concatenate([writers[...][1:], next_writer[...][None]])
+    later = [] if writers is None else [writers[...][1:]]
+    return jnp.concatenate([*later, next_writer[...][None]])

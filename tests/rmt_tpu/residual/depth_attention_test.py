@@ -76,6 +76,16 @@ def test_equals_the_equations_and_so_do_its_gradients(store, name, remat):
 
 
 @pytest.mark.slow
+def test_a_stack_of_one_layer_may_end_with_attention():
+    """Then its first site writes directly, and the site after it by W_O."""
+    with jax.enable_x64(True):
+        config = checks.model(cfg.Dense(), remat="full")
+        attention = config.attention
+        config = config.replace(stacks=2 * (cfg.Stack((attention, attention)),))
+        checks.assert_follows_equations(config, over_depth.reference)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["6 sublayers, 2 left over", *later("2 sublayers", "full")])
 def test_vectors_held_in_whole_tiles_are_the_same_vectors(name):
     """120 numbers held as 128; and means that are subtracted are of 120, which are held so."""
