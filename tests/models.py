@@ -21,6 +21,7 @@ MIXERS = {
     "full": cfg.FullAttention(),
     "delta": cfg.DeltaAttention(num_blocks=2),
     "dense": cfg.Dense(),
+    "mudd": cfg.Mudd(),
     "hc": cfg.HyperConnections(streams=2),
     "mhc": cfg.Mhc(streams=2),
     "mhc-lite": cfg.MhcLite(streams=2),

@@ -275,6 +275,10 @@ class _TappedStore:
         self.reads.append(self._store.read(residual, site, dtype))
         return self.reads[-1]
 
+    def read_groups(self, residuals, site, dtype):
+        self.reads.append(self._store.read_groups(residuals, site, dtype))
+        return self.reads[-1]
+
     def write_term(self, y, writer):
         return self._tapped(self._store.write_term(y, writer))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Finite, Positive, Size
+from rmt_tpu.config.cores import Attention
 from rmt_tpu.config.mixer_base import BankedSystem, Sizes, System
 from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.errors import UsageError
@@ -340,6 +341,63 @@ class Dense(BankedSystem):
     def flops(self, model: Sizes) -> int:
         """Return the FLOPs of the weighted sums."""
         return 2 * model.residual_size * self.parameters(model)
+
+
+# The sums that a layer reads in MUDD: its queries, keys, values and residual.
+MUDD_WAYS = "qkvr"
+
+
+@dataclass(frozen=True)
+class Mudd(BankedSystem):
+    """MUDD: queries, keys, values and residual of a layer read different sums of layers' outputs.
+
+    The weights of the sums differ between tokens.
+    """
+
+    kind: ClassVar[str] = "mudd"
+    by_layers: ClassVar[bool] = True
+    note: ClassVar[str] = (
+        "starts as the plain model; the first projections of its networks decay, its other weights "
+        "do not"
+    )
+
+    def check(self, model: Sizes) -> None:
+        """Raise UsageError unless every layer begins with attention."""
+        first = [core for n, core in enumerate(model.sublayers) if n % 2 == 0]
+        others = sorted({core.kind for core in first if not isinstance(core, Attention)})
+        if others:
+            raise UsageError(
+                f"ModelConfig.mixer=mudd gives queries, keys and values different inputs, which "
+                f"only attention has, but layers begin with {', '.join(others)}; legal: layers of "
+                "attention and another core"
+            )
+
+    def plain_start(self, model: Sizes) -> PlainStart:
+        """Return True, because the static weights select the newest output, and W_2 is zero."""
+        return PlainStart(True, "each weighted sum is its newest term alone")
+
+    def parameters(self, model: Sizes) -> int:
+        """Return the number of weights in the networks, and of static weights."""
+        size = model.residual_size
+        return sum(size * n + n**2 + n for n in self._weights(model))
+
+    def flops(self, model: Sizes) -> int:
+        """Return the FLOPs of the networks and of the weighted sums."""
+        size = model.residual_size
+        return sum(4 * size * n + 2 * n**2 for n in self._weights(model))
+
+    def logit_terms(self, model: Sizes) -> dict[str, int]:
+        """Return the largest number of hidden units in a network, for the second projections.
+
+        A weight of a sum is a sum over these units. The other parameters learn at the rate that
+        their roles give.
+        """
+        return {"project_out": max(self._weights(model))}
+
+    def _weights(self, model: Sizes) -> list[int]:
+        """Return the numbers of weights per token: of layers 2 to L, and of the unembedding."""
+        layers = range(2, model.num_layers + 1)
+        return [*(len(MUDD_WAYS) * sources for sources in layers), model.num_layers + 1]
 
 
 @dataclass(frozen=True)

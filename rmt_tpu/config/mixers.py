@@ -13,6 +13,7 @@ from rmt_tpu.config.depth_mixers import (
     Dense,
     FullAttention,
     Hierarchical,
+    Mudd,
 )
 from rmt_tpu.config.mixer_base import Sizes, System
 from rmt_tpu.config.plain_start import PlainStart
@@ -46,6 +47,7 @@ Mixer = (
     | BlockAttention
     | DeltaAttention
     | Dense
+    | Mudd
     | HyperConnections
     | Mhc
     | MhcLite

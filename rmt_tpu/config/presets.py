@@ -36,6 +36,7 @@ from rmt_tpu.config import (
     MhcLite,
     Mla,
     ModelConfig,
+    Mudd,
     NoPositions,
     Positions,
     ResidualScalars,
@@ -100,6 +101,7 @@ _MIXERS = {
     "delta": DeltaAttention(),
     "wide": WideStreams(),
     "scalars": ResidualScalars(),
+    "mudd": Mudd(),
 }
 _MODELS |= {
     f"{name}-{size}": replace(_MODELS["gpt2-160m"], mixer=_MIXERS[name])
@@ -113,6 +115,7 @@ _MODELS |= {
         "delta": "160m",
         "wide": "160m",
         "scalars": "160m",
+        "mudd": "160m",
     }.items()
 }
 
@@ -240,6 +243,7 @@ _TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPT
 
 _TINY["rmt-wide-tiny"] = replace(_TINY["rmt-tiny"], mixer=WideStreams())
 _TINY["rmt-scalars-tiny"] = replace(_TINY["rmt-tiny"], mixer=ResidualScalars())
+_TINY["rmt-mudd-tiny"] = replace(_TINY["rmt-tiny"], mixer=Mudd())
 
 _LLAMA_TINY = replace(_llama(4, VectorStore(128), 4, 2, 32, 352), vocab_size=_BYTES)
 _TINY |= {
@@ -310,6 +314,7 @@ _ABOUT = {
     "delta": "Delta Attention Residuals: the plain residual plus attention over changes to it",
     "wide": "wide streams: several residuals with learned read and write weights",
     "scalars": "value residual, and learned scales of the residual and the embedding",
+    "mudd": "MUDD: dynamic weighted sums of layers' outputs for queries, keys, values and residual",
     "denseformer": "DenseFormer: weighted sums of layers' outputs",
     "attnres": "Block Attention Residuals",
     "attnres-full": "Full Attention Residuals",
@@ -330,6 +335,7 @@ _ABOUT = {
     "rmt-mean": "means of sums of outputs in blocks, on a residual matrix",
     "rmt-wide": "wide streams, each a residual matrix",
     "rmt-scalars": "value residual and learned scales, on a residual matrix",
+    "rmt-mudd": "MUDD on a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",
 }
 

@@ -103,9 +103,9 @@ class TrainConfig(Checked):
       optimizer: the optimizer with its hyperparameters.
       depth_rate: factor of the learning rate for the parameters that compute the weights of
         earlier outputs in the mixers full_attention, block_attention and delta_attention, such as
-        queries, and for the factors of the residual in residual_scalars. These parameters have no
-        weight decay. None keeps the factor of a resumed run, and uses the rule in
-        `rmt_tpu.training.depth_rate` for a new run.
+        queries, for the second projections of the networks in mudd, and for the factors of the
+        residual in residual_scalars. These parameters have no weight decay. None keeps the factor
+        of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate` for a new run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
         parameters. Once the run has a checkpoint, this folder is not read any more and the option

@@ -44,6 +44,7 @@ from rmt_tpu.residual.depth_lstm import DepthLstm
 from rmt_tpu.residual.hierarchical import Hierarchical
 from rmt_tpu.residual.highway import Highway
 from rmt_tpu.residual.hyper_connections import HyperConnections
+from rmt_tpu.residual.mudd import Mudd
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.protocols import BankMixer, StateMixer
 from rmt_tpu.residual.residual_scalars import ResidualScalars, ScalarsMix
@@ -87,6 +88,8 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
             return delta_attention.DeltaAttention(config)
         case cfg.Dense():
             return Dense(config)
+        case cfg.Mudd():
+            return Mudd(config, seed)
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
             return HyperConnections(config)
         case cfg.WideStreams():

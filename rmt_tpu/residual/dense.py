@@ -34,11 +34,10 @@ from rmt_tpu.residual.protocols import (
 )
 
 
-class Dense(nnx.Module):
-    """The mixer for `config.Dense`, run by the schedule `rmt_tpu.execution.banked`.
+class LayerBank(nnx.Module):
+    """The base class of mixers whose bank has one row per layer, after the embedding's row.
 
-    Attributes:
-      weights: all learned a_ij in one vector, in row-major order.
+    A layer is two sublayers.
     """
 
     keeps_sum = False
@@ -46,6 +45,29 @@ class Dense(nnx.Module):
 
     def __init__(self, config: cfg.ModelConfig):
         self.num_layers, self.num_rows = config.num_layers, config.num_layers + 1
+
+    def first_row(self, sublayer: Index) -> Index:
+        """Return the bank row for the output of the layer that contains this sublayer."""
+        return sublayer // 2 + 1
+
+    def seal(
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
+    ) -> tuple[Bank | None, Row]:
+        """Write the residual `current` after a layer's last sublayer into the layer's bank row."""
+        if not site.begins_layer:
+            rows = stacks.update_at(rows, current, (at.sublayer - at.group) // 2)
+        return rows, current
+
+
+class Dense(LayerBank):
+    """The mixer for `config.Dense`, run by the schedule `rmt_tpu.execution.banked`.
+
+    Attributes:
+      weights: all learned a_ij in one vector, in row-major order.
+    """
+
+    def __init__(self, config: cfg.ModelConfig):
+        super().__init__(config)
         period, dilation = config.mixer.period, config.mixer.dilation
         i, j = np.indices((self.num_rows, self.num_rows))
         learned = (i > 0) & (i % period == 0) & (j <= i) & ((i - j) % dilation == 0)
@@ -63,10 +85,6 @@ class Dense(nnx.Module):
         """
         layers = max(1, round(2 * round(self.num_layers**0.5) / period))
         return Grouping(min(layers, repeat), False, False, lambda sublayers: sublayers // 2)
-
-    def first_row(self, sublayer: Index) -> Index:
-        """Return the bank row for the output of the layer that contains this sublayer."""
-        return sublayer // 2 + 1
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
         """Return, for each sublayer, the row of the matrix a_ij for its layer.
@@ -137,14 +155,6 @@ class Dense(nnx.Module):
             prior, earlier = stacks.slice_once(prior, offset)
             current = earlier + own
         return prior, rows, current, store.read(current, site, store.compute_dtype)
-
-    def seal(
-        self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
-    ) -> tuple[Bank | None, Row]:
-        """Write the residual `current` after a layer's last sublayer into the layer's bank row."""
-        if not site.begins_layer:
-            rows = stacks.update_at(rows, current, (at.sublayer - at.group) // 2)
-        return rows, current
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from Y_L, the last weighted sum of outputs."""

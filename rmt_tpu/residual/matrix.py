@@ -8,8 +8,11 @@ In shapes, `local_D_k` is a device's slice of D_k, and `key_batch` is the batch 
 the mesh axis `key`, which hold the other slices.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
@@ -264,6 +267,21 @@ class Store(nnx.Module):
         _, gain, read_keys = _parameters(site)
         z = pallas_kernels.norm_retrieve(residual, gain, read_keys, dtype=dtype, **self._options())
         return site.split(z)
+
+    @jax.named_scope("residual")
+    def read_groups(
+        self,
+        residuals: Sequence[Float[Array, "key_batch seq local_D_k D_v"]],
+        site: Site,
+        dtype: DTypeLike,
+    ) -> Read:
+        """Read queries, keys and values of different residuals: see `protocols.Store`."""
+        _, gain, read_keys = _parameters(site)
+        keys = jnp.split(read_keys, np.cumsum(site.reads.heads)[:-1])
+        options = {"dtype": dtype} | self._options()
+        groups = zip(residuals, keys, strict=True)
+        read = [pallas_kernels.norm_retrieve(x, gain, r, **options) for x, r in groups]
+        return Read(heads=jnp.concatenate(read, axis=2))
 
     @jax.named_scope("residual")
     def merge_and_read(

@@ -74,6 +74,18 @@ class Store(Protocol):
     ) -> Read:
         """Apply the site's norm to the residual, and return the input of the site's sublayer."""
 
+    def read_groups(
+        self,
+        residuals: Sequence[Float[Array, "key_batch seq *shape"]],
+        site: nnx.Module,
+        dtype: DTypeLike,
+    ) -> Read:
+        """Return the input of attention, with queries, keys and values of different residuals.
+
+        `residuals` has one residual for each of these groups of heads. The site's norm is applied
+        to each residual. The core must read heads only.
+        """
+
     def add_and_read(
         self, residual: Shaped[Array, "key_batch seq *shape"], y: Written, site: nnx.Module
     ) -> tuple[Shaped[Array, "key_batch seq *shape"], Read]:

@@ -4,6 +4,8 @@ Cores with heads read the vector with the matrices W_Q, W_K and W_V and write it
 7 and 9). Feed-forward, embedding and unembedding layers read and write the vector directly.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -161,6 +163,18 @@ class Store(nnx.Module):
         return self.project(self.apply_norm(residual[..., : self.tiles.size], site, dtype), site)
 
     @jax.named_scope("residual")
+    def read_groups(
+        self, residuals: Sequence[Float[Array, "batch seq held"]], site: Site, dtype: DTypeLike
+    ) -> Read:
+        """Read queries, keys and values of different residuals: see `protocols.Store`."""
+        residuals = (h[..., : self.tiles.size] for h in residuals)
+        normed = [self.apply_norm(h, site, dtype) for h in residuals]
+        with jax.named_scope("projection"):
+            groups = zip(normed, _read_weights(site, dtype), strict=True)
+            read = [jnp.dot(sharding.gather(x, "tensor", axis=1), w) for x, w in groups]
+            return Read(_heads(jnp.concatenate(read, axis=-1), site))
+
+    @jax.named_scope("residual")
     def merge_and_read(
         self,
         sealed: tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq"], Index],
@@ -245,14 +259,24 @@ class Store(nnx.Module):
         if site.read is None:
             return Read(residual=residual)
         with jax.named_scope("projection"):
-            weights = (w for w in (site.read, site.read_fewer) if w is not None)
-            groups = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in weights)
-            read = jnp.concatenate([w for group in groups for w in group], axis=-1)
+            read = jnp.concatenate(_read_weights(site, x.dtype), axis=-1)
             x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
-        head_dim = site.reads.head_dim
-        return Read(x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim), residual)
+        return Read(_heads(x, site), residual)
 
 
 def _plus_bias(z: Float[Array, "batch seq D"], site: Site) -> Float[Array, "batch seq D"]:
     """Add the bias of a site's norm to what a kernel has normed, if the site has one."""
     return z if site.bias is None else z + site.bias[...].astype(z.dtype)
+
+
+def _read_weights(site: Site, dtype: DTypeLike) -> list[Float[Array, "D heads_width"]]:
+    """Return the matrix of each group of heads that a core reads, such as W_Q, W_K and W_V."""
+    weights = (w for w in (site.read, site.read_fewer) if w is not None)
+    stacked = (sharding.gather(w.astype(dtype), "fsdp", axis=1) for w in weights)
+    return [w for group in stacked for w in group]
+
+
+def _heads(x: Float[Array, "batch seq width"], site: Site) -> Float[Array, "batch seq heads size"]:
+    """Split the last axis into the heads that the site's core reads."""
+    head_dim = site.reads.head_dim
+    return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)

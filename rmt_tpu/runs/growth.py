@@ -62,6 +62,8 @@ KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     # The projection of an "input" query has shape [D_k D_v, D_k D_v], and is reshaped here to [D_k,
     # D_v, D_k, D_v].
     "project": ((-4, -2), "zeros"),
+    # The first projections of MUDD's networks, [D_k, D_v, n].
+    "project_in": ((-3,), "zeros"),
 }
 # Fields of the model config that may differ between the old model and the new one. The store has
 # D_k.

@@ -12,12 +12,13 @@ and steps may be larger in the same proportion. The rule is
 
 The number m of terms depends on the parameter. For queries and key gains, m is the size of the
 residual divided by the number of the mixer's heads. For the projections of "input" queries, m is
-the m of queries times the size of the residual. For learned logits, m is 1. muP already divides the
-learning rates of queries and projections by the ratio of the residual's size to its size in the
-base model. The rule divides the m of these parameters by the same ratio, so a query has the same
-factor at every width as in the base model. The factors that scale the residual before each layer
-(`residual_scalars`) follow the rule too. In each layer, one step changes the logarithm of the
-residual's scale by up to the rate, so m is the number of layers.
+the m of queries times the size of the residual. For learned logits, m is 1. For the second
+projections of the networks of `mudd`, whose outputs are weights and not logits, m is the number of
+hidden units. muP already divides the learning rates of queries and projections by the ratio of the
+residual's size to its size in the base model. The rule divides the m of these parameters by the
+same ratio, so a query has the same factor at every width as in the base model. The factors that
+scale the residual before each layer (`residual_scalars`) follow the rule too. In each layer, one
+step changes the logarithm of the residual's scale by up to the rate, so m is the number of layers.
 
 At rate 0.028, width 24 and 1024 tokens per batch the factor is 0.1; with a residual matrix of 96
 numbers it is 0.026. Both are close to the best factors in a few small runs. The factor is 1 at the
@@ -54,8 +55,8 @@ def factors(config: RunConfig) -> dict[str, float]:
     """Return the factor for the learning rate of each parameter of attention over depth.
 
     Returns:
-      The factors by parameter name: "query", "key_gain", "project", "logits" or "residual_scale".
-      The result is {} if the model has no such parameters.
+      The factors by parameter name: "query", "key_gain", "project", "logits", "project_out" or
+      "residual_scale". The result is {} if the model has no such parameters.
     """
     size = config.model.residual_size
     terms = config.model.mixer.logit_terms(config.model)

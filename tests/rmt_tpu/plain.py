@@ -1,7 +1,8 @@
 """A decoder written plainly, unrolled, for any residual system that mixes what was written.
 
 `mix(k, site, written)` is what site k reads, before its norm: `written` are the embedding and what
-each of the k sublayers before it wrote, a vector or a matrix for each token.
+each of the k sublayers before it wrote, a vector or a matrix for each token. It is a list of three
+if queries, keys and values are read from different ones.
 
 In NumPy, of real numbers or complex ones: `derivative` is exact to rounding.
 """
@@ -91,6 +92,11 @@ def rotated(x, positions, dims=None):
     return np.concatenate([*turned, x[..., dims:]], axis=-1)
 
 
+def of_groups(x):
+    """What queries, keys and values are read from."""
+    return x if isinstance(x, list) else [x, x, x]
+
+
 class Vector:
     """Reads and writes of the Transformer: equations 7 and 9."""
 
@@ -99,7 +105,8 @@ class Vector:
 
     def heads(self, x, site, core):
         split = lambda x: x.reshape(*x.shape[:2], -1, core.head_dim)
-        return [split(x @ w) for w in (*site["read"], *site.get("read_fewer", ()))]
+        weights = (*site["read"], *site.get("read_fewer", ()))
+        return [split(x @ w) for x, w in zip(of_groups(x), weights, strict=True)]
 
     def write_heads(self, heads, site):
         return heads.reshape(*heads.shape[:2], -1) @ site["write"]
@@ -123,7 +130,8 @@ class Matrix:
     def heads(self, x, site, core):
         ends = np.cumsum(core.reads.heads)[:-1]
         keys = np.split(site["read_keys"][: sum(core.reads.heads)], ends)
-        return [np.einsum("hk,bnkv->bnhv", r, x) for r in keys]
+        read = zip(keys, of_groups(x), strict=True)
+        return [np.einsum("hk,bnkv->bnhv", r, x) for r, x in read]
 
     def whole(self, x, site, core):
         return self.read(x, {"read_keys": site["read_keys"][sum(core.reads.heads) :]})
@@ -264,7 +272,8 @@ def model(params, tokens, config, mix=plain_sum, values=lambda site, v: v):
     sites = [sublayer.get("site", {}) for sublayer in sublayers] + [params["final_site"]]
     written = [_embedded(params, tokens, sites[0], store, config)]
     for k, (core, sublayer) in enumerate(zip(config.sublayers, sublayers, strict=True)):
-        x = site_norm(mix(k, sites[k], written), sites[k], config)
+        u, normed = mix(k, sites[k], written), lambda u, k=k: site_norm(u, sites[k], config)
+        x = [normed(of_group) for of_group in u] if isinstance(u, list) else normed(u)
         y = CORES[core.kind](core, sublayer.get("core", {}), store, sites[k], x, k, config)
         write = store.write_heads if core.writes.heads else store.write
         written.append(write(y, sites[k + 1]))

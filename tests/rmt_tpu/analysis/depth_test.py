@@ -28,6 +28,7 @@ MIXERS = {
     "mean": ("matrix", cfg.BlockAttention(sublayers_per_block=3, query="none")),
     "delta": ("matrix", cfg.DeltaAttention(sublayers_per_block=3, null_source=0.0)),
     "dense": ("matrix", cfg.Dense()),
+    "mudd": ("matrix", cfg.Mudd()),
     "hyper-connections": ("vector", cfg.HyperConnections()),
     "depth-wise LSTM": ("vector", cfg.DepthLstm()),
     "hierarchical": ("vector", cfg.Hierarchical(hidden_dim=7)),

@@ -64,6 +64,8 @@ MORE = [
     ("matrix", cfg.Sum(), "stage=2,data=2", {"microbatches": 4}),
     ("vector", cfg.Hierarchical(hidden_dim=5), "stage=2", {"virtual_stages": 2}),
     ("vector", cfg.Dense(), "stage=4,fsdp=2", {}),
+    ("vector", cfg.Mudd(), "stage=2,tensor=2", {}),
+    ("matrix", cfg.Mudd(), "stage=2,key=2", {"virtual_stages": 2, "microbatches": 4}),
     ("vector", cfg.FullAttention(), "stage=2,tensor=2", {}),
     ("vector", cfg.Sum(), "stage=4,sequence=2", {"microbatches": 8}),
     ("vector", cfg.Highway(form="gated"), "stage=2,fsdp=2", {"virtual_stages": 2}),

@@ -71,6 +71,8 @@ SYSTEMS = [
     ("matrix", cfg.Sum(), LATENT, "key=2,tensor=2"),
     ("matrix", cfg.FullAttention(), GROUPED, "fsdp=2,sequence=4"),
     ("matrix", cfg.Dense(), plain(cfg.NoPositions()), "tensor=4"),
+    ("vector", cfg.Mudd(), GROUPED, "fsdp=2,tensor=2"),
+    ("matrix", cfg.Mudd(), GROUPED, "key=2,tensor=2"),
     ("matrix", cfg.ResidualScalars(), GROUPED, "key=2,tensor=2"),
     ("vector", cfg.Sum(), cfg.Kda(num_heads=4, head_dim=6), "data=2,sequence=2,tensor=2"),
     ("matrix", cfg.BlockAttention(num_blocks=2), cfg.Kda(4, 6), "key=2,tensor=2"),

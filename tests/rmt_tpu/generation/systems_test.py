@@ -18,7 +18,7 @@ MIXERS = models.MIXERS | {
     "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
 }
 ON_MATRICES = ("sum", "blocks", "odd blocks", "full", "full, passes of one layer")
-ON_MATRICES += ("scores without norm", "dense", "delta", "delta, null", "wide", "scalars")
+ON_MATRICES += ("scores without norm", "dense", "mudd", "delta", "delta, null", "wide", "scalars")
 STORES = {"vector": tuple(MIXERS), "matrix": ON_MATRICES}
 POSITIONS = {"learned": cfg.Learned(40), "alibi": cfg.Alibi(), "rope": cfg.Rope()}
 CORES = {

@@ -79,9 +79,9 @@ def test_systems_of_one_seed_share_the_weights_that_they_have_in_common(of_prese
 def test_a_mixer_changes_none_of_the_weights_beside_its_own(of_presets):
     for base, others in {
         "gpt2-tiny": ("highway", "hierarchical", "hc", "mhc", "mhc-lite", "attnres",
-                      "attnres-full", "denseformer", "delta", "wide", "scalars"),
+                      "attnres-full", "denseformer", "mudd", "delta", "wide", "scalars"),
         "rmt-tiny": ("rmt-attnres", "rmt-attnres-full", "rmt-denseformer",
-                     "rmt-delta", "rmt-wide", "rmt-scalars"),
+                     "rmt-mudd", "rmt-delta", "rmt-wide", "rmt-scalars"),
         "llama-tiny": ("llama-attnres",),
         "kimi-tiny": ("attnres-kimi", "attnres-full-kimi"),
     }.items():  # fmt: skip

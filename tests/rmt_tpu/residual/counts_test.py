@@ -22,6 +22,7 @@ TOTALS = [
     (cfg.Hierarchical(hidden_dim=3072), 216_810_240),
     (cfg.Hierarchical(), 164_807_424),
     (cfg.Dense(), 162_541_914),
+    (cfg.Mudd(), 162_799_226),
     (cfg.HyperConnections(dynamic=False), 162_542_400),
     (cfg.HyperConnections(), 162_671_472),
     (cfg.Mhc(), 164_385_672),
@@ -44,6 +45,7 @@ OPTIONS = [
     cfg.BlockAttention(num_blocks=3, query="input"),
     cfg.DeltaAttention(num_blocks=3, null_source=0.0),
     cfg.DeltaAttention(sublayers_per_block=1, key_gain=False),
+    cfg.Mudd(),
     cfg.Dense(dilation=2),
     cfg.Dense(dilation=4, period=5),
     cfg.HyperConnections(streams=2),
@@ -98,7 +100,7 @@ def test_formulas_with_biases_and_norms_of_outputs(normed):
 
 @pytest.mark.parametrize(
     "mixer",
-    [cfg.FullAttention(), cfg.Dense(), cfg.WideStreams(), cfg.ResidualScalars()],
+    [cfg.FullAttention(), cfg.Dense(), cfg.Mudd(), cfg.WideStreams(), cfg.ResidualScalars()],
     ids=label,
 )
 def test_formulas_over_a_matrix_store(mixer):
@@ -207,3 +209,6 @@ def test_flops_of_depth_attention():
     deltas = sum(blocks) - sites
     assert flops(cfg.DeltaAttention(sublayers_per_block=4)) == 4 * D * deltas + 2 * D * sites
     assert flops(cfg.Dense()) == 2 * D * 27
+    # Networks from D numbers to as many hidden units as weights, and a term for each weight.
+    weights = [4 * n for n in range(2, L + 1)] + [L + 1]
+    assert flops(cfg.Mudd()) == sum(2 * (D * n + n * n + D * n) for n in weights)

@@ -53,6 +53,7 @@ OTHERS = {
     "delta, 3 sublayers": cfg.DeltaAttention(sublayers_per_block=3),
     "delta, 1 sublayer": cfg.DeltaAttention(sublayers_per_block=1, null_source=0.0),
     "dense": cfg.Dense(),
+    "mudd": cfg.Mudd(),
     "hc, static": cfg.HyperConnections(streams=2, dynamic=False),
     "hc": cfg.HyperConnections(),
     "mhc": cfg.Mhc(),

@@ -19,6 +19,7 @@ MIXERS = [
     cfg.BlockAttention(num_heads=2),  # an ablation
     cfg.DeltaAttention(),
     cfg.Dense(),
+    cfg.Mudd(),
     cfg.HyperConnections(),
     cfg.Mhc(),
     cfg.MhcLite(),

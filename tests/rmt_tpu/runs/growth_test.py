@@ -32,6 +32,7 @@ MIXERS = {
     "input query of heads": cfg.BlockAttention(num_blocks=2, query="input", num_heads=3),
     "delta": cfg.DeltaAttention(num_blocks=2),
     "dense": cfg.Dense(),
+    "mudd": cfg.Mudd(),
     "residual scalars": cfg.ResidualScalars(),
 }
 PRESETS = (
@@ -39,6 +40,7 @@ PRESETS = (
     "rmt-attnres-tiny",
     "rmt-attnres-full-tiny",
     "rmt-denseformer-tiny",
+    "rmt-mudd-tiny",
     "rmt-kimi-tiny",
 )
 

@@ -61,7 +61,7 @@ BIASED = (
     cfg.FeedForward(10, "swiglu", bias=True, normed="output"),
 )
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
-ON_MATRICES += ("delta", "delta, null", "mean", "wide", "scalars")
+ON_MATRICES += ("delta", "delta, null", "mean", "mudd", "wide", "scalars")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
 # One of each kind: what is carried from layer to layer, a bank, an ablation of it, and what is
@@ -202,6 +202,8 @@ RINGS += later(
     ("vector", "sum", "sequence=8"),
     ("matrix", "reversible", "sequence=8"),
     ("matrix", "dense", "sequence=4,key=2"),
+    ("vector", "mudd", "sequence=4,tensor=2"),
+    ("matrix", "mudd", "sequence=4,key=2"),
     ("vector", "grouped values", "sequence=4,tensor=2"),
     ("matrix", "grouped values", "sequence=4,tensor=2"),
 )
