@@ -94,6 +94,16 @@ def test_follows_the_equations(store, stacks, remat):
 
 
 @pytest.mark.slow
+def test_follows_the_equations_with_biases_and_norms_of_outputs():
+    attention = replace(LAYER[0], output_bias=True, normed="both")
+    layer = (attention, cfg.FeedForward(22, normed="output", bias=True))
+    with jax.enable_x64(True):
+        config = model("vector", compute_dtype="float64", norm_bias=True)
+        config = config.replace(stacks=(cfg.Stack(layer, 2),))
+        checks.assert_follows_equations(config, reference)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["vector", "matrix"])
 @pytest.mark.parametrize("stacks", ["alike", "grouped"])
 def test_cached_equals_uncached(store, stacks):
