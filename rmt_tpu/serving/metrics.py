@@ -70,7 +70,8 @@ class Metrics:
 class Stopwatch:
     """The times of the tokens of one request, which are added to the server's figures.
 
-    `add` is called in the worker's thread, and `close` in another one after all calls of `add`.
+    `add` is called in the worker's thread and `close` in another one. Pieces that come after
+    `close` are not counted.
 
     Args:
       metrics: the server's figures.
@@ -85,6 +86,8 @@ class Stopwatch:
 
     def add(self, piece: Piece) -> None:
         """Count the tokens of a piece, and the end of its text."""
+        if not self._open:
+            return
         now, count = time.monotonic(), len(piece.completion.tokens)
         last = self._last.get(piece.index)
         if count and last is None:

@@ -62,11 +62,11 @@ def test_templates_that_are_none(trained, tmp_path, template, words):
 
 
 @pytest.fixture
-def serving(trained):
+def serving(trained, tmp_path):
     """A process, and where it is to be reached."""
-    process = cli.start(
-        "serve", f"--workdir={trained}", "--name=tiny", "--port=0", "--slots=3", "--queue=3"
-    )
+    (tmp_path / "chat").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    flags = [f"--workdir={trained}", f"--chat_template={tmp_path}/chat"]
+    process = cli.start("serve", *flags, "--name=tiny", "--port=0", "--slots=3", "--queue=3")
     try:
         while not process.output().endswith("\n"):
             assert process.poll() is None, process.errors()
@@ -106,6 +106,15 @@ def test_the_official_client(serving, client, trained):
         assert [told.choices[0].text for told in pool.map(ask, range(4))] == alone
     with ask(0, stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == alone[0]
+
+    how = {"model": "tiny", "max_tokens": 20, "temperature": 0.8, "seed": 0}
+    messages = [{"role": "user", "content": prompts[0]}]
+    told = client.chat.completions.create(messages=messages, **how)
+    assert told.choices[0].message.content == alone[0] and told.usage.prompt_tokens == 11
+    page = f"{serving[1].removesuffix('/v1')}/metrics"
+    with urllib.request.urlopen(page, timeout=cli.TIMEOUT) as counted:
+        lines = dict(line.rsplit(" ", 1) for line in counted.read().decode().splitlines())
+    assert float(lines["rmt_new_tokens_total"]) > 60 and lines["rmt_slots"] == "3.0"
 
     told = ask(0, logprobs=2, echo=True)
     logs = told.choices[0].logprobs
