@@ -1,7 +1,7 @@
 """Models in the Hugging Face hub's format: a config.json and safetensors files.
 
-`families` lists the kinds of models, `models` reads and writes config.json, `pieces` says which
-tensor is which part of a parameter, `weights` reads and writes the tensors, and `folder` reads and
-writes a whole folder, including the tokenizer. `rmt_tpu.load` accepts such a folder wherever it
-accepts a run folder, and training can start from its weights.
+`families` lists the kinds of models, `models` reads and writes config.json, `tensors` says which
+tensor is which part of a parameter, `weights` reads and writes them, and `folder` reads and writes
+a whole folder, including the tokenizer. `rmt_tpu.load` accepts such a folder wherever it accepts a
+run folder, and training can start from its weights.
 """

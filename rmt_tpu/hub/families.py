@@ -16,12 +16,17 @@ class Family(NamedTuple):
         config.json. A key whose value is null does not get a default.
       traits: names of what the kind's models have and Llama's do not.
       end: the token that ends a text by default, or None.
+      length: the name of the field with the maximum number of tokens.
+      base: what the names of all tensors but W_U begin with, unless the files are of the model
+        without an unembedding.
     """
 
     architecture: str
     absent: Mapping[str, Any]
     traits: frozenset[str] = frozenset()
     end: int | None = None
+    length: str = "max_position_embeddings"
+    base: str = "model."
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
@@ -29,6 +34,8 @@ class Family(NamedTuple):
 # one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
 PARTIAL_ROPE = "rope of a part"
+# Biases everywhere, layer norms, learned positions, and names of its own.
+GPT2 = "layernorm"
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, end=2),
@@ -78,5 +85,13 @@ FAMILIES = {
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         frozenset({PARTIAL_ROPE}),
         end=32_000,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {"activation_function": "gelu_new", "n_positions": 1024, "tie_word_embeddings": True},
+        frozenset({GPT2}),
+        end=50_256,
+        length="n_positions",
+        base="transformer.",
     ),
 }

@@ -25,7 +25,8 @@ from rmt_tpu.hub.models import (
     kind_of,
     special_tokens,
 )
-from rmt_tpu.hub.pieces import Piece, pieces
+from rmt_tpu.hub.pieces import Piece
+from rmt_tpu.hub.tensors import pieces
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
+from rmt_tpu.hub import gpt2
 from rmt_tpu.hub.families import (
     BIAS,
     FAMILIES,
+    GPT2,
     PARTIAL_ROPE,
     QUERY_KEY_NORM,
     UNROTATED_LAYERS,
@@ -66,10 +68,10 @@ def describe(folder: str | Path) -> Description:
         raise UsageError(f"{folder} has no {CONFIG} in the hub's format; legal: a folder with one")
     where = str(path / CONFIG)
     config_fields = Fields(_with_defaults(values), where)
-    max_length = config_fields.size("max_position_embeddings", 2048)
     model, tied = model_config(values, where), config_fields.flag("tie_word_embeddings")
     ends = _ends(path, values, model.vocab_size)
     family = FAMILIES[values["model_type"]]
+    max_length = config_fields.size(family.length, 2048)
     return Description(model, max_length, tied, ends, family.end, family)
 
 
@@ -110,6 +112,8 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     present, values = values, _with_defaults(values)
     config_fields = Fields(values, where)
     family = config_fields.lookup("model_type", FAMILIES)
+    if GPT2 in family.traits:
+        return gpt2.model_config(config_fields, _MOST_LAYERS)
     config_fields.only("mlp_bias", False)
     config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
@@ -179,19 +183,26 @@ def config_values(
     layers = _layers(model)
     kind = kind_of(model)
     attention, feed_forward = layers[0]
+    special = {
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
+        **special_tokens(bos, ends),
+    }
+    if GPT2 in FAMILIES[kind].traits:
+        values = gpt2.config_values(model, attention, feed_forward, len(layers)) | special
+        _check_expressed(model, model_config(values, CONFIG))
+        return values
     rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
     rope = next((core.positions for core, _ in layers if core.positions.kind == "rope"), cfg.Rope())
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-    values = {
-        "architectures": [FAMILIES[kind].architecture],
-        "model_type": kind,
+    values = special | {
         "hidden_size": model.store.dim,
         "intermediate_size": feed_forward.hidden_dim,
         "num_hidden_layers": len(layers),
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": activations[feed_forward.activation],
+        "hidden_act": activations.get(feed_forward.activation, "silu"),
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": rope.base,
         "rope_scaling": _rope_scaling(rope.scaling),
@@ -200,7 +211,6 @@ def config_values(
         "attention_bias": attention.bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **special_tokens(bos, ends),
     }
     if PARTIAL_ROPE in FAMILIES[kind].traits:
         # Half a number more, so that rounding of the product does not lose one.
@@ -225,8 +235,10 @@ def kind_of(model: cfg.ModelConfig) -> str:
       UsageError: no kind has all of the model's traits.
     """
     cores = [core for core, _ in _layers(model)]
+    layernorm = model.norm == "layernorm"
     has = {
-        BIAS: any(core.bias for core in cores),
+        GPT2: layernorm,
+        BIAS: not layernorm and any(core.bias for core in cores),
         QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
         UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
         PARTIAL_ROPE: any(getattr(core.positions, "dims", None) for core in cores),
@@ -251,22 +263,15 @@ def _layers(model: cfg.ModelConfig) -> list[tuple[cfg.Attention, cfg.FeedForward
         raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     if not isinstance(model.parametrization, cfg.Standard):
         raise _not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")
-    if model.norm != "rmsnorm":
-        raise _not_in_hub_format("model.norm", model.norm, "rmsnorm")
+    if model.norm_bias != (model.norm == "layernorm"):
+        legal = "rmsnorm without norm_bias, or layernorm with norm_bias"
+        raise _not_in_hub_format("model.norm", model.norm, legal)
     cores = list(model.sublayers)
     layers = list(zip(cores[::2], cores[1::2], strict=False))
     kinds = [core.kind for core in cores]
     if kinds != ["attention", "feed_forward"] * len(layers):
         listed = ", ".join(dict.fromkeys(kinds))
         raise _not_in_hub_format("model.stacks", listed, "layers of attention and feed_forward")
-    for attention, feed_forward in layers:
-        if feed_forward.activation not in _ACTIVATIONS.values():
-            legal = " or ".join(_ACTIVATIONS.values())
-            raise _not_in_hub_format(
-                "model.feed_forward.activation", feed_forward.activation, legal
-            )
-        if not isinstance(attention.positions, cfg.Rope | cfg.NoPositions):
-            raise _not_in_hub_format("model.attention.positions", attention.positions.kind, "rope")
     return layers
 
 
@@ -280,6 +285,8 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
             value, legal = getattr(core, name), getattr(other, name)
             by_default = name == "num_kv_heads" and core.kv_heads == other.kv_heads
             if value != legal and not by_default:
+                kinds = [getattr(x, "kind", None) for x in (value, legal)]
+                value, legal = kinds if kinds[0] != kinds[1] else (value, legal)
                 raise _not_in_hub_format(f"model.{core.kind}.{name}", value, legal)
 
 

@@ -1,4 +1,4 @@
-"""The correspondence between the hub's tensors and parameters."""
+"""The correspondence between one tensor of the hub and a slice of a parameter."""
 
 import itertools
 import math
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
-from rmt_tpu.hub.families import PARTIAL_ROPE, Family
 
 Range = tuple[int, int]
 Path = tuple[Any, ...]
+# How the names of tensors with one axis end.
+_VECTORS = (".bias", "norm.weight", ".ln_1.weight", ".ln_2.weight", "ln_f.weight")
 
 
 class Part(NamedTuple):
@@ -65,7 +66,7 @@ class Piece(NamedTuple):
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the piece of the tensor."""
         *rows, last = self.sizes
-        if self.name.endswith((".bias", "norm.weight")):
+        if self.name.endswith(_VECTORS):
             return (math.prod(self.sizes),)
         row = math.prod(rows)
         return (last, row) if self.transposed else (row, last)
@@ -98,28 +99,7 @@ def places(model: cfg.ModelConfig) -> Iterator[Place]:
                 yield Place(core, ("stacks", number, k), repeat)
 
 
-def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
-    """Return all tensors of a model of a kind, as slices of parameters.
-
-    No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
-    along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
-    queries, keys and values, or norms of queries and keys, their tensors are included.
-    """
-    dim, vocab = model.store.dim, model.vocab_size
-    tensors = [
-        Piece("model.embed_tokens.weight", ("embedding", "tokens"), _full(vocab, dim)),
-        Piece("model.norm.weight", ("final_site", "gain"), _full(dim)),
-        Piece("lm_head.weight", ("unembedding", "kernel"), _full(dim, vocab), True),
-    ]
-    sublayers = list(places(model))
-    for layer, (attention, mlp) in enumerate(zip(sublayers[::2], sublayers[1::2], strict=True)):
-        name = f"model.layers.{layer}."
-        tensors += _attention_pieces(name, attention, dim, family)
-        tensors += _mlp_pieces(name, mlp, attention, dim, family)
-    return tensors
-
-
-def _joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
+def joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
     """Return pieces as consecutive parts, along `axis`, of one tensor."""
     sizes = [piece.own_shape[axis] for piece in parts]
     begins = itertools.accumulate(sizes, initial=0)
@@ -129,50 +109,6 @@ def _joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
     ]
 
 
-def _full(*sizes: int) -> tuple[Range, ...]:
+def full(*sizes: int) -> tuple[Range, ...]:
+    """Return the ranges of axes that are covered whole."""
     return tuple((0, size) for size in sizes)
-
-
-def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Iterator[Piece]:
-    """Yield the tensors of an attention sublayer, but for W_O."""
-    core, size = place.core, place.core.head_dim
-    equal = core.num_heads == core.kv_heads
-    yield place.piece(f"{layer}input_layernorm.weight", "site/gain", (0, dim))
-    begin, projections = 0, []
-    for number, (letter, count) in enumerate(zip("qkv", core.reads.heads, strict=True)):
-        name, fewer = f"{layer}self_attn.{letter}", number > 0 and not equal
-        path, index = "site/read_fewer" if fewer else "site/read", number - fewer
-        at = (index, index + 1), *_full(dim, count * size)
-        projections.append(place.piece(f"{name}_proj.weight", path, *at))
-        if core.bias:
-            yield place.piece(f"{name}_proj.bias", "core/bias", (begin, begin + count), (0, size))
-        begin += count
-    if PARTIAL_ROPE in family.traits:
-        projections = _joined(f"{layer}self_attn.qkv_proj.weight", projections)
-    yield from projections
-    if core.query_key_norm:
-        for letter, gain in (("q", "query_gain"), ("k", "key_gain")):
-            yield place.piece(f"{layer}self_attn.{letter}_norm.weight", f"core/{gain}", (0, size))
-
-
-def _mlp_pieces(
-    layer: str, place: Place, attention: Place, dim: int, family: Family
-) -> Iterator[Piece]:
-    """Yield the tensors of a feed-forward sublayer, and the W_O of the attention before it.
-
-    A feed-forward sublayer's site writes what the attention before it computes.
-    """
-    core, width = place.core, attention.core.num_heads * attention.core.head_dim
-    yield place.piece(f"{layer}self_attn.o_proj.weight", "site/write", *_full(width, dim))
-    yield place.piece(f"{layer}post_attention_layernorm.weight", "site/gain", (0, dim))
-    projections = [
-        place.piece(
-            f"{layer}mlp.{name}_proj.weight", "core/w_1", (k, k + 1), *_full(dim, core.hidden_dim)
-        )
-        for k, name in enumerate(("gate", "up"))
-    ]
-    if PARTIAL_ROPE in family.traits:
-        projections = _joined(f"{layer}mlp.gate_up_proj.weight", projections)
-    yield from projections
-    down = _full(core.hidden_dim, dim)
-    yield place.piece(f"{layer}mlp.down_proj.weight", "core/w_2", *down)

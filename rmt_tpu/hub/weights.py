@@ -11,10 +11,14 @@ import numpy as np
 
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.hub.models import Description
-from rmt_tpu.hub.pieces import Piece, pieces
+from rmt_tpu.hub.pieces import Piece
+from rmt_tpu.hub.tensors import pieces
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16", "F64")
+# How the names of constants end that older files store in addition to parameters: the frequencies
+# of RoPE, and GPT-2's causal masks.
+_CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
 
 Index = tuple[slice, ...]
@@ -88,8 +92,11 @@ def pieces_by_parameter(
     shapes, problems, expected = tensors.shapes(), [], pieces(described.model, described.family)
     dtypes = tensors.dtypes()
     if described.tied and "lm_head.weight" not in shapes:
-        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        tied = {"lm_head.weight": expected[0].name}
         expected = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in expected]
+    base = described.family.base
+    if not any(name.startswith(base) for name in shapes):
+        expected = [piece._replace(name=piece.name.removeprefix(base)) for piece in expected]
     for piece in expected:
         shape = shapes.get(piece.name)
         if shape is None:
@@ -101,8 +108,7 @@ def pieces_by_parameter(
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     problems = list(dict.fromkeys(problems))
     names = {piece.name for piece in expected}
-    # Ignore the frequencies of RoPE, which older files store in addition to parameters.
-    unknown = [n for n in shapes if n not in names and not n.endswith("rotary_emb.inv_freq")]
+    unknown = [n for n in shapes if n not in names and not n.endswith(_CONSTANTS)]
     problems += [f"{name} {list(shapes[name])} is not a tensor of this model" for name in unknown]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""

@@ -35,13 +35,34 @@ COMMON = {
     "max_position_embeddings": 64,
     "vocab_size": 257,
 }
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_inner": 14,
+    "n_positions": 64,
+    "activation_function": "gelu",
+    "layer_norm_epsilon": 1e-3,
+    "scale_attn_by_inverse_layer_idx": True,
+    "tie_word_embeddings": False,
+    "vocab_size": 257,
+}
 CONFIGS = {
+    "gpt2": GPT2,
     "phi3": COMMON | {"partial_rotary_factor": 0.7, "head_dim": 12, "tie_word_embeddings": True},
     "smollm3": COMMON | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
 }
 CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
 # Where a row is `kind, key`: that key is left out.
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 OPTIONAL = [
     (kind, key)
     for kind, values in CONFIGS.items()
@@ -102,15 +123,16 @@ def test_in_and_out(kind, tmp_path):
 def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     config = config_of(kind, key)
     given = {name: x for name, x in oracle.filled(config).items() if x is not None}
-    assert model_config(config, "x") == model_config(given | {"max_position_embeddings": 7}, "x")
+    assert model_config(config, "x") == model_config(given, "x")
     (tmp_path / "config.json").write_text(json.dumps(config))
     described = describe(tmp_path)
-    assert described.max_length == given["max_position_embeddings"]
+    length = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    assert described.max_length == given[length]
     assert described.tied == given["tie_word_embeddings"]
     assert described.default_end == ENDS[kind]
 
 
-ENDS = {"phi3": 32_000, "smollm3": 128_001}
+ENDS = {"gpt2": 50_256, "phi3": 32_000, "smollm3": 128_001}
 
 
 @pytest.mark.parametrize("kind, key", later(*OPTIONAL))
@@ -130,6 +152,18 @@ REFUSED = {
     "window": (
         {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
         "sliding_window=8 is not supported; legal: null$",
+    ),
+    "heads of gpt2": (
+        GPT2 | {"model_type": "gpt2", "n_head": 3},
+        "n_head=3 is not supported; legal: a divisor of n_embd=16$",
+    ),
+    "scale of gpt2": (
+        GPT2 | {"model_type": "gpt2", "scale_attn_weights": False},
+        "scale_attn_weights=False is not supported; legal: true$",
+    ),
+    "activation of gpt2": (
+        GPT2 | {"model_type": "gpt2", "activation_function": "relu"},
+        "activation_function 'relu' is unknown; did you mean 'gelu'",
     ),
     "long rope": (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
@@ -158,6 +192,18 @@ REFUSED = {
 def test_what_is_not_computed_is_refused_with_its_field(changes, message):
     with pytest.raises(UsageError, match=f"^x: {message}"):
         model_config(COMMON | changes, "x")
+
+
+def test_early_files_of_gpt2_have_shorter_names_and_masks(tmp_path):
+    config = config_of("gpt2", "tie_word_embeddings")
+    tensors = oracle.drawn(config)
+    decoder, tokenizer = rmt_tpu.load(written(tmp_path / "hub", config, tensors))
+    short = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    short["h.0.attn.bias"] = np.ones((1, 1, 64, 64), np.float32)
+    early, _ = rmt_tpu.load(written(tmp_path / "early", config, short))
+    same(early, decoder)
+    export(decoder, tokenizer, tmp_path / "out", max_length=7)
+    assert json.loads((tmp_path / "out/config.json").read_text())["n_positions"] == 64
 
 
 def test_later_files_of_phi3_have_the_rotated_part_elsewhere():

@@ -317,7 +317,7 @@ def test_an_end_that_config_json_does_not_say(tmp_path):
 VALUES = config_values(model(), max_length=64, bos=256, ends=[256])
 ABSENT = object()
 REFUSED = {
-    "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
+    "family": ({"model_type": "bert"}, "model_type 'bert' is unknown; legal: llama, mistral"),
     "rope": (
         {"rope_scaling": {"rope_type": "yarn"}},
         'rope_type=\'yarn\' is .*; legal: "default" or "llama3"',

@@ -4,6 +4,8 @@ It knows nothing of this package: a model is its config.json and its tensors. Wh
 does not say is as transformers has it for the kind.
 """
 
+import math
+
 import numpy as np
 
 COMMON = {
@@ -17,6 +19,14 @@ COMMON = {
 }
 # Of each kind, every key that a config.json may lack here, and what it then has.
 DEFAULTS = {
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_inner": None,
+        "n_positions": 1024,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
@@ -39,6 +49,9 @@ DEFAULTS = {
 
 def filled(config):
     """A config.json with what it lacks."""
+    if config["model_type"] == "gpt2":
+        c = DEFAULTS["gpt2"] | config
+        return c | {"n_inner": c["n_inner"] or 4 * c["n_embd"]}
     c = COMMON | DEFAULTS[config["model_type"]] | config
     c["num_key_value_heads"] = c["num_key_value_heads"] or c["num_attention_heads"]
     c["head_dim"] = c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]
@@ -48,6 +61,8 @@ def filled(config):
 def shapes(config):
     """The shape of each tensor, by name."""
     c = filled(config)
+    if c["model_type"] == "gpt2":
+        return gpt2_shapes(c)
     width, hidden, size, kind = (
         c[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type")
     )
@@ -75,13 +90,37 @@ def shapes(config):
     return found
 
 
+def gpt2_shapes(c):
+    width, hidden = c["n_embd"], c["n_inner"]
+    norms = {f"{name}.{end}": (width,) for name in ("ln_1", "ln_2") for end in ("weight", "bias")}
+    layer = norms | {
+        "attn.c_attn.weight": (width, 3 * width),
+        "attn.c_attn.bias": (3 * width,),
+        "attn.c_proj.weight": (width, width),
+        "attn.c_proj.bias": (width,),
+        "mlp.c_fc.weight": (width, hidden),
+        "mlp.c_fc.bias": (hidden,),
+        "mlp.c_proj.weight": (hidden, width),
+        "mlp.c_proj.bias": (width,),
+    }
+    found = {"wte.weight": (c["vocab_size"], width), "wpe.weight": (c["n_positions"], width)}
+    found |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    for number in range(c["n_layer"]):
+        found |= {f"h.{number}.{name}": shape for name, shape in layer.items()}
+    found = {f"transformer.{name}": shape for name, shape in found.items()}
+    if not c["tie_word_embeddings"]:
+        found["lm_head.weight"] = (c["vocab_size"], width)
+    return found
+
+
 def drawn(config, seed=0):
     """Random tensors, none of which is as a start has it."""
     rng = np.random.default_rng(seed)
 
     def draw(name, shape):
         x = rng.normal(size=shape) * shape[-1] ** -0.5
-        return np.float32(1 + x if "norm.weight" in name else x)
+        is_gain = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+        return np.float32(1 + x if is_gain else x)
 
     return {name: draw(name, shape) for name, shape in shapes(config).items()}
 
@@ -89,6 +128,8 @@ def drawn(config, seed=0):
 def logits(tensors, config, tokens):
     """Of a row of tokens."""
     c, t = filled(config), {name: np.float64(x) for name, x in tensors.items()}
+    if c["model_type"] == "gpt2":
+        return gpt2_logits(t, c, tokens)
     h = t["model.embed_tokens.weight"][tokens]
     for number in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{number}."
@@ -132,9 +173,14 @@ def attention(x, own, c, layer):
             part = turned(y[..., :dims], places, c["rope_theta"])
             y = np.concatenate([part, y[..., dims:]], -1)
         qkv[letter] = np.repeat(y, heads // y.shape[1], axis=1)
-    logits = np.einsum("qhd,khd->hqk", qkv["q"], qkv["k"]) / np.sqrt(size)
+    return attended(*qkv.values())
+
+
+def attended(q, k, v, divisor=1):
+    places = np.arange(len(q))
+    logits = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1]) / divisor
     share = softmax(np.where(places[:, None] >= places, logits, -np.inf))
-    return np.einsum("hqk,khd->qhd", share, qkv["v"]).reshape(len(x), -1)
+    return np.einsum("hqk,khd->qhd", share, v).reshape(len(q), -1)
 
 
 def rotates(c, layer):
@@ -166,7 +212,33 @@ def gelu_tanh(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh, "gelu_new": gelu_tanh, "gelu": gelu}
+
+
+def gpt2_logits(t, c, tokens):
+    """Radford et al. (2019): matrices are [in, out], and everything has a bias."""
+    t = {name.removeprefix("transformer."): x for name, x in t.items()}
+    affine = lambda x, name: x @ t[f"{name}.weight"] + t[f"{name}.bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + c["layer_norm_epsilon"])
+        return x * t[f"{name}.weight"] + t[f"{name}.bias"]
+
+    h = t["wte.weight"][tokens] + t["wpe.weight"][: len(tokens)]
+    for number in range(c["n_layer"]):
+        own = f"h.{number}."
+        qkv = np.split(affine(norm(h, f"{own}ln_1"), f"{own}attn.c_attn"), 3, axis=-1)
+        divisor = number + 1 if c["scale_attn_by_inverse_layer_idx"] else 1
+        y = attended(*(x.reshape(len(x), c["n_head"], -1) for x in qkv), divisor)
+        h = h + affine(y, f"{own}attn.c_proj")
+        hidden = affine(norm(h, f"{own}ln_2"), f"{own}mlp.c_fc")
+        h = h + affine(ACTIVATIONS[c["activation_function"]](hidden), f"{own}mlp.c_proj")
+    return norm(h, "ln_f") @ t.get("lm_head.weight", t["wte.weight"]).T
 
 
 def mlp(x, own, c):

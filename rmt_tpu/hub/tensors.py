@@ -1,0 +1,76 @@
+"""The tensors of a model in the hub's format, as slices of parameters."""
+
+from collections.abc import Iterator
+
+from rmt_tpu import config as cfg
+from rmt_tpu.hub import gpt2
+from rmt_tpu.hub.families import GPT2, PARTIAL_ROPE, Family
+from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
+
+
+def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
+    """Return all tensors of a model of a kind, as slices of parameters.
+
+    No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
+    along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
+    queries, keys and values, or norms of queries and keys, their tensors are included.
+    """
+    if GPT2 in family.traits:
+        return list(gpt2.pieces(model))
+    dim, vocab = model.store.dim, model.vocab_size
+    tensors = [
+        Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim)),
+        Piece("model.norm.weight", ("final_site", "gain"), full(dim)),
+        Piece("lm_head.weight", ("unembedding", "kernel"), full(dim, vocab), True),
+    ]
+    sublayers = list(places(model))
+    for layer, (attention, mlp) in enumerate(zip(sublayers[::2], sublayers[1::2], strict=True)):
+        name = f"model.layers.{layer}."
+        tensors += _attention_pieces(name, attention, dim, family)
+        tensors += _mlp_pieces(name, mlp, attention, dim, family)
+    return tensors
+
+
+def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Iterator[Piece]:
+    """Yield the tensors of an attention sublayer, but for W_O."""
+    core, size = place.core, place.core.head_dim
+    equal = core.num_heads == core.kv_heads
+    yield place.piece(f"{layer}input_layernorm.weight", "site/gain", (0, dim))
+    begin, projections = 0, []
+    for number, (letter, count) in enumerate(zip("qkv", core.reads.heads, strict=True)):
+        name, fewer = f"{layer}self_attn.{letter}", number > 0 and not equal
+        path, index = "site/read_fewer" if fewer else "site/read", number - fewer
+        at = (index, index + 1), *full(dim, count * size)
+        projections.append(place.piece(f"{name}_proj.weight", path, *at))
+        if core.bias:
+            yield place.piece(f"{name}_proj.bias", "core/bias", (begin, begin + count), (0, size))
+        begin += count
+    if PARTIAL_ROPE in family.traits:
+        projections = joined(f"{layer}self_attn.qkv_proj.weight", projections)
+    yield from projections
+    if core.query_key_norm:
+        for letter, gain in (("q", "query_gain"), ("k", "key_gain")):
+            yield place.piece(f"{layer}self_attn.{letter}_norm.weight", f"core/{gain}", (0, size))
+
+
+def _mlp_pieces(
+    layer: str, place: Place, attention: Place, dim: int, family: Family
+) -> Iterator[Piece]:
+    """Yield the tensors of a feed-forward sublayer, and the W_O of the attention before it.
+
+    A feed-forward sublayer's site writes what the attention before it computes.
+    """
+    core, width = place.core, attention.core.num_heads * attention.core.head_dim
+    yield place.piece(f"{layer}self_attn.o_proj.weight", "site/write", *full(width, dim))
+    yield place.piece(f"{layer}post_attention_layernorm.weight", "site/gain", (0, dim))
+    projections = [
+        place.piece(
+            f"{layer}mlp.{name}_proj.weight", "core/w_1", (k, k + 1), *full(dim, core.hidden_dim)
+        )
+        for k, name in enumerate(("gate", "up"))
+    ]
+    if PARTIAL_ROPE in family.traits:
+        projections = joined(f"{layer}mlp.gate_up_proj.weight", projections)
+    yield from projections
+    down = full(core.hidden_dim, dim)
+    yield place.piece(f"{layer}mlp.down_proj.weight", "core/w_2", *down)
