@@ -97,8 +97,10 @@ class Attention(Heads):
       num_kv_heads: number of key and value heads. Each of these heads is shared by `num_heads /
         num_kv_heads` adjacent query heads (grouped queries). None means one key and value head per
         query head.
-      query_key_norm: whether queries and keys are RMS-normalised over `head_dim` with a gain,
-        before they are rotated.
+      query_key_norm: whether queries and keys are RMS-normalised with a gain, before they are
+        rotated.
+      query_key_norm_over: whether a token's mean square is that of each "head", with one gain for
+        all heads, or that of all "heads" together.
       bias: whether a vector is added to every query, key and value.
       output_bias: whether a vector of the residual's size is added to what is written.
       normed: whether the model's norm is applied to what the core reads ("input"), to what it
@@ -114,6 +116,7 @@ class Attention(Heads):
     inverse_layer_scaling: bool = True
     num_kv_heads: Size | None = None
     query_key_norm: bool = False
+    query_key_norm_over: Literal["head", "heads"] = "head"
     bias: bool = False
     output_bias: bool = False
     normed: Normed = "input"
@@ -122,6 +125,10 @@ class Attention(Heads):
         super().__post_init__()
         if isinstance(self.positions, Rope):
             self._check_rope(self.positions.dims)
+        if self.query_key_norm_over == "heads" and not self.query_key_norm:
+            raise UsageError(
+                "Attention.query_key_norm_over='heads' needs query_key_norm; legal without: head"
+            )
         if self.num_heads % self.kv_heads:
             legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UsageError(
@@ -187,7 +194,9 @@ class Attention(Heads):
         biases = sum(self.reads.heads) if self.bias else 0
         of_output = (self.output_bias + (self.normed != "input")) * width
         own = self._projection(width) + of_output
-        return (2 * self.query_key_norm + biases) * self.head_dim + own
+        each = self.query_key_norm_over == "head"
+        gains = self.query_key_norm * (2 if each else self.num_heads + self.kv_heads)
+        return (gains + biases) * self.head_dim + own
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
         """Return the FLOPs per token of logits, softmax (3 per logit) and weighted values.

@@ -59,8 +59,8 @@ class Attention(Core):
       output_scale: the factor of the initial standard deviation of W_O.
 
     Attributes:
-      query_gain, key_gain: the gains of the norms of queries and keys, [head_dim]; None without
-        norms.
+      query_gain, key_gain: the gains of the norms of queries and keys, [head_dim], or [H, head_dim]
+        and [G, head_dim] if a norm is over all heads; None without norms.
       bias: the bias added to the queries, keys and values, [H + 2 G, head_dim]; None without a
         bias.
       w_out: W_O, [H * head_dim, D]; None if the site after the core has it.
@@ -80,9 +80,11 @@ class Attention(Core):
     ):
         self.core, self.layout = core, layout
         self.scale, self.epsilon = logit_scale(config, core), config.norm_epsilon
-        normed, size = core.query_key_norm, (core.head_dim,)
-        self.query_gain = gain(size, axes=("head_dim",)) if normed else None
-        self.key_gain = gain(size, axes=("head_dim",)) if normed else None
+        normed, over_heads = core.query_key_norm, core.query_key_norm_over == "heads"
+        axes = ("head", "head_dim") if over_heads else ("head_dim",)
+        sizes = [(count, core.head_dim)[-len(axes) :] for count in (core.num_heads, core.kv_heads)]
+        self.query_gain = gain(sizes[0], axes=axes) if normed else None
+        self.key_gain = gain(sizes[1], axes=axes) if normed else None
         shape, axes = (sum(core.reads.heads), core.head_dim), ("head", "head_dim")
         self.bias = bias(shape, axes) if core.bias else None
         width, heads_width = (config.width,), core.num_heads * core.head_dim
@@ -303,14 +305,27 @@ class Attention(Core):
         """Return queries, keys and values of this device's heads, after norms and RoPE."""
         q, k, v = (unflatten_rows(x, context) for x in self._own_heads(z))
         if self.query_gain is not None:
-            norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}
-            q = normalize(q, self.query_gain[...], **norm)
-            k = normalize(k, self.key_gain[...], **norm)
+            q = self._normed(q, self.query_gain, self.core.num_heads)
+            k = self._normed(k, self.key_gain, self.core.kv_heads)
         match self.core.positions:
             case cfg.Rope() as rope:
                 positions = self._own_positions(context)
                 q, k = (pos.rotate(x, positions, rope) for x in (q, k))
         return q, k, v
+
+    def _normed(self, x, gain, count):
+        """Return this device's share of `count` heads after the norm of each, or of all together.
+
+        All devices that divide the heads have the same tokens.
+        """
+        if self.core.query_key_norm_over == "head":
+            norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
+            return normalize(x, gain[...], **norm)
+        wide = x.astype(jnp.result_type(x, jnp.float32))
+        own_sum = jnp.sum(jnp.square(wide), axis=(2, 3), keepdims=True)
+        square = sharding.total(own_sum, self._divided) / (count * x.shape[-1])
+        own_gain = sharding.own_part(gain[...], self._divided, axis=0)
+        return (wide * jax.lax.rsqrt(square + self.epsilon) * own_gain).astype(x.dtype)
 
     def _own_heads(self, z):
         """Return queries, keys and values of this device's heads, with biases added."""

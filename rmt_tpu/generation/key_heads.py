@@ -7,6 +7,7 @@ in its weights and in its cache.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -89,6 +90,10 @@ def _repeat(
         site["read"] = jax.jit(join, out_shardings=out_sharding)(
             site["read"], site.pop("read_fewer")
         )
+    if old.query_key_norm and old.query_key_norm_over == "heads":
+        repeat = functools.partial(jnp.repeat, repeats=times, axis=1)
+        out_sharding = shardings["core"]["key_gain"]
+        core["key_gain"] = jax.jit(repeat, out_shardings=out_sharding)(core["key_gain"])
     if old.bias:
         out_sharding = shardings["core"]["bias"]
         core["bias"] = jax.jit(repeat_rows, out_shardings=out_sharding)(core["bias"])

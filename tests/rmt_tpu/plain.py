@@ -155,8 +155,8 @@ def attention_core(core, params, store, site, x, index, config):
         ends = np.cumsum(core.reads.heads)[:-1]
         q, k, v = (a + b for a, b in zip((q, k, v), np.split(params["bias"], ends), strict=True))
     if core.query_key_norm:
-        q = rms_norm(q, params["query_gain"], config)
-        k = rms_norm(k, params["key_gain"], config)
+        q = heads_norm(q, params["query_gain"], core, config)
+        k = heads_norm(k, params["key_gain"], core, config)
     q, k = (rotated(a, core.positions, getattr(core.positions, "dims", None)) for a in (q, k))
     each = core.num_heads // core.kv_heads
     k, v = (a.repeat(each, axis=2) for a in (k, v))
@@ -165,6 +165,13 @@ def attention_core(core, params, store, site, x, index, config):
         return y
     y = y.reshape(*y.shape[:2], -1) @ params["w_out"] + params.get("output_bias", 0)
     return output_norm(y, params, config)
+
+
+def heads_norm(x, gain, core, config):
+    """Of each head, or of all of a token's heads as one vector."""
+    if core.query_key_norm_over == "head":
+        return rms_norm(x, gain, config)
+    return rms_norm(x.reshape(*x.shape[:2], -1), gain.reshape(-1), config).reshape(x.shape)
 
 
 def output_norm(y, params, config):

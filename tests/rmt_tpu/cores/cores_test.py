@@ -36,8 +36,9 @@ BIASED = (
     cfg.Attention(2, 6, cfg.Rope(), False, num_kv_heads=1, output_bias=True, normed="both"),
     cfg.FeedForward(9, "geglu", bias=True, normed="both"),
 )
+OVER_HEADS = {"query_key_norm": True, "query_key_norm_over": "heads"}
 AFTER = (
-    cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output"),
+    cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output", **OVER_HEADS),
     cfg.FeedForward(10, "swiglu", normed="output"),
 )
 STORES = {
@@ -265,6 +266,10 @@ def test_a_list_of_layers_becomes_stacks():
         (
             lambda: cfg.Mla(2, 4, 6, 2, None, cfg.Rope(dims=4)),
             "positions.dims=4 must be rope_dim=2",
+        ),
+        (
+            lambda: cfg.Attention(4, 4, query_key_norm_over="heads"),
+            "query_key_norm_over='heads' needs query_key_norm; legal without: head",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
         (

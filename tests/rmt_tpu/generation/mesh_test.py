@@ -59,9 +59,10 @@ def test_greedy_text_on_a_mesh_is_that_of_no_cache():
     assert keys.addressable_shards[0].data.shape == (2, 1, engine.capacity, 6)
 
 
-BIASED = dataclasses.replace(GROUPED, output_bias=True, normed="both")
+BIASED = dataclasses.replace(GROUPED, output_bias=True, normed="both", query_key_norm_over="heads")
 SYSTEMS = [
     ("vector", cfg.Sum(), BIASED, "sequence=2,tensor=2"),
+    ("vector", cfg.Sum(), BIASED, "tensor=8"),  # two devices share a head of keys
     ("vector", cfg.Sum(), plain(cfg.Alibi()), "fsdp=2,sequence=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), GROUPED, "sequence=2,tensor=2"),
     ("vector", cfg.FullAttention(), LATENT, "data=2,sequence=2,tensor=2"),

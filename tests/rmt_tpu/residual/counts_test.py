@@ -85,6 +85,8 @@ def test_formulas_follow_the_options(mixer):
 @pytest.mark.parametrize("normed", ["input", "output", "both"])
 def test_formulas_with_biases_and_norms_of_outputs(normed):
     attention = cfg.Attention(3, 6, cfg.Rope(), num_kv_heads=1, output_bias=True, normed=normed)
+    over_heads = {"query_key_norm": True, "query_key_norm_over": "heads"}
+    attention = replace(attention, **over_heads)
     for activation in ("gelu_tanh", "swiglu"):
         layer = attention, cfg.FeedForward(22, activation, bias=True, normed=normed)
         config = models.model("vector").replace(stacks=(cfg.Stack(layer, 3),), norm_bias=True)

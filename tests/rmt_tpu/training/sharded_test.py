@@ -57,7 +57,7 @@ LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
 BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
 BIASED = (
-    dataclasses.replace(CORES[0], output_bias=True, normed="both"),
+    dataclasses.replace(CORES[0], output_bias=True, normed="both", query_key_norm_over="heads"),
     cfg.FeedForward(10, "swiglu", bias=True, normed="output"),
 )
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
