@@ -34,6 +34,8 @@ class Family(NamedTuple):
 # one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
 PARTIAL_ROPE = "rope of a part"
+# What sublayers write is normed and not what they read, and a norm of queries is over all heads.
+NORMS_AFTER = "norms of outputs"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"
 
@@ -85,6 +87,12 @@ FAMILIES = {
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         frozenset({PARTIAL_ROPE}),
         end=32_000,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        frozenset({NORMS_AFTER, QUERY_KEY_NORM}),
+        end=50_279,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -15,6 +15,7 @@ from rmt_tpu.hub.families import (
     BIAS,
     FAMILIES,
     GPT2,
+    NORMS_AFTER,
     PARTIAL_ROPE,
     QUERY_KEY_NORM,
     UNROTATED_LAYERS,
@@ -123,7 +124,8 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
         legal = "null" if "sliding_window" in present else "null, written explicitly"
         raise config_fields.wrong("sliding_window", window, legal)
     activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
-    feed_forward = cfg.FeedForward(config_fields.size("intermediate_size"), activation)
+    hidden = config_fields.size("intermediate_size")
+    feed_forward = cfg.FeedForward(hidden, activation, normed=_normed(family))
     return cfg.ModelConfig(
         cfg.stacks([(core, feed_forward) for core in _attention(config_fields, family)]),
         cfg.VectorStore(config_fields.size("hidden_size")),
@@ -156,6 +158,8 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
         rotated = config_fields.switches("no_rope_layers", default)
     options = {
         "inverse_layer_scaling": False,
+        "normed": _normed(family),
+        "query_key_norm_over": "heads" if NORMS_AFTER in family.traits else "head",
         "num_kv_heads": groups,
         "query_key_norm": QUERY_KEY_NORM in family.traits,
         "bias": BIAS in family.traits,
@@ -164,6 +168,10 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
         cfg.Attention(heads, size, rope if turned else cfg.NoPositions(), **options)
         for turned in rotated
     ]
+
+
+def _normed(family: Family) -> str:
+    return "output" if NORMS_AFTER in family.traits else "input"
 
 
 def config_values(
@@ -239,6 +247,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
     has = {
         GPT2: layernorm,
         BIAS: not layernorm and any(core.bias for core in cores),
+        NORMS_AFTER: any(core.normed == "output" for core in cores),
         QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
         UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
         PARTIAL_ROPE: any(getattr(core.positions, "dims", None) for core in cores),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rmt_tpu import config as cfg
 from rmt_tpu.hub import gpt2
-from rmt_tpu.hub.families import GPT2, PARTIAL_ROPE, Family
+from rmt_tpu.hub.families import GPT2, NORMS_AFTER, PARTIAL_ROPE, Family
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
@@ -35,7 +35,9 @@ def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Ite
     """Yield the tensors of an attention sublayer, but for W_O."""
     core, size = place.core, place.core.head_dim
     equal = core.num_heads == core.kv_heads
-    yield place.piece(f"{layer}input_layernorm.weight", "site/gain", (0, dim))
+    after = NORMS_AFTER in family.traits
+    norm = ("post_attention", "core/output_gain") if after else ("input", "site/gain")
+    yield place.piece(f"{layer}{norm[0]}_layernorm.weight", norm[1], (0, dim))
     begin, projections = 0, []
     for number, (letter, count) in enumerate(zip("qkv", core.reads.heads, strict=True)):
         name, fewer = f"{layer}self_attn.{letter}", number > 0 and not equal
@@ -49,8 +51,11 @@ def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Ite
         projections = joined(f"{layer}self_attn.qkv_proj.weight", projections)
     yield from projections
     if core.query_key_norm:
-        for letter, gain in (("q", "query_gain"), ("k", "key_gain")):
-            yield place.piece(f"{layer}self_attn.{letter}_norm.weight", f"core/{gain}", (0, size))
+        over_heads = core.query_key_norm_over == "heads"
+        for letter, gain, count in (("q", "query", core.num_heads), ("k", "key", core.kv_heads)):
+            at = full(count, size) if over_heads else full(size)
+            name = f"{layer}self_attn.{letter}_norm.weight"
+            yield place.piece(name, f"core/{gain}_gain", *at)
 
 
 def _mlp_pieces(
@@ -58,11 +63,15 @@ def _mlp_pieces(
 ) -> Iterator[Piece]:
     """Yield the tensors of a feed-forward sublayer, and the W_O of the attention before it.
 
-    A feed-forward sublayer's site writes what the attention before it computes.
+    A feed-forward sublayer's site writes what the attention before it computes, unless that
+    attention projects.
     """
     core, width = place.core, attention.core.num_heads * attention.core.head_dim
-    yield place.piece(f"{layer}self_attn.o_proj.weight", "site/write", *full(width, dim))
-    yield place.piece(f"{layer}post_attention_layernorm.weight", "site/gain", (0, dim))
+    owner, path = (attention, "core/w_out") if attention.core.projects else (place, "site/write")
+    yield owner.piece(f"{layer}self_attn.o_proj.weight", path, *full(width, dim))
+    after = NORMS_AFTER in family.traits
+    norm = ("feedforward", "core/output_gain") if after else ("attention", "site/gain")
+    yield place.piece(f"{layer}post_{norm[0]}_layernorm.weight", norm[1], (0, dim))
     projections = [
         place.piece(
             f"{layer}mlp.{name}_proj.weight", "core/w_1", (k, k + 1), *full(dim, core.hidden_dim)

@@ -49,6 +49,7 @@ GPT2 = {
 }
 CONFIGS = {
     "gpt2": GPT2,
+    "olmo2": COMMON | {"tie_word_embeddings": True},
     "phi3": COMMON | {"partial_rotary_factor": 0.7, "head_dim": 12, "tie_word_embeddings": True},
     "smollm3": COMMON | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
 }
@@ -132,7 +133,7 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     assert described.default_end == ENDS[kind]
 
 
-ENDS = {"gpt2": 50_256, "phi3": 32_000, "smollm3": 128_001}
+ENDS = {"gpt2": 50_256, "olmo2": 50_279, "phi3": 32_000, "smollm3": 128_001}
 
 
 @pytest.mark.parametrize("kind, key", later(*OPTIONAL))
@@ -164,6 +165,10 @@ REFUSED = {
     "activation of gpt2": (
         GPT2 | {"model_type": "gpt2", "activation_function": "relu"},
         "activation_function 'relu' is unknown; did you mean 'gelu'",
+    ),
+    "bias of olmo2": (
+        {"model_type": "olmo2", "attention_bias": True},
+        "attention_bias=True is not supported; legal: false$",
     ),
     "long rope": (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},

@@ -30,6 +30,7 @@ DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     "phi3": {
         "max_position_embeddings": 4096,
         "partial_rotary_factor": 1.0,
@@ -74,6 +75,8 @@ def shapes(config):
             layer[f"self_attn.{letter}_proj.bias"] = (count * size,)
         if kind == "qwen3" and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (size,)
+        if kind == "olmo2" and letter != "v":
+            layer[f"self_attn.{letter}_norm.weight"] = (count * size,)
     layer |= {f"mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
     layer["mlp.down_proj.weight"] = (width, hidden)
     if kind == "phi3":
@@ -81,7 +84,8 @@ def shapes(config):
         for name, parts in fused.items():
             of_parts = [layer.pop(f"{name.split('.')[0]}.{part}_proj.weight") for part in parts]
             layer[name] = (sum(rows for rows, _ in of_parts), width)
-    layer |= {f"{n}_layernorm.weight": (width,) for n in ("input", "post_attention")}
+    norms = ("post_attention", "post_feedforward" if kind == "olmo2" else "input")
+    layer |= {f"{n}_layernorm.weight": (width,) for n in norms}
     found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
         found["lm_head.weight"] = (c["vocab_size"], width)
@@ -136,10 +140,16 @@ def logits(tensors, config, tokens):
         own = {n.removeprefix(prefix): x for n, x in t.items() if n.startswith(prefix)}
         if c["model_type"] == "phi3":
             own |= separate(own, c)
-        x = norm(h, own["input_layernorm.weight"], c)
-        h = h + attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
-        x = norm(h, own["post_attention_layernorm.weight"], c)
-        h = h + mlp(x, own, c)
+        attended = lambda x, own=own, number=number: (
+            attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
+        )
+        post = own["post_attention_layernorm.weight"]
+        if c["model_type"] == "olmo2":
+            h = h + norm(attended(h), post, c)
+            h = h + norm(mlp(h, own, c), own["post_feedforward_layernorm.weight"], c)
+        else:
+            h = h + attended(norm(h, own["input_layernorm.weight"], c))
+            h = h + mlp(norm(h, post, c), own, c)
     unembedding = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
     return norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
 
@@ -165,6 +175,8 @@ def attention(x, own, c, layer):
     for letter in "qkv":
         y = x @ own[f"self_attn.{letter}_proj.weight"].T
         y = y + own.get(f"self_attn.{letter}_proj.bias", 0)
+        if c["model_type"] == "olmo2" and letter != "v":
+            y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         y = y.reshape(len(x), -1, size)
         if c["model_type"] == "qwen3" and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
