@@ -1,9 +1,9 @@
 """The config of a mixture of experts, with the rules that balance tokens among experts."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import Checked, Count, Positive, Size
+from rmt_tpu.config.checks import Checked, Count, NonNegative, Positive, Size
 from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Port
 from rmt_tpu.errors import UsageError
 
@@ -40,7 +40,7 @@ class BalanceLoss(Checked):
     """
 
     kind: ClassVar[str] = "loss"
-    weight: Positive = 1e-3
+    weight: NonNegative = 1e-3
 
 
 Balance = SignRule | Quantiles | BalanceLoss
@@ -57,6 +57,9 @@ class Experts(Computes):
       shared: number of additional experts that every token uses. They are computed as one layer
         with `shared * hidden_dim` hidden neurons.
       scale: factor by which the sum of the chosen experts' outputs is multiplied.
+      scores: function that makes the scores of experts from the router's logits: a "sigmoid" of
+        each, or a "softmax" over all experts.
+      normalized: whether the scores of the chosen experts are divided by their sum.
       balance: rule that balances the load among experts.
       capacity: room per device on a mesh that shards experts, as a multiple of the number of
         choices (pairs of a token and its expert) that the device receives if the load is even.
@@ -72,6 +75,8 @@ class Experts(Computes):
     hidden_dim: Size
     shared: Count = 1
     scale: Positive = 1.0
+    scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    normalized: bool = True
     balance: Balance = SignRule()
     capacity: Positive | None = None
 

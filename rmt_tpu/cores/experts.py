@@ -6,7 +6,8 @@ For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek
     s = sigmoid(W_r x)                  C = the experts with the k largest s + b
     w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
 
-Scores and weights are at least float32. The bias b of an expert affects only which experts are
+The scores s can also be a softmax, and their division by their sum can be left out. Scores and
+weights are at least float32. The bias b of an expert affects only which experts are
 chosen. It has no gradient and is not a trained weight: it is computed from the experts' loads, the
 numbers of tokens per expert, according to `config.Balance`. Loads are passed on as gradients. For
 this, the loss contains the term `load_e (b_e - b_e)`, which is 0 and whose derivative is the load.
@@ -152,7 +153,9 @@ class Experts(Core):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         w_router = sharding.gather(self.w_router.astype(dtype), "fsdp", axis=0)
         highest = jax.lax.Precision.HIGHEST
-        return jax.nn.sigmoid(jnp.dot(x.astype(dtype), w_router, precision=highest))
+        logits = jnp.dot(x.astype(dtype), w_router, precision=highest)
+        softmax = self.core.scores == "softmax"
+        return jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
 
     def _bias(self):
         match self.core.balance:
@@ -167,6 +170,8 @@ class Experts(Core):
     def _route(self, scores, biased) -> Routing:
         _, chosen = jax.lax.top_k(biased, self.core.top_k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if not self.core.normalized:
+            return Routing(chosen, self.core.scale * weights)
         total = jnp.sum(weights, axis=-1, keepdims=True) + _EPSILON
         return Routing(chosen, self.core.scale * weights / total)
 

@@ -34,6 +34,8 @@ class Family(NamedTuple):
 # one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
 PARTIAL_ROPE = "rope of a part"
+# Layers of experts.
+EXPERTS = "experts"
 # What sublayers write is normed and not what they read, and a norm of queries is over all heads.
 NORMS_AFTER = "norms of outputs"
 # Biases everywhere, layer norms, learned positions, and names of its own.
@@ -93,6 +95,20 @@ FAMILIES = {
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         frozenset({NORMS_AFTER, QUERY_KEY_NORM}),
         end=50_279,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "decoder_sparse_step": 1,
+            "max_position_embeddings": 32_768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "router_aux_loss_coef": 1e-3,
+            "use_sliding_window": False,
+        },
+        frozenset({QUERY_KEY_NORM, EXPERTS}),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -68,6 +68,28 @@ class Fields:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
+    def not_negative(self, name: str) -> float:
+        """Return a field that holds a finite number, at least 0.
+
+        Raises:
+          UsageError: the field has another value or is missing.
+        """
+        value = self._values.get(name)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise self.wrong(name, value, "a number, at least 0")
+        return float(value)
+
+    def layers(self, name: str, count: int) -> list[int]:
+        """Return a field that lists some of `count` layers; an absent or null field lists none.
+
+        Raises:
+          UsageError: the field is no list of whole numbers.
+        """
+        value = self._values.get(name) or []
+        if not isinstance(value, list) or any(type(layer) is not int for layer in value):
+            raise self.wrong(name, value, f"a list of layers, from 0 to {count - 1}")
+        return value
+
     def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
         """Return the value that the dict `legal` has for the field's text.
 

@@ -13,6 +13,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.hub import gpt2
 from rmt_tpu.hub.families import (
     BIAS,
+    EXPERTS,
     FAMILIES,
     GPT2,
     NORMS_AFTER,
@@ -123,11 +124,10 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     if slides and (window := values.get("sliding_window")) is not None:
         legal = "null" if "sliding_window" in present else "null, written explicitly"
         raise config_fields.wrong("sliding_window", window, legal)
-    activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
-    hidden = config_fields.size("intermediate_size")
-    feed_forward = cfg.FeedForward(hidden, activation, normed=_normed(family))
+    cores = _attention(config_fields, family)
+    seconds = _feed_forward(config_fields, family, len(cores))
     return cfg.ModelConfig(
-        cfg.stacks([(core, feed_forward) for core in _attention(config_fields, family)]),
+        cfg.stacks(list(zip(cores, seconds, strict=True))),
         cfg.VectorStore(config_fields.size("hidden_size")),
         vocab_size=config_fields.size("vocab_size"),
         norm="rmsnorm",
@@ -170,6 +170,32 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
     ]
 
 
+def _feed_forward(config_fields: Fields, family: Family, layers: int) -> list[cfg.Core]:
+    """Return the feed-forward core of each layer, or its experts."""
+    activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
+    hidden = config_fields.size("intermediate_size")
+    dense = cfg.FeedForward(hidden, activation, normed=_normed(family))
+    if EXPERTS not in family.traits:
+        return layers * [dense]
+    config_fields.only("hidden_act", "silu")
+    count, top_k = config_fields.size("num_experts"), config_fields.size("num_experts_per_tok")
+    if top_k > count:
+        raise config_fields.wrong("num_experts_per_tok", top_k, f"at most num_experts={count}")
+    experts = cfg.Experts(
+        count,
+        top_k,
+        config_fields.size("moe_intermediate_size"),
+        shared=0,
+        scores="softmax",
+        normalized=config_fields.flag("norm_topk_prob"),
+        balance=cfg.BalanceLoss(config_fields.not_negative("router_aux_loss_coef")),
+    )
+    step = config_fields.size("decoder_sparse_step")
+    without = config_fields.layers("mlp_only_layers", layers)
+    sparse = ((n + 1) % step == 0 and n not in without for n in range(layers))
+    return [experts if has_experts else dense for has_experts in sparse]
+
+
 def _normed(family: Family) -> str:
     return "output" if NORMS_AFTER in family.traits else "input"
 
@@ -202,6 +228,8 @@ def config_values(
         return values
     rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
     rope = next((core.positions for core, _ in layers if core.positions.kind == "rope"), cfg.Rope())
+    dense = [n for n, (_, core) in enumerate(layers) if core.kind != cfg.Experts.kind]
+    feed_forward = layers[dense[0]][1] if dense else cfg.FeedForward(1, "swiglu")
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     values = special | {
         "hidden_size": model.store.dim,
@@ -225,6 +253,17 @@ def config_values(
         exact = rope.dims / attention.head_dim
         rounded = int(attention.head_dim * exact) < rope.dims
         values["partial_rotary_factor"] = (rope.dims + 0.5 * rounded) / attention.head_dim
+    if EXPERTS in FAMILIES[kind].traits:
+        experts = next(core for _, core in layers if core.kind == cfg.Experts.kind)
+        values |= {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.top_k,
+            "moe_intermediate_size": experts.hidden_dim,
+            "norm_topk_prob": experts.normalized,
+            "router_aux_loss_coef": getattr(experts.balance, "weight", 0.0),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense,
+        }
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
     _check_expressed(model, model_config(values, CONFIG))
@@ -243,6 +282,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
       UsageError: no kind has all of the model's traits.
     """
     cores = [core for core, _ in _layers(model)]
+    seconds = [core for _, core in _layers(model)]
     layernorm = model.norm == "layernorm"
     has = {
         GPT2: layernorm,
@@ -250,6 +290,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
         NORMS_AFTER: any(core.normed == "output" for core in cores),
         QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
         UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
+        EXPERTS: any(core.kind == cfg.Experts.kind for core in seconds),
         PARTIAL_ROPE: any(getattr(core.positions, "dims", None) for core in cores),
     }
     traits = [name for name in has if has[name]]
@@ -260,8 +301,10 @@ def kind_of(model: cfg.ModelConfig) -> str:
     raise _not_in_hub_format("model.attention", " and ".join(traits), ", or ".join(several))
 
 
-def _layers(model: cfg.ModelConfig) -> list[tuple[cfg.Attention, cfg.FeedForward]]:
-    """Return the attention and the feed-forward core of each layer of a model.
+def _layers(
+    model: cfg.ModelConfig,
+) -> list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]:
+    """Return the attention and the feed-forward core (or the experts) of each layer of a model.
 
     Raises:
       UsageError: the model has another residual or other cores than the hub's models.
@@ -278,9 +321,11 @@ def _layers(model: cfg.ModelConfig) -> list[tuple[cfg.Attention, cfg.FeedForward
     cores = list(model.sublayers)
     layers = list(zip(cores[::2], cores[1::2], strict=False))
     kinds = [core.kind for core in cores]
-    if kinds != ["attention", "feed_forward"] * len(layers):
+    legal = {(cfg.Attention.kind, second.kind) for second in (cfg.FeedForward, cfg.Experts)}
+    if len(kinds) % 2 or not legal.issuperset(zip(kinds[::2], kinds[1::2], strict=True)):
         listed = ", ".join(dict.fromkeys(kinds))
-        raise _not_in_hub_format("model.stacks", listed, "layers of attention and feed_forward")
+        words = "layers of attention, and feed_forward or experts"
+        raise _not_in_hub_format("model.stacks", listed, words)
     return layers
 
 

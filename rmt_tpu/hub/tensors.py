@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rmt_tpu import config as cfg
 from rmt_tpu.hub import gpt2
-from rmt_tpu.hub.families import GPT2, NORMS_AFTER, PARTIAL_ROPE, Family
+from rmt_tpu.hub.families import EXPERTS, GPT2, NORMS_AFTER, PARTIAL_ROPE, Family
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
@@ -72,6 +72,9 @@ def _mlp_pieces(
     after = NORMS_AFTER in family.traits
     norm = ("feedforward", "core/output_gain") if after else ("attention", "site/gain")
     yield place.piece(f"{layer}post_{norm[0]}_layernorm.weight", norm[1], (0, dim))
+    if EXPERTS in family.traits and hasattr(core, "num_experts"):
+        yield from _expert_pieces(layer, place, dim)
+        return
     projections = [
         place.piece(
             f"{layer}mlp.{name}_proj.weight", "core/w_1", (k, k + 1), *full(dim, core.hidden_dim)
@@ -83,3 +86,15 @@ def _mlp_pieces(
     yield from projections
     down = full(core.hidden_dim, dim)
     yield place.piece(f"{layer}mlp.down_proj.weight", "core/w_2", *down)
+
+
+def _expert_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
+    """Yield the tensors of a layer's router and of each of its experts."""
+    count, hidden = place.core.num_experts, place.core.hidden_dim
+    yield place.piece(f"{layer}mlp.gate.weight", "core/w_router", *full(dim, count))
+    for e in range(count):
+        name, own = f"{layer}mlp.experts.{e}.", (e, e + 1)
+        for k, matrix in enumerate(("gate", "up")):
+            at = own, (0, dim), (k, k + 1), (0, hidden)
+            yield place.piece(f"{name}{matrix}_proj.weight", "core/w_1", *at)
+        yield place.piece(f"{name}down_proj.weight", "core/w_2", own, *full(hidden, dim))

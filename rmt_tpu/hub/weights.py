@@ -127,7 +127,8 @@ def reader(
 ) -> Callable[[Index], Any]:
     """Return a function that reads any slice of a parameter from its pieces, in float32.
 
-    The function raises RunError if a value is not finite.
+    What no piece covers is zeros, such as the loads of experts. The function raises RunError if a
+    value is not finite.
 
     Args:
       tensors: the tensors in the folder.
@@ -137,7 +138,7 @@ def reader(
 
     def read(index: Index) -> np.ndarray:
         ranges = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-        part = np.empty([stop - start for start, stop in ranges], np.float32)
+        part = np.zeros([stop - start for start, stop in ranges], np.float32)
         for piece in parameter_pieces:
             common = [
                 (max(a, start), min(b, stop))

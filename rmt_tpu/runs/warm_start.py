@@ -112,7 +112,7 @@ class WarmStart:
         found = weights.pieces_by_parameter(tensors, describe(self._folder.local_path))
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
-            read = weights.reader(tensors, found[path], shapes[path])
+            read = weights.reader(tensors, found.get(path, []), shapes[path])
             # Virtual pipeline stages of the new run split the layer axis into chunks.
             if wanted.shape != shapes[path]:
                 read = _chunk_reader(read, shapes[path], wanted.shape)

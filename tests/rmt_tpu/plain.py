@@ -240,12 +240,13 @@ def feed_forward_core(core, params, store, site, x, index, config):
 def experts_core(core, params, store, site, x, index, config):
     """All experts of every token, and of what they give the weighted sum of those chosen."""
     x = store.read(x, site)
-    scores = sigmoid(x @ params["w_router"])
+    logits = x @ params["w_router"]
+    scores = sigmoid(logits) if core.scores == "sigmoid" else softmax(logits, -1)
     bias = core.balance.rate * params["load"] if core.balance.kind == "sign" else 0
     chosen = np.argsort(-(scores + bias).real, axis=-1)[..., : core.top_k]
     weights = np.zeros_like(scores)
     np.put_along_axis(weights, chosen, np.take_along_axis(scores, chosen, -1), -1)
-    weights = core.scale * weights / weights.sum(-1, keepdims=True)
+    weights = core.scale * weights / (weights.sum(-1, keepdims=True) if core.normalized else 1)
     gate, up = np.moveaxis(np.einsum("bnd,edgf->bnegf", x, params["w_1"]), 3, 0)
     y = np.einsum("bne,bnef,efd->bnd", weights, silu(gate) * up, params["w_2"])
     if core.shared:

@@ -24,7 +24,10 @@ from tests.tiers import later
 MIX = cfg.Experts(6, 2, 5, scale=2.5, balance=cfg.SignRule(rate=0.4))
 ALONE = cfg.Experts(5, 3, 4, shared=0, balance=cfg.BalanceLoss())
 ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
-STACKS = (cfg.Stack((ATTENTION, MIX, ALONE), 2),)
+SOFT = cfg.Experts(
+    4, 2, 3, shared=0, scores="softmax", normalized=False, balance=cfg.BalanceLoss(0.0)
+)
+STACKS = (cfg.Stack((ATTENTION, MIX, ALONE, SOFT), 2),)
 STORES = {"vector": cfg.VectorStore(12), "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4)}
 
 

@@ -50,6 +50,18 @@ GPT2 = {
 CONFIGS = {
     "gpt2": GPT2,
     "olmo2": COMMON | {"tie_word_embeddings": True},
+    "qwen3_moe": COMMON
+    | {
+        "hidden_act": "silu",
+        "num_experts": 10,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 6,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.5,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
     "phi3": COMMON | {"partial_rotary_factor": 0.7, "head_dim": 12, "tie_word_embeddings": True},
     "smollm3": COMMON | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
 }
@@ -116,7 +128,8 @@ def test_in_and_out(kind, tmp_path):
     reloaded, _ = rmt_tpu.load(tmp_path / "out")
     assert reloaded.config == decoder.config
     same(reloaded, decoder)
-    placed, _ = rmt_tpu.load(tmp_path / "hub", mesh="data=2,fsdp=2,tensor=2")
+    first = "expert" if "num_experts" in config else "data"
+    placed, _ = rmt_tpu.load(tmp_path / "hub", mesh=f"{first}=2,fsdp=2,tensor=2")
     same(placed, decoder)
 
 
@@ -133,7 +146,7 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     assert described.default_end == ENDS[kind]
 
 
-ENDS = {"gpt2": 50_256, "olmo2": 50_279, "phi3": 32_000, "smollm3": 128_001}
+ENDS = {"gpt2": 50_256, "olmo2": 50_279, "phi3": 32_000, "qwen3_moe": None, "smollm3": 128_001}
 
 
 @pytest.mark.parametrize("kind, key", later(*OPTIONAL))
@@ -169,6 +182,18 @@ REFUSED = {
     "bias of olmo2": (
         {"model_type": "olmo2", "attention_bias": True},
         "attention_bias=True is not supported; legal: false$",
+    ),
+    "too few experts": (
+        CONFIGS["qwen3_moe"] | {"num_experts": 2},
+        "num_experts_per_tok=3 is not supported; legal: at most num_experts=2$",
+    ),
+    "another expert": (
+        CONFIGS["qwen3_moe"] | {"hidden_act": "gelu_pytorch_tanh"},
+        "hidden_act='gelu_pytorch_tanh' is not supported; legal: \"silu\"$",
+    ),
+    "no layers": (
+        CONFIGS["qwen3_moe"] | {"mlp_only_layers": ["first"]},
+        "mlp_only_layers=\\['first'\\] is not supported; legal: a list of layers, from 0 to 4$",
     ),
     "long rope": (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},

@@ -37,6 +37,17 @@ DEFAULTS = {
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },
+    "qwen3_moe": {
+        "decoder_sparse_step": 1,
+        "max_position_embeddings": 32_768,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "router_aux_loss_coef": 0.001,
+    },
     "smollm3": {
         "max_position_embeddings": 32_768,
         "no_rope_layer_interval": 4,
@@ -73,7 +84,7 @@ def shapes(config):
         layer[f"self_attn.{letter}_proj.weight"] = (count * size, width)
         if kind == "qwen2":
             layer[f"self_attn.{letter}_proj.bias"] = (count * size,)
-        if kind == "qwen3" and letter != "v":
+        if kind in ("qwen3", "qwen3_moe") and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (size,)
         if kind == "olmo2" and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (count * size,)
@@ -90,7 +101,25 @@ def shapes(config):
     if not c["tie_word_embeddings"]:
         found["lm_head.weight"] = (c["vocab_size"], width)
     for number in range(c["num_hidden_layers"]):
-        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        own = expert_shapes(layer, c) if has_experts(c, number) else layer
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
+    return found
+
+
+def has_experts(c, number):
+    if c["model_type"] != "qwen3_moe" or number in (c["mlp_only_layers"] or []):
+        return False
+    return (number + 1) % c["decoder_sparse_step"] == 0
+
+
+def expert_shapes(layer, c):
+    width, hidden = c["hidden_size"], c["moe_intermediate_size"]
+    found = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+    found["mlp.gate.weight"] = (c["num_experts"], width)
+    for e in range(c["num_experts"]):
+        name = f"mlp.experts.{e}."
+        found |= {f"{name}{matrix}_proj.weight": (hidden, width) for matrix in ("gate", "up")}
+        found[f"{name}down_proj.weight"] = (width, hidden)
     return found
 
 
@@ -149,7 +178,8 @@ def logits(tensors, config, tokens):
             h = h + norm(mlp(h, own, c), own["post_feedforward_layernorm.weight"], c)
         else:
             h = h + attended(norm(h, own["input_layernorm.weight"], c))
-            h = h + mlp(norm(h, post, c), own, c)
+            second = experts if has_experts(c, number) else mlp
+            h = h + second(norm(h, post, c), own, c)
     unembedding = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
     return norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
 
@@ -178,7 +208,7 @@ def attention(x, own, c, layer):
         if c["model_type"] == "olmo2" and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         y = y.reshape(len(x), -1, size)
-        if c["model_type"] == "qwen3" and letter != "v":
+        if c["model_type"] in ("qwen3", "qwen3_moe") and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         if letter != "v" and rotates(c, layer):
             dims = int(size * c.get("partial_rotary_factor", 1))
@@ -253,6 +283,18 @@ def gpt2_logits(t, c, tokens):
     return norm(h, "ln_f") @ t.get("lm_head.weight", t["wte.weight"]).T
 
 
-def mlp(x, own, c):
-    gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return (ACTIVATIONS[c["hidden_act"]](gate) * up) @ own["mlp.down_proj.weight"].T
+def mlp(x, own, c, name="mlp."):
+    gate, up = (x @ own[f"{name}{matrix}_proj.weight"].T for matrix in ("gate", "up"))
+    return (ACTIVATIONS[c["hidden_act"]](gate) * up) @ own[f"{name}down_proj.weight"].T
+
+
+def experts(x, own, c):
+    """Each token's sum over the experts with the largest shares."""
+    shares = softmax(x @ own["mlp.gate.weight"].T)
+    y = np.zeros_like(x)
+    for place, share in enumerate(shares):
+        chosen = np.argsort(-share)[: c["num_experts_per_tok"]]
+        total = share[chosen].sum() if c["norm_topk_prob"] else 1
+        for e in chosen:
+            y[place] += share[e] / total * mlp(x[place], own, c, f"mlp.experts.{e}.")
+    return y

@@ -55,7 +55,9 @@ CORES = (
 )
 LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
-BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
+BALANCED = cfg.Experts(
+    6, 3, 4, shared=0, scores="softmax", normalized=False, balance=cfg.BalanceLoss(0.1)
+)
 BIASED = (
     dataclasses.replace(CORES[0], output_bias=True, normed="both", query_key_norm_over="heads"),
     cfg.FeedForward(10, "swiglu", bias=True, normed="output"),
