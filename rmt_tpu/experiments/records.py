@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rmt_tpu.analysis import sweep
-from rmt_tpu.config import RunConfig, overrides, resume_rule
+from rmt_tpu.config import RunConfig, resume_rule
 from rmt_tpu.errors import RunError
 from rmt_tpu.runs.environment import describe
 from rmt_tpu.runs.metrics import read_metrics, series
@@ -156,7 +156,14 @@ def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if dataclasses.is_dataclass(value):
             yield from _changed(value, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", overrides.to_json(value)
+            yield f"{prefix}{field.name}", _to_json(value)
+
+
+def _to_json(value: Any) -> Any:
+    """Return a config value as JSON, in which configs within tuples have no defaults either."""
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return dict(_changed(value)) if dataclasses.is_dataclass(value) else value
 
 
 def _default(field: dataclasses.Field) -> Any:

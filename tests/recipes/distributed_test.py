@@ -205,7 +205,8 @@ def test_processes_that_differ_end_in_one_line_each(flag, reason, tmp_path):
 
 def test_text_that_differs_is_noticed(tmp_path):
     """Under the same path: each host may have files of its own there."""
-    change = "import rmt_tpu.data as d; all = d.documents; d.documents = lambda s: all(s) * 2"
+    twice = "lambda *args, **kwargs: all(*args, **kwargs) * 2"
+    change = f"import rmt_tpu.data as d; all = d.documents; d.documents = {twice}"
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}")
     (first, _, told), (second, _, own) = cli.launch(2, *flags, first=("", change))
     assert (first, second) == (1, 2), told + own

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -26,7 +27,7 @@ def windows(tokens, seq_len=4, batch_size=2, *, seed=0, shuffle=True) -> Windows
 
 
 def rows(batch) -> list[tuple]:
-    return list(zip(*(leaf.tolist() for leaf in batch), strict=True))
+    return list(zip(*(leaf.tolist() for leaf in jax.tree.leaves(batch)), strict=True))
 
 
 def refusal(call, *arguments, **options) -> str:
@@ -151,7 +152,7 @@ def test_each_document_follows_a_bos():
 def test_a_batch_by_hand():
     tokens = [BOS, 1, 2, BOS, 3, 4, 5, BOS, BOS, 6]
     first, second = windows(tokens, 4, 2, shuffle=False).batches()
-    assert [leaf.dtype for leaf in first] == [np.int32] * 3 + [np.float32]
+    assert [leaf.dtype for leaf in jax.tree.leaves(first)] == [np.int32] * 3 + [np.float32]
     assert rows(first) == [
         ([BOS, 1, 2, BOS], [1, 2, BOS, 3], [1, 1, 1, 2], [1, 1, 1, 1]),
         ([3, 4, 5, BOS], [4, 5, BOS, BOS], [1, 1, 1, 2], [1, 1, 1, 1]),
@@ -184,7 +185,7 @@ def test_evaluation_has_each_target_once_in_order_and_one_shape(sizes):
     batches = list(data.batches())
     assert targets(batches) == list(range(1001, 1000 + length))
     assert len(targets(batches)) == data.tokens_per_epoch
-    assert {leaf.shape for batch in batches for leaf in batch} == {(batch_size, seq_len)}
+    assert {leaf.shape for leaf in jax.tree.leaves(batches)} == {(batch_size, seq_len)}
     for batch in batches:
         assert not batch.weights[batch.segment_ids == 0].any()
         real = batch.weights > 0

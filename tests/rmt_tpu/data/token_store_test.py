@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -112,7 +113,7 @@ def test_rows_of_all_hosts_make_up_the_batch(shared):
     for hosts in 2, 4:
         own = np.split(np.arange(8), hosts)
         parts = [windows(open_store(str(shared)).train, 8).batch_at(40, rows) for rows in own]
-        assert same([np.concatenate(leaves) for leaves in zip(*parts, strict=True)], batch)
+        assert same(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), batch)
 
 
 def test_another_batch_size_and_number_of_hosts_repeat_and_skip_no_window(shared):

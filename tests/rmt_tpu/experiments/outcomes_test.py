@@ -315,6 +315,20 @@ def test_a_field_that_is_added_with_a_default_leaves_the_digests(tmp_path):
     assert known._digest(with_field(new=4), None) != digest
 
 
+def test_a_config_within_a_tuple_that_gets_a_field_leaves_the_digests():
+    """A core of `model.stacks` is such a config."""
+
+    stacks = dataclasses.make_dataclass("Model", [("stacks", tuple)], frozen=True)
+
+    def changed(**fields):
+        added = [(name, int, dataclasses.field(default=3)) for name in fields]
+        cls = dataclasses.make_dataclass("Core", [("width", int), *added], frozen=True)
+        return dict(records._changed(stacks(((cls(4, **fields),),))))
+
+    assert changed(new=3) == changed() == {"stacks": [[{"width": 4}]]}
+    assert changed(new=4)["stacks"] == [[{"width": 4, "new": 4}]]
+
+
 def test_defaults_stay_because_digests_leave_them_out():
     """A line in docs/outcomes/ names only values that differ from defaults.
 

@@ -20,7 +20,7 @@ def test_a_batch_is_placed_as_it_is(spec):
     mesh = sharding.make_mesh(spec)
     batch_sharding = sharding.batch_sharding(mesh)
     placed = put_batch(lambda rows: WINDOWS.batch_at(16, rows), (8, 4), batch_sharding)
-    for ours, expected in zip(placed, WINDOWS.batch_at(16), strict=True):
+    for ours, expected in zip(*map(jax.tree.leaves, (placed, WINDOWS.batch_at(16))), strict=True):
         assert ours.sharding.is_equivalent_to(batch_sharding, 2)
         np.testing.assert_array_equal(ours, expected)
 
