@@ -25,7 +25,7 @@ def start_from(model: ModelConfig, source: ModelConfig) -> PlainStart:
     Weights that only the new model has are at their initial values.
     """
     if different := _differences(model, source):
-        return PlainStart(None, f"{'; '.join(different[:3])}, so that this is not known")
+        return PlainStart(None, "; ".join(different[:3]))
     store = model.store.plain_start(source.store)
     if not store.same:
         return store

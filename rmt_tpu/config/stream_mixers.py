@@ -86,8 +86,8 @@ class Mhc(System):
     rounds: Size = 20
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True, because all streams start equal to the plain residual."""
-        return PlainStart(True, "all streams are equal to the plain residual")
+        """Return True if cores read norms, which remove the sum of the read weights."""
+        return _equal_streams(model)
 
     @property
     def _coefficients(self) -> int:
@@ -135,10 +135,10 @@ class MhcLite(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether all streams start equal to the plain residual, which `init` decides."""
+        """Return True with init=prenorm, if cores read norms, as for `Mhc`."""
         if self.init == "paper":
             return PlainStart(False, "with init=paper streams are written with unequal weights")
-        return PlainStart(True, "all streams are equal to the plain residual")
+        return _equal_streams(model)
 
     @property
     def _coefficients(self) -> int:
@@ -367,3 +367,10 @@ class DepthLstm(System):
 def _streams_flops(streams: int, size: int) -> int:
     """Return the FLOPs per sublayer of reading, writing and mixing `streams` vectors of `size`."""
     return 2 * size * (streams**2 + 2 * streams)
+
+
+def _equal_streams(model: Sizes) -> PlainStart:
+    """Return the start of a mixer with equal streams and read weights that do not add up to 1."""
+    if not all(core.reads.normed for core in model.sublayers):
+        return PlainStart(False, "read weights scale the streams, and a core reads without a norm")
+    return PlainStart(True, "all streams are equal to the plain residual")

@@ -38,10 +38,15 @@ class WarmStart:
     Raises:
       UsageError: the folder has no model, a parameter has different shapes in the two models, or
         the models have no parameter in common.
+
+    Attributes:
+      location: the folder of the trained model.
+      source: the config of the trained model.
+      new: the paths of the parameters that only the new model has.
     """
 
     def __init__(self, location: str, model: cfg.ModelConfig):
-        self._location, self._folder = location, open_folder(location)
+        self._folder, self._step = open_folder(location), None
         self._is_hub = is_hub(self._folder.local_path)
         try:
             with argument_errors("init_from"):
@@ -49,9 +54,9 @@ class WarmStart:
         except UsageError as error:
             raise UsageError(f"--{str(error).replace('workdir=', '')}") from None
         own, other_shapes = _shapes(model), _shapes(other)
-        self._other = other
+        self.location, self.source = location, other
         self._shared = [path for path in own if own[path] == other_shapes.get(path)]
-        self._random = [path for path in own if path not in other_shapes]
+        self.new = [path for path in own if path not in other_shapes]
         different = [
             f"{_name(path)} is {list(other_shapes[path])} there and {list(own[path])} here"
             for path in own
@@ -92,17 +97,46 @@ class WarmStart:
             )
             for path in self._shared
         }
-        read = self._read_hub(like) if self._is_hub else self._read_run(like)
+        read = self._read(like)
         count = sum(x.size for x in read.values())
         message = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are loaded from "
-        names = ", ".join(_name(path) for path in self._random[:8])
-        more = f" and {len(self._random) - 8} more" if len(self._random) > 8 else ""
-        log(message + self._location + (f"; initialised: {names}{more}" if names else ""))
+        names = ", ".join(_name(path) for path in self.new[:8])
+        more = f" and {len(self.new) - 8} more" if len(self.new) > 8 else ""
+        log(message + self.location + (f"; initialised: {names}{more}" if names else ""))
         return traverse_util.unflatten_dict(flat | read)
+
+    def source_params(self, params: Any, like: Any) -> Any:
+        """Return the parameters of the trained model.
+
+        Those that the new model has too are the arrays in `params`, which are not copied. Only the
+        others are read, and each device reads only its own shards.
+
+        Args:
+          params: the new model's parameters, from `initial_params`.
+          like: tree of the trained model's parameters as shapes, dtypes and shardings.
+
+        Raises:
+          RunError: a file or checkpoint is damaged.
+        """
+        flat, wanted = map(traverse_util.flatten_dict, (params, like))
+        missing = {path: wanted[path] for path in self.left_out(like)}
+        read = self._read(missing) if missing else {}
+        found = {path: read[path] if path in read else flat[path] for path in wanted}
+        return traverse_util.unflatten_dict(found)
+
+    def left_out(self, like: Any) -> list[Path]:
+        """Return the paths of parameters in `like`, the trained model's, that the new one lacks."""
+        shared = set(self._shared)
+        return [path for path in traverse_util.flatten_dict(like) if path not in shared]
+
+    def _read(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+        return self._read_hub(like) if self._is_hub else self._read_run(like)
 
     def _read_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tree = {"params": traverse_util.unflatten_dict(like)}
-        step, state, meta = open_checkpoints(self._folder).restore(tree, partial=True)
+        # A later read is of the same step, also if the other run has saved a newer one meanwhile.
+        step, state, meta = open_checkpoints(self._folder).restore(tree, self._step, partial=True)
+        self._step = step
         with flag_errors("init_from"):
             check_config_meta(self._folder, read_config(self._folder), step, meta, "model.")
         return traverse_util.flatten_dict(state["params"])
@@ -110,7 +144,7 @@ class WarmStart:
     def _read_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tensors = weights.Tensors(self._folder.local_path)
         found = weights.pieces_by_parameter(tensors, describe(self._folder.local_path))
-        shapes, arrays = _shapes(self._other), {}
+        shapes, arrays = _shapes(self.source), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found.get(path, []), shapes[path])
             # Virtual pipeline stages of the new run split the layer axis into chunks.

@@ -63,8 +63,8 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     repeats = sum(stack.repeat for stack in model.stacks)
     activations = tokens_at_once * token_bytes * (repeats if keeps_residuals else 1)
     return MemoryLowerBound(
-        state=_bytes_per_device(run.abstract, run.state_shardings),
-        gradients=_bytes_per_device(
+        state=bytes_per_device(run.abstract, run.state_shardings),
+        gradients=bytes_per_device(
             substitute_copies(run.abstract.params, run.abstract.copies), run.state_shardings.params
         ),
         activations=activations // run.mesh.size,
@@ -113,7 +113,7 @@ def check(config: RunConfig, run: PreparedRun) -> None:
         raise RunError(f"{error}: {memory.TRAIN_ADVICE}")
 
 
-def _bytes_per_device(arrays: Any, shardings: Any) -> int:
+def bytes_per_device(arrays: Any, shardings: Any) -> int:
     """Return the total size in bytes of the shards of all arrays on one device.
 
     Args:

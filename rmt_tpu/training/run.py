@@ -149,9 +149,9 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     Raises:
       MeshError: a size is not divisible by the number of devices that it is sharded over.
     """
-    _check_sizes(config, mesh)
+    check_sizes(config, mesh)
     program_cache.bypass_for_cpu_meshes()
-    schedule = _schedule(config, mesh)
+    schedule = pipeline_schedule(config, mesh)
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
     graphdef = used = nnx.split(abstract, nnx.Param)[0]
@@ -181,9 +181,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
         return initial_state(params, optimizer, key, copies(params))
 
     state = jax.eval_shape(init)
-    chunked = lambda axes: ("virtual", *axes) if virtual > 1 and axes[0] == "layer" else axes
-    placed = jax.tree.map(chunked, names, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    specs = sharding.parameter_specs(mesh, placed, state.params)
+    specs = _parameter_specs(mesh, names, virtual, state.params)
     batch_sharding = sharding.batch_sharding(mesh)
     replicated, in_specs = PartitionSpec(), (specs, batch_sharding.spec)
     gradients = kernels.per_device(
@@ -208,6 +206,30 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
         state_shardings=_state_shardings(mesh, specs, state),
         batch_sharding=batch_sharding,
     )
+
+
+def place_parameters(model: ModelConfig, mesh: jax.sharding.Mesh, virtual: int) -> tuple[Any, Any]:
+    """Return the shapes of a model's parameters, as a run holds them, and their partition specs.
+
+    Args:
+      model: the model's config.
+      mesh: the mesh of devices.
+      virtual: number of virtual pipeline stages, into which the axis of layers is split.
+
+    Raises:
+      MeshError: an axis does not divide evenly over the mesh.
+    """
+    abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    names = metadata(abstract, "axes")
+    params = nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
+    shapes = jax.eval_shape(lambda params: _in_chunks(params, names, virtual), params)
+    return shapes, _parameter_specs(mesh, names, virtual, shapes)
+
+
+def _parameter_specs(mesh: jax.sharding.Mesh, names: Any, virtual: int, shapes: Any) -> Any:
+    chunked = lambda axes: ("virtual", *axes) if virtual > 1 and axes[0] == "layer" else axes
+    placed = jax.tree.map(chunked, names, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return sharding.parameter_specs(mesh, placed, shapes)
 
 
 def _scores(
@@ -237,7 +259,7 @@ def _rates(model: ModelConfig, abstract: Decoder) -> Any:
     return jax.tree.map(lambda base, own: base / own, metadata(base, "fan_in"), own)
 
 
-def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:
+def pipeline_schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:
     """Return the schedule of the pipeline, or None if the mesh has only one stage.
 
     Raises:
@@ -268,7 +290,8 @@ def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
     return jax.tree.map(split, params, names)
 
 
-def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+def check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+    """Raise MeshError unless batches, sequences, heads and experts divide evenly over the mesh."""
     train, model = config.train, config.model
     parts, tokens = train.accumulate, mesh.shape["sequence"] * mesh.shape["tensor"]
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)

@@ -15,6 +15,7 @@ from rmt_tpu.runs import workdir
 from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder
+from rmt_tpu.training import start_comparison
 from rmt_tpu.training.run import PreparedRun
 from rmt_tpu.training.step import TrainState
 
@@ -46,11 +47,13 @@ class Text(NamedTuple):
     Attributes:
       tokenizer: the run's tokenizer.
       checksum: checksum of the text's tokens.
+      windows: the training windows.
       mixture: the mixture of texts, if the run has one.
     """
 
     tokenizer: data.Tokenizer
     checksum: int
+    windows: data.Windows | data.Mixture
     mixture: data.Mixture | None = None
 
 
@@ -72,8 +75,9 @@ def restore_or_init(
 ) -> Start:
     """Return the state from which a run starts or resumes.
 
-    A run without checkpoints starts from `warm_start` or from random parameters. Otherwise it
-    resumes from one of its checkpoints.
+    A run without checkpoints starts from `warm_start` or from random parameters. With another
+    model's parameters, it prints whether the new model starts as that model (`start_comparison`).
+    Otherwise the run resumes from one of its checkpoints.
 
     Args:
       run: the run's functions and shardings.
@@ -85,7 +89,7 @@ def restore_or_init(
 
     Raises:
       UsageError: the checkpoint is from another run, text or tokenizer, or does not fit the model.
-      RunError: no checkpoint can be read.
+      RunError: no checkpoint can be read, or a new model does not start as its config states.
     """
     folder, checkpoints, config = saved
     if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
@@ -98,6 +102,7 @@ def restore_or_init(
         if warm_start is not None:
             params = warm_start.initial_params(state.params, run.state_shardings.params, log)
             state = run.with_copies(state._replace(params=params))
+            start_comparison.report(config, run, warm_start, params, text.windows, log)
         return Start(state, 0, 0, mixture=text.mixture)
     if processes.is_first():
         workdir.check_tokenizer(folder, text.tokenizer, config.data.tokenizer)

@@ -182,7 +182,7 @@ def _prepare(
     datasets = load_datasets(config, tokenizer)
     tasks = TaskMetrics(run, config, tokenizer)
     mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
-    text = Text(tokenizer, datasets.train.checksum(), mixture)
+    text = Text(tokenizer, datasets.train.checksum(), datasets.train, mixture)
     _check_agreement(config, from_step, text.checksum)
     warm_start = warm_start_of(config, folder)
     if warm_start is not None:

@@ -9,6 +9,7 @@ differ by a share of less than `n^2 epsilon / (2 mean(S^2))`. So does the sum of
 hyper-connections. What L sublayers and the readout make of it, to first order: see `bound`.
 """
 
+import dataclasses
 import functools
 import re
 from typing import get_args
@@ -269,6 +270,15 @@ def test_a_start_from_another_config_is_stated():
         assert stated.same is same and re.search(reason, stated.reason), (stated, reason)
         alike = reason == "the config is the same"
         assert cfg.is_same_model(model, source) == alike
+    after = [dataclasses.replace(core, normed="output") for core in plain.stacks[0].cores]
+    stacks = (cfg.Stack(tuple(after), LAYERS),)
+    for mixer, same in (
+        (cfg.HyperConnections(), True),
+        (cfg.Mhc(), False),
+        (BEGINS["mhc-lite"], False),
+    ):
+        model = dataclasses.replace(plain, stacks=stacks, mixer=mixer)
+        assert cfg.start_from(model, dataclasses.replace(model, mixer=cfg.Sum())).same is same
     assert not cfg.is_same_model(matrix.replace(store=cfg.MatrixStore(key_dim=6)), matrix)
 
 
