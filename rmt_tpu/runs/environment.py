@@ -1,5 +1,6 @@
-"""A description of how a run was started: command, versions, git commit, host and devices."""
+"""A description of how a run was started: command, code, versions, host and devices."""
 
+import json
 import os
 import platform
 import shlex
@@ -13,13 +14,15 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("rmt_tpu", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
+import rmt_tpu
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
 
 
 def describe() -> dict[str, Any]:
     """Return a description of this process as JSON values.
 
-    The value of `git_commit` is None if the code does not run from a git checkout.
+    The entries about this package's code are those of `code`.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -28,9 +31,46 @@ def describe() -> dict[str, Any]:
         "host": socket.gethostname(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
-        "versions": {"python": platform.python_version()} | _versions(),
-        "git_commit": _commit(Path(__file__).parents[2]),
+        "versions": {"python": platform.python_version(), "rmt_tpu": rmt_tpu.__version__}
+        | _versions(),
+        **code(Path(__file__).parents[2]),
     }
+
+
+def code(root: Path) -> dict[str, Any]:
+    """Return where this package's code comes from, as JSON values.
+
+    `code` is "checkout" for a git checkout, "wheel" for an installed wheel, and "files" for a copy
+    of the sources. `git_commit` is the commit of the checkout, or the commit that the wheel was
+    built from; it ends with "-dirty" if files differed from it, and is None if it is not known.
+    `wheel` has the address and the SHA-256 digest of the wheel, if pip has recorded them.
+
+    Args:
+      root: the folder that has the package `rmt_tpu`.
+    """
+    # Without .git in `root` this code is an installed package. A git repository in a parent folder
+    # would then be the user's and not this project's.
+    if (root / ".git").exists():
+        return {"code": "checkout", "git_commit": _commit(root)}
+    try:
+        built = json.loads((root / "rmt_tpu/build.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {"code": "files", "git_commit": None}
+    found = {"code": "wheel", "git_commit": built.get("git_commit")}
+    return found | ({"wheel": wheel} if (wheel := _wheel(root)) else {})
+
+
+def _wheel(root: Path) -> dict[str, str]:
+    """Return what pip has recorded about the wheel in `root`: see PEP 610."""
+    for distribution in metadata.distributions(name="rmt_tpu", path=[str(root)]):
+        try:
+            record = json.loads(distribution.read_text("direct_url.json") or "{}")
+            hashes = record.get("archive_info", {}).get("hashes", {})
+            known = {"url": record.get("url"), "sha256": hashes.get("sha256")}
+        except (ValueError, AttributeError):
+            return {}
+        return {name: value for name, value in known.items() if value}
+    return {}
 
 
 def _versions() -> dict[str, str]:
@@ -48,10 +88,6 @@ def _commit(root: Path) -> str | None:
 
     The commit ends with "-dirty" if files differ from it.
     """
-    # Without .git in `root` this code is an installed package. A git repository in a parent folder
-    # would then be the user's and not this project's.
-    if not (root / ".git").exists():
-        return None
     command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=10, encoding="utf-8")

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+import rmt_tpu
 from rmt_tpu.errors import DivergedError, UsageError
-from rmt_tpu.runs import tensorboard
+from rmt_tpu.runs import environment, tensorboard
 from rmt_tpu.runs.side_files import SideFiles, archive_metrics, wants_board
 from rmt_tpu.storage import open_folder
 
@@ -89,6 +90,30 @@ def test_each_start_leaves_what_it_was_started_with(tmp_path, told):
     assert "pytest" in second["command"] or "-c" in second["command"]
     commit = second["git_commit"]
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
+    assert second["versions"]["rmt_tpu"] == rmt_tpu.__version__
+
+
+def test_a_start_names_the_code(tmp_path):
+    """A wheel has the commit that it was built from, and pip records its address and digest."""
+    assert environment.code(tmp_path) == {"code": "files", "git_commit": None}
+    (tmp_path / "rmt_tpu").mkdir()
+    built = tmp_path / "rmt_tpu/build.json"
+    built.write_text('{"version": "0.1.0", "git_commit": "0f1e"}')
+    assert environment.code(tmp_path) == {"code": "wheel", "git_commit": "0f1e"}
+    (tmp_path / "rmt_tpu-0.1.0.dist-info").mkdir()
+    metadata = tmp_path / "rmt_tpu-0.1.0.dist-info/METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: rmt_tpu\nVersion: 0.1.0\n")
+    assert environment.code(tmp_path) == {"code": "wheel", "git_commit": "0f1e"}
+    record = {"url": "file:///a.whl", "archive_info": {"hashes": {"sha256": "ab"}}}
+    metadata.with_name("direct_url.json").write_text(json.dumps(record))
+    wheel = {"url": "file:///a.whl", "sha256": "ab"}
+    assert environment.code(tmp_path) == {"code": "wheel", "git_commit": "0f1e", "wheel": wheel}
+    (tmp_path / ".git").mkdir()  # but no repository
+    assert environment.code(tmp_path) == {"code": "checkout", "git_commit": None}
+    metadata.with_name("direct_url.json").write_text("[]")
+    built.write_text("no JSON")
+    (tmp_path / ".git").rmdir()
+    assert environment.code(tmp_path) == {"code": "files", "git_commit": None}
 
 
 def test_metrics_without_a_checkpoint_are_set_aside(tmp_path):
