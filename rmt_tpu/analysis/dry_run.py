@@ -9,7 +9,7 @@ from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
-from rmt_tpu.training import depth_rate, memory_check
+from rmt_tpu.training import depth_rate, freeze, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.run import prepare, resolve_auto
 from rmt_tpu.training.start import warm_start_of
@@ -63,6 +63,8 @@ def dry_run(
     lines |= plan_of(config, run.mesh).lines()
     if description := depth_rate.describe(config):
         lines["rates over depth"] = f"{description} (--set=train.depth_rate)"
+    if description := freeze.describe(config.train, run.abstract.params):
+        lines["frozen"] = description
     if error := memory_check.shortfall(config, run):
         lines["too large"] = error
     width = max(map(len, lines))

@@ -106,6 +106,9 @@ class TrainConfig(Checked):
         queries, for the second projections of the networks in mudd, and for the factors of the
         residual in residual_scalars. These parameters have no weight decay. None keeps the factor
         of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate` for a new run.
+      freeze: patterns of paths of parameters that stay as they are, such as `stacks/0/1/core/*`; a
+        pattern with a leading `!` excepts what it matches (see `rmt_tpu.training.freeze`).
+      freeze_steps: number of first steps for which they stay so; None stands for the whole run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
         parameters. Once the run has a checkpoint, this folder is not read any more and the option
@@ -149,6 +152,8 @@ class TrainConfig(Checked):
     accumulate: Size = changeable(1)
     optimizer: AdamW | Muon = changeable(AdamW())
     depth_rate: Positive | None = changeable(None)
+    freeze: tuple[str, ...] = changeable(())
+    freeze_steps: Size | None = changeable(None)
     z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
     init_from: str = free("")
@@ -180,6 +185,11 @@ class TrainConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         parse_mesh(self.mesh)
+        if self.freeze_steps is not None and not self.freeze:
+            raise UsageError(
+                f"train.freeze_steps={self.freeze_steps} needs train.freeze, the patterns of the "
+                "parameters that stay as they are"
+            )
         if self.with_optimizer and not self.init_from:
             raise UsageError(
                 "--with_optimizer needs --init_from=RUN, the folder of the run that is copied"

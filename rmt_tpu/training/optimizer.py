@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from rmt_tpu.config import STATISTIC_ROLES, AdamW, Muon
 from rmt_tpu.layers.parameters import OF_MANY
+from rmt_tpu.training.freeze import Freeze
 
 _QUINTIC = 3.4445, -4.7750, 2.0315
 
@@ -43,8 +44,12 @@ def make_optimizer(
     axes: Any,
     rates: Any,
     over_depth: Any = None,
-) -> optax.GradientTransformation:
+    freeze: Freeze | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that applies clipping, Adam or Muon, weight decay and learning rates.
+
+    Its function `update` accepts the argument `step`, the number of updates before this one, and
+    needs it if parameters are frozen.
 
     Args:
       config: the optimizer's hyperparameters.
@@ -55,6 +60,7 @@ def make_optimizer(
         multiply the weight decay, because the decay of a wide model would become too small.
       over_depth: tree that is True for parameters that weigh sources over depth, which have no
         weight decay; None if there are no such parameters.
+      freeze: the parameters that are frozen; None if there are none.
     """
     excluded = (*config.decay_exclude, *STATISTIC_ROLES)
     decays = jax.tree.map(lambda role: role not in excluded, roles)
@@ -63,22 +69,26 @@ def make_optimizer(
     scale = optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, rates))
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     adam = _store_moment(adam, "mu", config.moment_dtype)
+    by_adam = jax.tree.map(lambda _: True, roles)
     if isinstance(config, Muon):
         rules = jax.tree.map(_rule, roles, axes)
+        by_adam = jax.tree.map(lambda rule: rule == _ADAM, rules)
         muon_rules = {*jax.tree.leaves(rules)} - {_ADAM}
         muon = {rule: _scale_by_muon(config, rule) for rule in muon_rules}
         adam = optax.partition({_ADAM: adam, **muon}, rules)
+    if freeze is not None:
+        adam = freeze.own_bias_correction(adam, config, by_adam)
     adam = [optax.clip_by_global_norm(config.clip_norm), adam]
     rate = optax.scale_by_learning_rate(learning_rate(config, steps))
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
-        return _with_statistics(optax.chain(*adam, rate, scale, decay), roles)
+        return _with_statistics(optax.chain(*adam, rate, scale, decay), roles, freeze)
     # Divide the weight decay by `rates` here, because `scale` later multiplies it by `rates`.
     weights = jax.tree.map(lambda decays, rate: decays * config.weight_decay / rate, decays, rates)
     decay = optax.stateless(
         lambda updates, params: jax.tree.map(_add_decay, updates, params, weights)
     )
-    return _with_statistics(optax.chain(*adam, decay, rate, scale), roles)
+    return _with_statistics(optax.chain(*adam, decay, rate, scale), roles, freeze)
 
 
 def _store_moment(
@@ -166,17 +176,24 @@ def zero_statistics(gradients: Any, roles: Any) -> Any:
 
 
 def _with_statistics(
-    optimizer: optax.GradientTransformation, roles: Any
-) -> optax.GradientTransformation:
-    """Return `optimizer`, extended by rules that update the parameters that are statistics."""
-    if not any(role in STATISTIC_ROLES for role in jax.tree.leaves(roles)):
-        return optimizer
+    optimizer: optax.GradientTransformationExtraArgs, roles: Any, freeze: Freeze | None
+) -> optax.GradientTransformationExtraArgs:
+    """Return `optimizer`, extended by rules for statistics and for frozen parameters."""
 
-    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(zero_statistics(gradients, roles), state, params)
-        return jax.tree.map(_statistic_update, updates, gradients, params, roles), state
+    def update(
+        gradients: Any, state: Any, params: Any, *, step: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        given = zero_statistics(gradients, roles)
+        if freeze is None:
+            updates, state = optimizer.update(given, state, params)
+            return jax.tree.map(_statistic_update, updates, gradients, params, roles), state
+        given = freeze.gradients(given, step)
+        updates, state = optimizer.update(given, state, params, step=step)
+        updates = freeze.warmed_up(updates, step)
+        updates = jax.tree.map(_statistic_update, updates, gradients, params, roles)
+        return freeze.updates(updates, step), state
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _statistic_update(

@@ -24,6 +24,7 @@ from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import with_float_residual
 from rmt_tpu.training import compiler_options, depth_rate
 from rmt_tpu.training.copies import Copies, copied_paths, leaves_by_path, make_copies
+from rmt_tpu.training.freeze import freeze_of
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
 from rmt_tpu.training.step import (
@@ -165,6 +166,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     copies = functools.partial(make_copies, paths=paths, dtype=dtype)
     roles = metadata(abstract, "role")
     rates, over_depth = depth_rate.scale_rates(config, _rates(config.model, abstract))
+    freeze = freeze_of(config.train, roles)
     optimizer = make_optimizer(
         config.train.optimizer,
         steps=config.train.steps,
@@ -172,6 +174,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
         axes=names,
         rates=rates,
         over_depth=over_depth,
+        freeze=freeze,
     )
 
     def init() -> TrainState:
@@ -200,7 +203,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
         init=init,
         copies=copies,
         gradients=gradients,
-        step=make_train_step(config, gradients, optimizer, roles, copies),
+        step=make_train_step(config, gradients, optimizer, roles, copies, freeze),
         loss=loss,
         scores=_scores(config, mesh, specs, schedule),
         state_shardings=_state_shardings(mesh, specs, state),

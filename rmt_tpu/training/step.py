@@ -17,6 +17,7 @@ from rmt_tpu.data.mixture import source_names
 from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.training import depth_rate
 from rmt_tpu.training.copies import Copies, substitute_copies
+from rmt_tpu.training.freeze import Freeze
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, load_metrics, zero_statistics
 
@@ -166,6 +167,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     roles: Any,
     copies: Callable[[Any], Copies],
+    freeze: Freeze | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Return the train step `(state, batch) -> (state, metrics)`; metrics maps names to scalars.
 
@@ -175,6 +177,8 @@ def make_train_step(
       optimizer: the optimizer.
       roles: tree of the parameters' roles.
       copies: a function that computes the copies of weights that the next step reads.
+      freeze: the parameters that are frozen, whose gradients have no part in the gradient's norm;
+        None if there are none.
     """
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 
@@ -185,8 +189,15 @@ def make_train_step(
     def stepped(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(substitute_copies(state.params, state.copies), batch)
         with jax.named_scope("optimizer"):
-            grad_norm = optax.tree.norm(zero_statistics(grads, roles))
-            updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+            # The number of updates so far, because skipped steps make none.
+            updates_made = state.step - state.skipped
+            learning = zero_statistics(grads, roles)
+            if freeze is not None:
+                learning = freeze.gradients(learning, updates_made)
+            grad_norm = optax.tree.norm(learning)
+            updates, optimizer_state = optimizer.update(
+                grads, state.optimizer, state.params, step=updates_made
+            )
             params = optax.apply_updates(state.params, updates)
             finite = jnp.isfinite(loss.cross_entropy) & jnp.isfinite(grad_norm)
             keep = lambda new, old: jnp.where(finite, new, old)

@@ -19,7 +19,7 @@ from rmt_tpu.runs import presence, text_ends, workdir
 from rmt_tpu.runs.side_files import DIVERGED, SideFiles, archive_metrics, wants_board
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, memory_check
+from rmt_tpu.training import depth_rate, freeze, kernel_blocks, kernel_checks, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.loop import Int16Overflow, Loop, LoopInputs, Outcome
 from rmt_tpu.training.progress import TrainingProgress
@@ -176,6 +176,8 @@ def _prepare(
     """
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     progress.log(f"{label}: {_introduction(config, run)}")
+    if frozen := freeze.describe(config.train, run.abstract.params):
+        progress.log(frozen)
     memory_check.check(config, run)
     progress.doing("reading data")
     tokenizer = data.load_tokenizer(config.data.tokenizer)
