@@ -10,6 +10,7 @@ For mixers the count includes matrix products, weighted sums of residuals and in
 residuals. It leaves out norms, activations, elementwise products with gates and plain sums.
 """
 
+import itertools
 from collections.abc import Iterator
 
 from rmt_tpu.config import RESIDUAL_PORT, Core, ModelConfig, Port
@@ -68,8 +69,9 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return the forward FLOPs per token in a window of `seq_len` tokens, for each part of a model.
 
     Every token is counted as attending to the whole window, as in the RMT paper, although the mask
-    is causal. The part "embedding" counts the look-up as a matrix product, as in the paper's Figure
-    1, although the look-up is not computed in this way.
+    is causal; or to as many tokens as the sliding window of its attention has. The part
+    "embedding" counts the look-up as a matrix product, as in the paper's Figure 1, although the
+    look-up is not computed in this way.
     """
     width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
     parts: dict[str, int] = {}
@@ -108,10 +110,16 @@ def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
     The model FLOPs utilisation (MFU) is computed from this number.
 
-    The FLOPs of a token are linear in the number of tokens that it attends to, so the mean over a
-    window equals the mean of its first and last tokens.
+    The FLOPs of a token are linear in the number of tokens before it, up to the number where a
+    sliding window of attention is full. The mean over the tokens between two such numbers equals
+    the mean of the first and the last of them.
     """
-    return (flops_per_token(config, 1) + flops_per_token(config, seq_len)) // 2
+    windows = {core.softmax.window for core in config.cores if core.softmax is not None}
+    ends = sorted({1, seq_len} | {w for w in windows if w is not None and w < seq_len})
+    twice = 2 * flops_per_token(config, 1)
+    for last, end in itertools.pairwise(ends):
+        twice += (end - last) * (flops_per_token(config, last + 1) + flops_per_token(config, end))
+    return twice // (2 * seq_len)
 
 
 def train_flops(forward: int, tokens: int | float) -> int | float:

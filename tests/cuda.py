@@ -5,6 +5,7 @@
 """
 
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ _TARGETS = {
     "sm_100": ("NVIDIA B200", 10, 0, 148, 232448, 132644864, 7672320000000),
 }
 TARGETS = tuple(_TARGETS)
+_CUDNN_CALL = re.compile(r"custom_call @(__cudnn\S+?)\(.*?\) (\{api_version.*)")
 
 
 def lowered(function, *args, target: str = "sm_90") -> str:
@@ -32,6 +34,11 @@ def lowered(function, *args, target: str = "sm_90") -> str:
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def cudnn_calls(function, *args) -> list[tuple[str, str]]:
+    """Names of cuDNN's calls in a program, with all that XLA is told of them."""
+    return _CUDNN_CALL.findall(lowered(function, *args))
 
 
 def compiled(function, *args, target: str, **options) -> jax.stages.Compiled:

@@ -1,6 +1,7 @@
-"""Causal attention within segments, with ALiBi and grouped queries.
+"""Causal attention within segments and windows, with ALiBi and grouped queries.
 
-A segment is a run of tokens, such as a document, that attends only to itself. Implementations:
+A segment is a run of tokens, such as a document, that attends only to itself. With a window, a
+token attends only to itself and to the `window - 1` tokens before it. Implementations:
 
 - "xla": plain JAX, on any platform. It uses an online softmax if the logits would take too much
   memory: see `plain`.
@@ -24,7 +25,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import StackSlice, check_array, check_tokens, read_slices, write_slice
-from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, plain
+from pallas_kernels.call import LANES, round_up
+from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, neighbours, plain
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
@@ -33,6 +35,7 @@ from pallas_kernels.causal_attention.interface import (
     ResultsAndCotangent,
     Rows,
     Scale,
+    Window,
 )
 from pallas_kernels.platform import Implementations, reverse_mode
 
@@ -59,11 +62,13 @@ def causal_attention(
     kv: KeysAndValues | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
+    window: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H Dv"]:
     """Compute `sum_j softmax_j(scale q_i . k_j - slope (i - j)) v_j` for each query i.
 
-    The sum runs over the keys j <= i in the segment of query i.
+    The sum runs over the keys j <= i in the segment of query i, and only over those with
+    `i - j < window` if there is a window.
 
     Args:
       qkv: P = H + 2 G data vectors per token, for H query heads and G key heads: the queries of
@@ -80,6 +85,8 @@ def causal_attention(
       over: a mesh axis, within `jax.shard_map`, along which tokens are sharded. Then qkv holds this
         device's tokens, segment_ids cover all tokens, and keys and values are passed around a ring
         of devices.
+      window: the number of tokens that each token sees, itself included; None means all earlier
+        ones.
       implementation: None chooses the best one for the platform that the program is lowered for.
 
     Returns:
@@ -89,12 +96,13 @@ def causal_attention(
       UnsupportedImplementation: a named implementation does not support this call.
       ValueError: qkv does not have `H + 2 G` floating-point vectors per token; kv has another
         number of tokens, or a number of heads that does not divide H; slopes do not have shape [H];
-        segment_ids do not cover all tokens; or a device has an odd number of tokens of a sharded
-        sequence.
+        segment_ids do not cover all tokens; the window is not at least 1; or a device has an odd
+        number of tokens of a sharded sequence.
       TypeError: the op is differentiated in forward mode, or twice where a kernel may run.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
+    shown = _window(window, qkv, over)
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, window=shown)
     return _attention(_AttentionCall(rows, implementation, kv_heads, over), operands)
 
 
@@ -109,6 +117,7 @@ def attention_forward(
     rows: Rows = "size_major",
     over: str | None = None,
     to: StackSlice | None = None,
+    window: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `causal_attention` and each softmax's log-sum-exp, without a gradient.
@@ -117,7 +126,8 @@ def attention_forward(
     returned in place of the output.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
+    shown = _window(window, qkv, over)
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to, shown)
     return _forward(_AttentionCall(rows, implementation, kv_heads, over), operands)
 
 
@@ -133,6 +143,7 @@ def attention_backward(
     kv_heads: int | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
+    window: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
     """Return the cotangent of qkv, given `attention_forward`'s results and the output's cotangent.
@@ -140,7 +151,8 @@ def attention_backward(
     The arguments `out` and `log_sums` are the results, and `d_out` is the cotangent of `out`.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids)
+    shown = _window(window, qkv, over)
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, window=shown)
     results = ResultsAndCotangent(out, log_sums, d_out)
     return _backward(_AttentionCall(rows, implementation, kv_heads, over), operands, results)[0]
 
@@ -154,6 +166,7 @@ def attention_after(
     slopes: Float[Array, " H"] | None = None,
     kv_heads: int | None = None,
     rows: Rows = "size_major",
+    window: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
     """Compute `causal_attention` for new tokens that also attend to earlier, cached tokens.
@@ -164,7 +177,7 @@ def attention_after(
       qkv: queries, keys and values of the new tokens.
       before: keys of all G heads, then values, of the earlier tokens in order.
       filled: the number of earlier tokens in each batch row; later entries of `before` are ignored.
-      scale, slopes, kv_heads, rows, implementation: as in `causal_attention`.
+      scale, slopes, kv_heads, rows, window, implementation: as in `causal_attention`.
 
     Returns:
       One data vector per new token and head, in qkv's dtype.
@@ -174,11 +187,16 @@ def attention_after(
     """
     kv_heads = _check(qkv, slopes, None, kv_heads, None)
     check_tokens(before=before.shape[1])
+    if window is not None:
+        _check_window(window)
     call = _AttentionCall(rows, implementation, kv_heads, None)
-    return _after(call, qkv, before, filled, jnp.asarray(scale), slopes)
+    shown = None if window is None else Window(window)
+    return _after(call, shown, qkv, before, filled, jnp.asarray(scale), slopes)
 
 
-def _attention_after(call, qkv, before, filled, scale, slopes):
+def _attention_after(call, window, qkv, before, filled, scale, slopes):
+    if window is not None:
+        return _within_window_after(call, window, qkv, before, filled, scale, slopes)
     heads = qkv.shape[2] - 2 * call.kv_heads
     own = _whole_forward(call, AttentionOperands(qkv, scale, slopes))
     is_filled = jnp.arange(before.shape[1])[None] < filled[:, None]
@@ -193,6 +211,33 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
         # a correction.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
+
+
+def _within_window_after(call, window, qkv, before, filled, scale, slopes):
+    """Compute `attention_after` from the earlier tokens of each row that a window may contain.
+
+    They are the last ones that are filled, so that the distance from the first of them to the first
+    new token is the same in all batch rows.
+    """
+    heads, capacity = qkv.shape[2] - 2 * call.kv_heads, before.shape[1]
+    shown = _shown(window, qkv.shape[1])
+    own = _whole_forward(call, AttentionOperands(qkv, scale, slopes, window=shown))
+    if window == 1:
+        return own[0]
+    count = min(capacity, round_up(window - 1, LANES))
+    places = filled[:, None] - count + jnp.arange(count)
+    last = jnp.take_along_axis(before, jnp.maximum(places, 0)[..., None, None], axis=1)
+    segments = jnp.ones(qkv.shape[:2], jnp.int32), (places >= 0).astype(jnp.int32)
+    operands = PartOperands(
+        qkv[:, :, :heads],
+        last.astype(qkv.dtype),
+        scale,
+        jnp.int32(count),
+        slopes,
+        segments,
+        Window(window - count),
+    )
+    return merged(own, _part_forward(call, operands))[0].astype(qkv.dtype)
 
 
 def attention_to(
@@ -234,21 +279,43 @@ def attention_to(
     return _part_forward(call, operands)
 
 
-def _after_forward(call, qkv, before, filled, scale, slopes):
+def _after_forward(call, window, qkv, before, filled, scale, slopes):
     saved = qkv, before, filled, scale, slopes
-    return _attention_after(call, *saved), saved
+    return _attention_after(call, window, *saved), saved
 
 
-def _after_backward(call, saved, d_out):
+def _after_backward(call, window, saved, d_out):
     qkv, before, filled, scale, slopes = saved
-    plain = functools.partial(_attention_after, call._replace(implementation="xla"))
+    plain = functools.partial(_attention_after, call._replace(implementation="xla"), window)
     _, pullback = jax.vjp(lambda *x: plain(*x, filled, scale, slopes), qkv, before)
     zeros = (None if x is None else jnp.zeros_like(x) for x in (scale, slopes))
     return *pullback(d_out), None, *zeros
 
 
-_after = jax.custom_vjp(_attention_after, nondiff_argnums=(0,))
+_after = jax.custom_vjp(_attention_after, nondiff_argnums=(0, 1))
 _after.defvjp(_after_forward, _after_backward)
+
+
+def _window(window: int | None, qkv, over: str | None) -> Window | None:
+    """Return the window; None if each token sees all earlier ones.
+
+    Raises:
+      ValueError: the window is not at least 1.
+    """
+    if window is None:
+        return None
+    _check_window(window)
+    return _shown(window, qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over)))
+
+
+def _check_window(window: int) -> None:
+    if window < 1:
+        raise ValueError(f"window={window}; legal: at least 1, or None")
+
+
+def _shown(window: int, length: int) -> Window | None:
+    """Return the window, or None if it contains all of `length` tokens."""
+    return Window(window) if not isinstance(length, int) or window < length else None
 
 
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
@@ -318,7 +385,7 @@ def _attention_backward(call, saved, d_out):
     operands, out, log_sums = saved
     d_qkv, d_kv = _backward(call, operands, ResultsAndCotangent(out, log_sums, d_out))
     zeros = [None if x is None else jnp.zeros_like(x) for x in (operands.scale, operands.slopes)]
-    return (AttentionOperands(d_qkv, *zeros, None, d_kv),)
+    return (AttentionOperands(d_qkv, *zeros, None, d_kv, window=operands.window),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -336,14 +403,20 @@ def _forward(call, operands):
     if call.over is None:
         return _whole_forward(call, operands)
     part = operands._replace(to=None)
-    out, log_sums = divided.forward(_ops(call), call.over, part, call.kv_heads)
+    out, log_sums = _over_devices(operands).forward(_ops(call), call.over, part, call.kv_heads)
     return write_slice(out, operands.to), log_sums
 
 
 def _backward(call, operands, results):
     if call.over is None:
         return _whole_backward(call, operands, results)
-    return divided.backward(_ops(call), call.over, operands, read_slices(results), call.kv_heads)
+    run = _over_devices(operands).backward
+    return run(_ops(call), call.over, operands, read_slices(results), call.kv_heads)
+
+
+def _over_devices(operands):
+    """Return the module that computes attention with tokens sharded over devices."""
+    return divided if operands.window is None else neighbours
 
 
 def _ops(call):

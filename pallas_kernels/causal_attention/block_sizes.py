@@ -179,6 +179,7 @@ def default_blocks(
     value_size: int,
     rows: Rows,
     dtype: str,
+    window: int | None = None,
     **others,
 ) -> Blocks:
     """Return the block sizes that a rule chooses for the device that the program is lowered for.
@@ -205,7 +206,10 @@ def default_blocks(
     def cost(blocks: Blocks) -> float:
         tokens, count = blocks.queries, -(-N // blocks.queries)
         waits = alone if blocks.heads * each == 1 else 1.0
-        return waits * costs[tokens] * tokens**2 * count * (count + 1)
+        # A block of queries sees all blocks up to its own, or those of them in its window.
+        in_window = count if window is None else -(-(window - 1) // tokens) + 1
+        pairs = sum(min(n, in_window) for n in range(1, count + 1))
+        return waits * costs[tokens] * tokens**2 * 2 * pairs
 
     sizes = [t for t in _BLOCKS if each * t**2 <= _ENTRIES]
     least = Blocks(min(_BLOCKS), min(_BLOCKS), 1)

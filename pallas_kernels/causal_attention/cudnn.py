@@ -8,6 +8,7 @@ segments are expressed as extra entries of queries and keys: see `entries`.
 
 import functools
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,8 @@ def refused(
 ) -> str | None:
     """Return the reason, in one line, if cuDNN does not support such a call, else None.
 
+    A window makes no difference, except in attention to another part of a sequence.
+
     Args:
       capability: ten times the device's compute capability: 80 is sm_80.
       size: the size of queries and keys.
@@ -96,6 +99,8 @@ def unsupported(
     if isinstance(operands, PartOperands):
         keys, values = operands.keys_and_values
         value_size = values.shape[3]
+        if operands.window is not None:
+            return "a window over another part of the sequence (legal: over the whole sequence)"
     elif operands.kv is not None:
         value_size = operands.kv[1].shape[3]
     kind = target().kind
@@ -160,13 +165,16 @@ def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
     q, kv = operands.qkv, operands.kv
     if kv is None:
         q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
-    return PartOperands(q, kv, operands.scale, 0, operands.slopes, operands.segments)
+    return PartOperands(
+        q, kv, operands.scale, 0, operands.slopes, operands.segments, operands.window
+    )
 
 
 def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
     """Return the attention output of one part and each softmax's log-sum-exp."""
     run = _interpreted if interpret else _run_cudnn
-    out, sums = run("forward", causal, *_with_entries(operands))
+    mask = _Mask(causal, operands.window or 0)
+    out, sums = run("forward", mask, *_with_entries(operands))
     sums = sums.swapaxes(1, 2)
     if operands.slopes is not None:
         sums = sums - _of_positions(operands)
@@ -184,7 +192,7 @@ def _backward(
     padded = lambda x: entries.pad_vectors(x.astype(operands.q.dtype), arrays[0].shape[3])
     run = _interpreted if interpret else _run_cudnn
     saved = sums.swapaxes(1, 2), padded(results.d_out), padded(results.out)
-    found = run("backward", causal, *arrays, *saved)
+    found = run("backward", _Mask(causal, operands.window or 0), *arrays, *saved)
     own = operands.q, *operands.keys_and_values
     d_q, *d_kv = (x[..., : of.shape[3]] for x, of in zip(found, own, strict=True))
     return (d_q * operands.scale).astype(d_q.dtype), operands.like_kv(*d_kv)
@@ -214,12 +222,25 @@ def _of_positions(operands: PartOperands):
     return operands.slopes * (operands.shift + jnp.arange(operands.q.shape[1]))[:, None]
 
 
-def _interpreted(direction, causal, q, k, v, *saved):
+class _Mask(NamedTuple):
+    """What cuDNN's kernels mask.
+
+    Attributes:
+      causal: whether keys after the query are masked.
+      window: the number of keys that a query sees, up to its own; 0 for all. It needs `causal`.
+    """
+
+    causal: bool
+    window: int
+
+
+def _interpreted(direction, shown, q, k, v, *saved):
     """Compute in plain JAX what cuDNN's kernels compute, for tests without a GPU."""
     length = k.shape[1]
     mask = reference.of_part(length, None)
-    if causal:
-        mask = functools.partial(reference.visible, length=length, segment_ids=None)
+    if shown.causal:
+        window = shown.window or None
+        mask = functools.partial(reference.visible, length=length, segment_ids=None, window=window)
     if direction == "forward":
         out, sums = reference.forward(q, k, v, 1.0, None, 0, mask)
         return out, sums.swapaxes(1, 2)
@@ -229,7 +250,7 @@ def _interpreted(direction, causal, q, k, v, *saved):
     return tuple(x.astype(q.dtype) for x in gradients)
 
 
-def _run_cudnn(direction, causal, *arrays):
+def _run_cudnn(direction, shown, *arrays):
     """Run cuDNN's kernel.
 
     Returns:
@@ -239,7 +260,7 @@ def _run_cudnn(direction, causal, *arrays):
 
     @custom_vmap
     def run(*arrays):
-        return _custom_call(direction, causal, *arrays)
+        return _custom_call(direction, shown, *arrays)
 
     @run.def_vmap
     def batched(size, is_batched, *arrays):
@@ -254,7 +275,7 @@ def _run_cudnn(direction, causal, *arrays):
     return run(*arrays)
 
 
-def _custom_call(direction, causal, q, k, v, *saved):
+def _custom_call(direction, shown, q, k, v, *saved):
     B, N, H, _ = q.shape
     # In memory, the results have tokens before heads, like the operands. Their vectors include the
     # extra entries for ALiBi and segments.
@@ -272,7 +293,7 @@ def _custom_call(direction, causal, q, k, v, *saved):
         [*results, *others, workspace],
         output_layouts=layouts,
         custom_call_api_version=2,
-        legacy_backend_config=json.dumps(_config(direction, causal, q, k)),
+        legacy_backend_config=json.dumps(_config(direction, shown, q, k)),
     )
     *found, _ = run(q, k, v, *saved)
     tokens_first = [x.swapaxes(1, 2) for x in found[: len(results)]]
@@ -295,7 +316,7 @@ _PRODUCTS = {
 }
 
 
-def _config(direction, causal, q, k):
+def _config(direction, shown, q, k):
     """Return the custom call's backend config in the form that XLA parses."""
     B, N, H, _ = q.shape
     text = lambda numbers: [str(n) for n in numbers]
@@ -337,11 +358,11 @@ def _config(direction, causal, q, k):
         "fmha_scale": 1.0,
         "intermediate_tensor_shape": logits,
         "is_flash_attention": True,
-        "mask_type": "CAUSAL" if causal else "NO_MASK",
+        "mask_type": "CAUSAL" if shown.causal else "NO_MASK",
         **products,
         "dropout_rate": 0.0,
         "seed": 42,
-        "sliding_window_length": 0,
+        "sliding_window_length": shown.window,
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }

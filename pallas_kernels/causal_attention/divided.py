@@ -6,6 +6,8 @@ Together, these two parts have the same number of earlier keys on every device, 
 step every device has the same work. Parts are exchanged between this assignment and the usual order
 before the first and after the last ring step, which costs as much communication as one ring step.
 
+Attention within a window needs no ring: see `neighbours`.
+
 Liu, Zaharia and Abbeel 2023, Ring Attention with Blockwise Transformers. The assignment of parts
 follows Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2.
 """

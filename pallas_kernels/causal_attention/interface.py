@@ -20,6 +20,7 @@ returned in place of the output. In the backward pass, with logits s and weights
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -32,10 +33,18 @@ Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
 KeysAndValues = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 
 
+@jax.tree_util.register_static
+class Window(int):
+    """The size of a sliding window: query i sees key j only if `i - j` is smaller than it.
+
+    It is part of a tree's structure, because kernels are compiled for one window.
+    """
+
+
 class AttentionOperands(NamedTuple):
     """The operands of causal attention: `softmax_j(scale q_i . k_j - slope (i - j)) v_j`.
 
-    Query i sees key j if `j <= i` and both are in the same segment.
+    Query i sees key j if `j <= i`, both are in the same segment, and j is within the window.
 
     Attributes:
       qkv: the queries of all heads, then keys, then values; or only the queries.
@@ -44,6 +53,7 @@ class AttentionOperands(NamedTuple):
       segment_ids: the segment of each token, or None if each batch row is one segment.
       kv: keys and values, if they are separate arrays.
       to: the slice of a stacked array that the output is written into, or None.
+      window: the number of tokens that a query sees, itself included; None means all earlier ones.
     """
 
     qkv: Float[Array, "B N P D"]
@@ -52,6 +62,7 @@ class AttentionOperands(NamedTuple):
     segment_ids: Int[Array, "B N"] | None = None
     kv: KeysAndValues | None = None
     to: StackSlice | None = None
+    window: Window | None = None
 
     @property
     def segments(self) -> Segments | None:
@@ -62,7 +73,7 @@ class AttentionOperands(NamedTuple):
 class PartOperands(NamedTuple):
     """The operands of attention from one part of a sequence to another, without a causal mask.
 
-    A query sees all keys of its segment.
+    A query sees all keys of its segment, or those of them that are within a window.
 
     Attributes:
       q: the queries.
@@ -70,7 +81,10 @@ class PartOperands(NamedTuple):
       scale: the factor of the logits.
       shift: the first query's position minus the first key's position.
       slopes: the slopes of ALiBi, or None.
-      segments: the segments of the queries and of the keys; None if every query sees all keys.
+      segments: the segments of the queries and of the keys; None if they are all one segment.
+      window: None, or the limit of `i - j`, where query i and key j are counted from the beginning
+        of their own part. It is the number of tokens that a query sees, minus the distance of the
+        two parts, and may be 0 or negative.
     """
 
     q: Float[Array, "B Q H D"]
@@ -79,6 +93,7 @@ class PartOperands(NamedTuple):
     shift: Int[Array, ""] | int
     slopes: Float[Array, " H"] | None
     segments: Segments | None
+    window: Window | None = None
 
     @property
     def keys_and_values(self) -> KeysAndValues:

@@ -53,7 +53,9 @@ def unsupported(
     heads, kv_heads = _heads(operands, *results)
     key = _key(operands, (heads, kv_heads), "head_major")
     sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
-    blocks = block_sizes.default_blocks("attention_blocks_backward", qkv.shape[1], **key)
+    blocks = block_sizes.default_blocks(
+        "attention_blocks_backward", qkv.shape[1], **key, window=_whole_window(operands)
+    )
     if not KernelWork(**sizes, dtype=qkv.dtype, blocks=blocks).fits:
         each = heads // kv_heads
         return (
@@ -188,6 +190,7 @@ def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands,
         operands.segments,
         offset=None,
         shift=operands.shift,
+        window=operands.window,
     )
     return of_part, blocks._replace(queries=tokens, keys=tokens)
 
@@ -211,10 +214,23 @@ def _key(
 
 
 def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[str, Any]) -> Blocks:
-    """Return the block sizes that a tuning table lists for the key, or else the default."""
+    """Return the block sizes that a tuning table lists for the key, or else the default.
+
+    Tables have block sizes for attention without a window.
+    """
     tokens = operands[0].shape[1]
-    default = block_sizes.default_blocks(kernel, tokens, **key)
+    default = block_sizes.default_blocks(kernel, tokens, **key, window=_whole_window(operands))
+    if operands.window is not None:
+        return default
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
+
+
+def _whole_window(operands: AttentionOperands | PartOperands) -> int | None:
+    """Return the window of attention over a whole sequence, or None.
+
+    Over a part, a window may be negative, and blocks are chosen as without a window.
+    """
+    return None if isinstance(operands, PartOperands) else operands.window
 
 
 def _fits_whole(operands: AttentionOperands, kv_heads: int, rows: Rows) -> bool:
@@ -237,7 +253,8 @@ class _PaddedOperands:
         heads = P if operands.kv is not None else P - 2 * kv_heads
         rows = "head_major" if operands.kv is not None else rows
         key = _key(operands, (heads, kv_heads), rows)
-        default = blocks or block_sizes.default_blocks(kernel, self.length, **key)
+        shown = operands.window
+        default = blocks or block_sizes.default_blocks(kernel, self.length, **key, window=shown)
         work = KernelWork(rows, heads, kv_heads, D, key["value_size"], operands.qkv.dtype, default)
         self.rows = rows if work.supports_rows(self.length) else "head_major"
         self.blocks = blocks or _blocks(kernel, operands, key | {"rows": self.rows})
@@ -257,6 +274,7 @@ class _PaddedOperands:
             operands.slopes,
             None if ids is None else (ids, ids),
             rows=self.rows,
+            window=shown,
         )
 
     def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B _ _ padded_N"]:

@@ -2,9 +2,10 @@
 
 Tokens are in the lanes, and a head is [D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
 grid runs over batch rows, key heads, and pairs of a block of queries with a block of keys that it
-sees. The list of pairs is static, so nothing above the diagonal is copied or computed. If the list
-does not fit in SMEM, the queries are divided into several ranges ("spans"), one per kernel call. A
-key head is processed together with all its query heads (Ainslie et al. 2023).
+sees. The list of pairs is static (`mosaic_tpu_pairs`), so nothing above the diagonal, or before the
+window of all queries of a block, is copied or computed. If the list does not fit in SMEM, the
+queries are divided into several ranges ("spans"), one per kernel call. A key head is processed
+together with all its query heads (Ainslie et al. 2023).
 
 The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
 key-vector kernels write it. The latter requires queries, keys and values of equal length in one
@@ -19,8 +20,8 @@ their last key block is processed, which also limits the length of a span. Weigh
 from the log-sum-exps. The backward pass takes five matrix products per pair; separate kernels for
 the gradients of queries and of keys and values would take seven.
 
-Masks are applied only to the pairs that need them: pairs on the diagonal, and pairs with several
-segments. Pairs whose ranges of segment ids do not overlap are skipped.
+Masks are applied only to the pairs that need them: pairs on the diagonal or at the end of a window,
+and pairs with several segments. Pairs whose ranges of segment ids do not overlap are skipped.
 
 For T queries that see N keys each on average, H query heads and G key heads of size D, blocks of b
 queries and E bytes per entry, the forward kernel takes `4 T N H D` FLOPs and moves `2 E T D (H + G
@@ -33,26 +34,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import operand
 from pallas_kernels.call import LANES, round_up, tpu_call, widen
+from pallas_kernels.causal_attention import mosaic_tpu_pairs as pairs
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
 from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, KernelWork
 from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
-
-# The properties of a pair (a block of queries and a block of keys), as bits. A pair belongs to its
-# block of queries in the forward pass, and to its block of keys in the backward pass.
-# - _FIRST, _LAST: the pair is the first or the last pair that belongs to its block.
-# - _MASKED: some queries of the pair are before some of its keys.
-# - _DONE: the pair is the last one with its block of queries.
-# - _NEW: the pair's other block must be extracted from size-major rows.
-_FIRST, _LAST, _MASKED, _DONE, _NEW = 1, 2, 4, 8, 16
 
 
 class _BlocksCall(NamedTuple):
@@ -65,6 +58,7 @@ class _BlocksCall(NamedTuple):
     segments: bool
     offset: int | None  # Query i is at position `offset + i`; None if every query sees all keys.
     by_keys: bool  # Whether pairs are ordered by key block, as in the backward pass.
+    window: int | None = None  # Query i sees key j only if `i - j` is smaller.
 
     blocks = property(lambda self: self.work.blocks)
     dtype = property(lambda self: self.work.dtype)
@@ -123,6 +117,7 @@ class BlockOperands(NamedTuple):
       shift: the position of the first query for ALiBi, possibly traced; None means `offset`.
       rows: the memory order. With size-major rows, q, k and v are the same array [B, D, P, N], and
         offset is 0.
+      window: None, or query i sees key j only if `i - j` is smaller than it. It may be negative.
     """
 
     q: HeadRows
@@ -135,6 +130,7 @@ class BlockOperands(NamedTuple):
     offset: int | None = 0
     shift: Any = None
     rows: Rows = "head_major"
+    window: int | None = None
 
 
 def attention_forward(
@@ -195,11 +191,12 @@ def attention_backward(
     """
     keys, d_q, sums = operands.k.array.shape[3], [], []
     for part, own in _spans(operands, blocks, by_keys=True):
+        own, first = _without_unseen_keys(own, blocks)
         of_queries = [x[..., part] for x in (log_sums, delta, d_out)]
         of_span = _span_backward(own, *of_queries, blocks, interpret)
         d_q.append(of_span[0])
-        missing = keys - of_span[1].shape[3]
-        sums.append([jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) for x in of_span[1:]])
+        missing = first, keys - first - of_span[1].shape[3]
+        sums.append([jnp.pad(x, [(0, 0)] * 3 + [missing]) for x in of_span[1:]])
     if len(d_q) == 1:
         return (*d_q, *sums[0])
     add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
@@ -264,7 +261,7 @@ def _forward_kernel(call: _BlocksCall, ref):
     at = _BlockPair(ref)
     ref = _with_heads(call, ref, at)
 
-    @pl.when(at.is_(_FIRST))
+    @pl.when(at.is_(pairs.FIRST))
     def _():
         ref["largest"][...] = jnp.full_like(ref["largest"], MASKED)
         ref["total"][...] = jnp.zeros_like(ref["total"])
@@ -287,7 +284,7 @@ def _forward_kernel(call: _BlocksCall, ref):
 
     _where_seen(call, ref, at, attend)
 
-    @pl.when(at.is_(_LAST))
+    @pl.when(at.is_(pairs.LAST))
     def _():
         for head in range(call.step * call.each):
             # `total`, the sum of the weights, is 0 for a query that saw no key. With the maximum,
@@ -309,7 +306,7 @@ def _backward_kernel(call: _BlocksCall, ref):
     def _():
         ref["d_q_sum"][...] = jnp.zeros_like(ref["d_q_sum"])
 
-    @pl.when(at.is_(_FIRST))
+    @pl.when(at.is_(pairs.FIRST))
     def _():
         ref["d_k_sum"][...] = jnp.zeros_like(ref["d_k_sum"])
         ref["d_v_sum"][...] = jnp.zeros_like(ref["d_v_sum"])
@@ -331,19 +328,19 @@ def _backward_kernel(call: _BlocksCall, ref):
 
     if call.size_major:
 
-        @pl.when(at.is_(_LAST))
+        @pl.when(at.is_(pairs.LAST))
         def _():
             d_q = ref["d_q_sum"].at[at.key_block]
             of_rows.write_gradients(call, ref, d_q, scale)
 
         return
 
-    @pl.when(at.is_(_LAST))
+    @pl.when(at.is_(pairs.LAST))
     def _():
         ref["d_k"][0] = (ref["d_k_sum"][...] * scale).astype(call.dtype)
         ref["d_v"][0] = ref["d_v_sum"][...].astype(call.dtype)
 
-    @pl.when(at.is_(_DONE))
+    @pl.when(at.is_(pairs.DONE))
     def _():
         ref["d_q"][0] = (ref["d_q_sum"][at.query_block] * scale).astype(call.dtype)
 
@@ -369,28 +366,28 @@ def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
         own, others, slot = ("k", "v"), ("q", "d_out", "delta"), at.query_block
     slot = slot if call.slots > 1 else 0
     ref = ref | {name: ref[name].at[pl.ds(slot, 1)] for name in others}
-    pl.when(at.is_(_FIRST))(lambda: of_rows.extract_heads(call, ref, own))
-    pl.when(at.is_(_NEW))(lambda: of_rows.extract_heads(call, ref, others))
+    pl.when(at.is_(pairs.FIRST))(lambda: of_rows.extract_heads(call, ref, own))
+    pl.when(at.is_(pairs.NEW))(lambda: of_rows.extract_heads(call, ref, others))
     return ref
 
 
 def _where_seen(call: _BlocksCall, ref, at: _BlockPair, attend) -> None:
     """Run `attend(heads, masked)` for all heads, unless no query of the pair sees a key."""
     attend = functools.partial(_in_parts, call, attend)
-    some, every = call.offset is not None, _all_masked(call)
+    some, every = call.offset is not None or call.window is not None, pairs.all_masked(call)
     if call.segments:
         of = lambda name, block: (ref[name][0, 0, 2 * block + end] for end in range(2))
         q_low, q_high = of("query_ranges", at.query_block)
         k_low, k_high = of("key_ranges", at.key_block)
         seen = (k_low <= q_high) & (q_low <= k_high)
-        alike = (q_low == q_high) & (k_low == k_high) & ~at.is_(_MASKED)
+        alike = (q_low == q_high) & (k_low == k_high) & ~at.is_(pairs.MASKED)
         pl.when(seen & alike)(functools.partial(attend, False))
         pl.when(seen & ~alike)(functools.partial(attend, True))
     elif not some or every:
         attend(every)
     else:
-        pl.when(at.is_(_MASKED))(functools.partial(attend, True))
-        pl.when(~at.is_(_MASKED))(functools.partial(attend, False))
+        pl.when(at.is_(pairs.MASKED))(functools.partial(attend, True))
+        pl.when(~at.is_(pairs.MASKED))(functools.partial(attend, False))
 
 
 def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
@@ -434,18 +431,22 @@ def _visible(call: _BlocksCall, ref, at: _BlockPair):
     bq, bk, _ = call.blocks
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     visible = None
+    if call.window is not None:
+        ahead = at.query_block * bq - at.key_block * bk
+        visible = iota((bk, bq), 1) - iota((bk, bq), 0) + ahead < call.window
     if call.offset is not None:
         # If the distance between query block and key block is the same in all masked pairs, it is
         # passed as a constant. The compiler then knows which logits are masked and skips them.
         behind = {
             call.offset + i * bq - j * bk
             for i in range(call.queries // bq)
-            for j in range(_seen(call, i))
-            if _is_masked(call, i, j)
+            for j in pairs.seen(call, i)
+            if pairs.is_masked(call, i, j)
         }
         between = call.offset + at.query_block * bq - at.key_block * bk
-        visible = iota((bk, bq), 0) - iota((bk, bq), 1)
-        visible = visible <= (between if len(behind) != 1 or call.segments else behind.pop())
+        earlier = iota((bk, bq), 0) - iota((bk, bq), 1)
+        earlier = earlier <= (between if len(behind) != 1 or call.segments else behind.pop())
+        visible = earlier if visible is None else visible & earlier
     if call.segments:
         column = jnp.broadcast_to(ref["key_ids"][0], (LANES, bk)).T
         same = widen(column, bq) == ref["query_ids"][0]
@@ -495,6 +496,7 @@ def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _Bloc
         segments=operands.segments is not None,
         offset=offset,
         by_keys=by_keys,
+        window=operands.window,
     )
 
 
@@ -512,7 +514,7 @@ def _spans(
     size, length = call.queries, call.queries
     if not call.size_major:
         most_pairs = TABLES // (4 * len(call.tables))
-        if _pairs(call) > most_pairs:
+        if pairs.count(call) > most_pairs:
             size = blocks.queries * max(1, most_pairs // (call.keys // blocks.keys))
         size = min(size, call.work.span) if by_keys else size
     later = lambda position, start: None if position is None else position + start
@@ -523,64 +525,32 @@ def _spans(
             segments=segments and (segments[0][:, part], segments[1]),
             offset=later(operands.offset, start),
             shift=later(operands.shift, start),
+            window=later(operands.window, -start),
         )
         yield part, own
 
 
-def _pairs(call: _BlocksCall) -> int:
-    """Return the number of pairs (block of queries, block of keys) in which a query sees a key."""
-    return sum(_seen(call, i) for i in range(call.queries // call.blocks.queries))
+def _without_unseen_keys(operands: BlockOperands, blocks: Blocks) -> tuple[BlockOperands, int]:
+    """Return head-major operands without the blocks of keys before the window of all queries.
 
-
-def _seen(call: _BlocksCall, block: int) -> int:
-    """Return the number of blocks of keys in which some query of a block of queries sees a key."""
-    if call.offset is None:
-        return call.keys // call.blocks.keys
-    last = call.offset + (block + 1) * call.blocks.queries - 1
-    return min(call.keys // call.blocks.keys, last // call.blocks.keys + 1)
-
-
-def _is_masked(call: _BlocksCall, i: int, j: int) -> bool:
-    if call.offset is None:
-        return False
-    return (j + 1) * call.blocks.keys - 1 > call.offset + i * call.blocks.queries
-
-
-def _all_masked(call: _BlocksCall) -> bool:
-    blocks = range(call.queries // call.blocks.queries)
-    return all(_is_masked(call, i, j) for i in blocks for j in range(_seen(call, i)))
-
-
-def _tables(call: _BlocksCall) -> dict[str, np.ndarray]:
-    """Return tables that map each grid step to the blocks and the properties of its pair.
-
-    `queries` and `keys` hold the pair's blocks, and `kinds` its properties as bits. `done` holds
-    the block of queries whose gradients were completed last, or, before the first completion, the
-    block that is completed first. `fetched` holds the block of size-major rows that is in VMEM.
+    One block of keys is kept in any case. The second value is the number of keys left out.
     """
-    seen = [_seen(call, i) for i in range(call.queries // call.blocks.queries)]
-    pairs = [(i, j) for i, count in enumerate(seen) for j in range(count)]
-    if call.by_keys:
-        pairs.sort(key=lambda pair: pair[::-1])
-    own, other = (1, 0) if call.by_keys else (0, 1)
-    kinds, had = [], set()
-    for n, (i, j) in enumerate(pairs):
-        kind = _FIRST * (n == 0 or pairs[n - 1][own] != pairs[n][own])
-        kind |= _LAST * (n == len(pairs) - 1 or pairs[n + 1][own] != pairs[n][own])
-        kind |= _MASKED * _is_masked(call, i, j) | _DONE * (j == seen[i] - 1)
-        if call.slots == 1 or pairs[n][other] not in had:
-            kind |= _NEW
-            had.add(pairs[n][other])
-        kinds.append(kind)
-    done, now = [], next(i for i, j in pairs if j == seen[i] - 1)
-    fetched = []
-    for pair, kind in zip(pairs, kinds, strict=True):
-        now = pair[0] if kind & _DONE else now
-        done.append(now)
-        fetched.append(pair[other] if kind & _NEW else fetched[-1])
-    queries, keys = zip(*pairs, strict=True)
-    tables = {"queries": queries, "keys": keys, "kinds": kinds, "done": done, "fetched": fetched}
-    return {name: np.array(tables[name], np.int32) for name in call.tables}
+    first, keys, window = 0, operands.k.array.shape[3], operands.window
+    if window is not None:
+        first = min(max(0, 1 - window), keys - blocks.keys) // blocks.keys * blocks.keys
+    if first == 0:
+        return operands, 0
+    earlier = lambda position: None if position is None else position - first
+    cut = lambda x: HeadRows(x.array[:, x.first :][:, : operands.heads[1], :, first:])
+    own = operands._replace(
+        k=cut(operands.k),
+        v=cut(operands.v),
+        segments=operands.segments and (operands.segments[0], operands.segments[1][:, first:]),
+        offset=earlier(operands.offset),
+        shift=earlier(operands.shift),
+        window=window + first,
+    )
+    return own, first
 
 
 def _of_queries(
@@ -692,17 +662,17 @@ def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl
 
 
 def _run(kernel, name, call, inputs, outputs, scratch, contracted, interpret):
-    tables = _tables(call)
+    tables = pairs.tables(call)
     batch = next(iter(outputs.values()))[0].shape[0]
-    pairs = len(tables["kinds"])
-    logits = batch * call.heads * pairs * call.blocks.queries * call.blocks.keys
+    count = len(tables["kinds"])
+    logits = batch * call.heads * count * call.blocks.queries * call.blocks.keys
     return tpu_call(
         lambda inputs, outputs, scratch: kernel(call, inputs | outputs | scratch),
         name,
         inputs,
         outputs,
         scratch,
-        grid=(batch, call.kv_heads // call.step, pairs),
+        grid=(batch, call.kv_heads // call.step, count),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * logits * contracted,
         transcendentals=logits,

@@ -9,7 +9,8 @@ either
 - "head_major", [B, P, D, N], as a plain Transformer's projection writes.
 
 One grid step holds a whole sequence with all heads in VMEM. At any time, only the logits of one
-block of queries of one head exist. Blocks of keys above the diagonal are never computed.
+block of queries of one head exist. Blocks of keys above the diagonal, or before the window of a
+block of queries, are never computed.
 
 For T tokens in sequences of length N, with H heads of size D and E bytes per entry, the forward
 kernel takes `2 T N H D` FLOPs (causal) and moves `4 E T H D` bytes; the backward kernel takes `5 T
@@ -49,6 +50,20 @@ class _WholeCall(NamedTuple):
     alibi: bool
     segments: bool
     queries: int  # The number of queries per block.
+    window: int | None
+
+    def seen(self, start: int) -> slice:
+        """Return the keys, in whole tiles, that some query of the block from `start` sees."""
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        return slice(first // LANES * LANES, start + self.queries)
+
+    @property
+    def logits(self) -> int:
+        """The number of logits of one head, without those that no query of a block sees."""
+        if self.window is None:
+            return self.length**2 // 2
+        seen = (self.seen(start) for start in range(0, self.length, self.queries))
+        return self.queries * sum(keys.stop - keys.start for keys in seen)
 
     @property
     def packed(self) -> int:
@@ -99,7 +114,7 @@ def attention_forward(
         inputs["stack"] = operand.anywhere(outputs["out"][0])
         options = {"aliased": {"stack": "out"}, "prefetch": slot}
     scratch = _scratch(call, {"out": H}, qkv=3 * H)
-    flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
+    flops, size = 4 * B * call.logits * H * D, 4 * B * N * H * D * call.dtype.itemsize
     result = _run(
         _forward_kernel,
         "attention_forward",
@@ -137,7 +152,7 @@ def attention_backward(
     inputs["log_sums"] = (results.log_sums.swapaxes(1, 2), _of_sums(call))
     outputs = {"d_qkv": (_out_shape(call, B, 3 * H), _block(call, 3 * H))}
     scratch = _scratch(call, {"qkv": 3 * H}, out=H, d_out=H)
-    flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * call.dtype.itemsize
+    flops, size = 10 * B * call.logits * H * D, 8 * B * N * H * D * call.dtype.itemsize
     result = _run(
         _backward_kernel,
         "attention_backward",
@@ -170,11 +185,10 @@ def _forward_kernel(call: _WholeCall, ref):
 
         def mix(n, start, logits):
             *_, v = heads[n]
-            end = start + call.queries
             largest = jnp.max(logits, axis=0, keepdims=True)
             weights = jnp.exp2(logits - largest)
             total = jnp.sum(weights, axis=0, keepdims=True)
-            outs[n].append(dot(v[:, :end], weights.astype(call.dtype)) / total)
+            outs[n].append(dot(v[:, call.seen(start)], weights.astype(call.dtype)) / total)
             log_sums[n].append(largest / LOG2_E + jnp.log(total))
 
         _each_ahead(call, len(heads), logits, mix)
@@ -204,7 +218,8 @@ def _backward_kernel(call: _WholeCall, ref):
         def products(n, start):
             head, q, k, v, _, d_out = heads[n]
             end = start + call.queries
-            return _logits(call, ref, head, q, k, start), dot_rows(v[:, :end], d_out[:, start:end])
+            d_weights = dot_rows(v[:, call.seen(start)], d_out[:, start:end])
+            return _logits(call, ref, head, q, k, start), d_weights
 
         def differentiate(n, start, made):
             head, q, k, _, out, d_out = heads[n]
@@ -217,8 +232,9 @@ def _backward_kernel(call: _WholeCall, ref):
             weights = jnp.exp2(logits - log_sums)
             d_logits = weights * (d_weights - delta) * scale
             d_logits = d_logits.astype(call.dtype)
-            d_q[n].append(dot(k[:, :end], d_logits))
-            rest = ((0, 0), (0, call.length - end))
+            seen = call.seen(start)
+            d_q[n].append(dot(k[:, seen], d_logits))
+            rest = ((0, 0), (seen.start, call.length - seen.stop))
             d_k[n] += jnp.pad(dot_columns(q[:, start:end], d_logits), rest)
             narrow = weights.astype(call.dtype)
             d_v[n] += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
@@ -249,16 +265,18 @@ def _each_ahead(call: _WholeCall, heads: int, make, use):
 
 def _logits(call: _WholeCall, ref, head, q, k, start):
     """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e)."""
-    end = start + call.queries
-    logits = dot_rows(k[:, :end], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
-    key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    end, seen = start + call.queries, call.seen(start)
+    logits = dot_rows(k[:, seen], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
+    key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0) + seen.start
     query = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + start
     if call.alibi:
         slope = ref["slopes"][head] * LOG2_E
         logits += slope * (key - query).astype(jnp.float32)
     visible = key <= query
+    if call.window is not None:
+        visible = visible & (query - key < call.window)
     if call.segments:
-        same = ref["segment_columns"][:end, :1] == ref["segment_rows"][0, :, start:end]
+        same = ref["segment_columns"][seen, :1] == ref["segment_rows"][0, :, start:end]
         visible = visible & same
     return jnp.where(visible, logits, MASKED)
 
@@ -368,10 +386,11 @@ def _call_of(
         rows=rows,
         alibi=operands.slopes is not None,
         segments=operands.segment_ids is not None,
-        queries=queries or default_blocks(kernel, N).queries,
+        queries=queries or default_blocks(kernel, N, operands.window).queries,
+        window=operands.window,
     )
-    if queries is not None:
-        return call
+    if queries is not None or operands.window is not None:
+        return call  # Tables have block sizes for attention without a window.
     key = {name: getattr(call, name) for name in KERNELS[kernel].key}
     key["dtype"] = jnp.dtype(call.dtype).name
     return call._replace(
@@ -389,10 +408,10 @@ class WholeBlocks(NamedTuple):
     queries: int
 
 
-def default_blocks(kernel: str, N: int) -> WholeBlocks:
+def default_blocks(kernel: str, N: int, window: int | None = None) -> WholeBlocks:
     """Return the blocks that a rule chooses for the device that the program is lowered for."""
     # Larger blocks hide a matrix unit's latency; smaller blocks skip more of the masked logits.
-    most = 512 if kernel == "attention_forward" else 256
+    most = 512 if kernel == "attention_forward" and (window is None or window > 256) else 256
     return WholeBlocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))
 
 
@@ -503,7 +522,7 @@ def _run(kernel, name, call, batch, inputs, outputs, scratch, flops, size, inter
         semantics=("parallel",),
         flops=flops,
         moved=size,
-        transcendentals=batch * call.heads * call.length**2 // 2,
+        transcendentals=batch * call.heads * call.logits,
         interpret=interpret,
         **options,
     )

@@ -1,9 +1,9 @@
 """Causal attention in plain JAX, with an online softmax over pairs of blocks.
 
 Only the logits of one block of queries with one block of keys exist at a time, in the forward and
-in the backward pass. Pairs of blocks above the diagonal are skipped. A single loop of static length
-runs over the pairs, so that a GPU need not wait for its host between them. The backward pass
-recomputes the weights of each pair from the log-sum-exps.
+in the backward pass. Pairs of blocks above the diagonal, or before the window of all their queries,
+are skipped. A single loop of static length runs over the pairs, so that a GPU need not wait for its
+host between them. The backward pass recomputes the weights of each pair from the log-sum-exps.
 
 Milakov and Gimelshein 2018, Online normalizer calculation for softmax; Dao et al. 2022,
 FlashAttention; Rabe and Staats 2021, Self-attention Does Not Need O(n^2) Memory.
@@ -81,7 +81,9 @@ def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
     """Return operands with the whole sequence as one part; a causal mask hides later keys."""
     q, *kv = reference.split(operands, kv_heads)
     return _separated(
-        PartOperands(q, tuple(kv), operands.scale, 0, operands.slopes, operands.segments)
+        PartOperands(
+            q, tuple(kv), operands.scale, 0, operands.slopes, operands.segments, operands.window
+        )
     )
 
 
@@ -167,7 +169,7 @@ def _pull_back(causal: bool, saved, cotangents):
     none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
     scale, slopes = jax.tree.map(jnp.zeros_like, (operands.scale, operands.slopes))
     shift, segments = jax.tree.map(none, (operands.shift, operands.segments))
-    return (PartOperands(d_q, tuple(d_kv), scale, shift, slopes, segments),)
+    return (PartOperands(d_q, tuple(d_kv), scale, shift, slopes, segments, operands.window),)
 
 
 _forward.defvjp(_forward_saving, _pull_back)
@@ -184,13 +186,22 @@ class _OnlineBlocks:
         self.dtype = jnp.result_type(operands.q, jnp.float32)
         self._causal, self._operands, self._lengths = causal, operands, (Q, K)
         self._heads = G, H // G
-        fits = (size for size in _SIZES if B * H * size**2 <= LOGITS)
+        window = operands.window
+        most = _SIZES[0] if window is None else max(window, _SIZES[-1])
+        fits = (size for size in _SIZES if B * H * size**2 <= LOGITS and size <= most)
         size = next(fits, _SIZES[-1])
         self._sizes = tuple(_even(length, size) for length in (Q, K))
         counts = (-(-n // size) for n, size in zip((Q, K), self._sizes, strict=True))
         pairs = np.stack(np.meshgrid(*map(np.arange, counts), indexing="ij"), -1).reshape(-1, 2)
         if causal:
             pairs = pairs[pairs[:, 0] >= pairs[:, 1]]
+        if window is not None:
+            # The smallest distance of a pair is that of its first query to its last key.
+            first_queries, next_keys = (
+                pairs[:, 0] * self._sizes[0],
+                (pairs[:, 1] + 1) * self._sizes[1],
+            )
+            pairs = pairs[first_queries - (next_keys - 1) < window]
         self.pairs = tuple(jnp.asarray(pairs.T, jnp.int32))
         self._ids = None
         if operands.segments is not None:
@@ -243,6 +254,8 @@ class _OnlineBlocks:
         mask = (queries < self._lengths[0])[:, None] & (keys < self._lengths[1])
         if self._causal:
             mask = mask & (distance >= 0)
+        if operands.window is not None:
+            mask = mask & (distance < operands.window)
         mask = mask[None]
         if self._ids is not None:
             of_queries, of_keys = (_at(x, n) for x, n in zip(self._ids, pair, strict=True))

@@ -19,6 +19,7 @@ from pallas_kernels.causal_attention.interface import (
     ResultsAndCotangent,
     Rows,
     Segments,
+    Window,
 )
 
 # Maximum number of queries per block, and of logits per head in a block.
@@ -26,10 +27,14 @@ _QUERIES, _LOGITS = 1024, 2**23
 
 
 def visible(
-    queries: Int[Array, " Q"], length: int, segment_ids: Int[Array, "B N"] | None
+    queries: Int[Array, " Q"],
+    length: int,
+    segment_ids: Int[Array, "B N"] | None,
+    window: Window | None = None,
 ) -> Bool[Array, "B_or_1 Q N"]:
-    """Return whether query i sees key j, that is, `j <= i` and both are in the same segment."""
-    mask = (queries[:, None] >= jnp.arange(length)[None, :])[None]
+    """Return whether query i sees key j: `j <= i`, in the same segment, and within the window."""
+    distance = queries[:, None] - jnp.arange(length)[None, :]
+    mask = _within(window, distance, distance >= 0)[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, queries, None] == segment_ids[:, None, :])
     return mask
@@ -66,7 +71,7 @@ def attention_backward(
 def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """Attend from one part of a sequence to another, as `interface` specifies."""
     k, v = operands.keys_and_values
-    mask = of_part(k.shape[1], operands.segments)
+    mask = of_part(k.shape[1], operands.segments, operands.window)
     return forward(operands.q, k, v, operands.scale, operands.slopes, operands.shift, mask)
 
 
@@ -75,7 +80,7 @@ def part_backward(
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
     """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
     k, v = operands.keys_and_values
-    mask = of_part(k.shape[1], operands.segments)
+    mask = of_part(k.shape[1], operands.segments, operands.window)
     arrays = operands.q, k, v, *results
     d_q, d_k, d_v = backward(*arrays, operands.scale, operands.slopes, operands.shift, mask)
     return d_q, operands.like_kv(d_k, d_v)
@@ -151,18 +156,28 @@ def _for_each_query(q, x):
 def _causal(operands: AttentionOperands):
     """Return the causal mask as a function of query positions."""
     return functools.partial(
-        visible, length=operands.qkv.shape[1], segment_ids=operands.segment_ids
+        visible,
+        length=operands.qkv.shape[1],
+        segment_ids=operands.segment_ids,
+        window=operands.window,
     )
 
 
-def of_part(length: int, segments: Segments | None):
+def _within(window: Window | None, distance, mask):
+    """Return the mask without the pairs whose query is not less than `window` after the key."""
+    return mask if window is None else mask & (distance < window)
+
+
+def of_part(length: int, segments: Segments | None, window: Window | None = None):
     """Return a mask, as a function of query positions, under which queries see their whole segment.
 
+    With a window, they see only those keys of it that are within the window: see `PartOperands`.
     Padding queries, at position -1, see no key.
     """
 
     def mask(queries):
-        inside = jnp.broadcast_to((queries >= 0)[None, :, None], (1, len(queries), length))
+        inside = jnp.broadcast_to((queries >= 0)[:, None], (len(queries), length))
+        inside = _within(window, queries[:, None] - jnp.arange(length), inside)[None]
         if segments is None:
             return inside
         of_queries, of_keys = segments

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu
-from pallas_kernels.causal_attention.interface import AttentionOperands
+from pallas_kernels.causal_attention.interface import AttentionOperands, Window
 from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.estimator import Target
@@ -85,4 +85,6 @@ def _attention_arguments(
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
     slopes = jax.ShapeDtypeStruct((softmax.heads,), jnp.float32) if softmax.alibi else None
     kv = (array(softmax.kv_heads, size) for size in (softmax.size, softmax.value_size))
-    return AttentionOperands(array(softmax.heads, softmax.size), 1.0, slopes, ids, tuple(kv))
+    shown = None if softmax.window is None else Window(softmax.window)
+    q = array(softmax.heads, softmax.size)
+    return AttentionOperands(q, 1.0, slopes, ids, tuple(kv), window=shown)

@@ -117,7 +117,10 @@ def _attention(call: TracedCall) -> Iterator[DeviceCase]:
     if operands.kv is not None:
         options["values"] = operands.kv[1].shape[3]
     heads = rows if operands.kv is not None else rows - 2 * G
-    yield layers.attention(Heads(heads, D), _capped((batch, seq)), **options)
+    tokens = _capped((batch, seq))
+    if operands.window is not None and operands.window < tokens[1]:
+        options["window"] = int(operands.window)
+    yield layers.attention(Heads(heads, D), tokens, **options)
 
 
 def _delta(call: TracedCall) -> Iterator[DeviceCase]:

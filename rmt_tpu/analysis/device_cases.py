@@ -62,7 +62,7 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
         whole = [
             (Heads(2, 16), (1, 128), {}),
             (Heads(2, 16), (2, 131), {"kv_heads": 1, "alibi": True}),
-            (Heads(1, 120), (1, 40), {}),
+            (Heads(1, 120), (1, 40), {"window": 9}),
         ]
         after = [(Heads(2, 16), (1, 128), 128), (Heads(1, 16), (2, 37), 45)]
         decode = [(Heads(2, 16), (1, 128), 128), (Heads(2, 16), (2, 3), 45)]
@@ -71,6 +71,7 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
             (shapes.GPT2_405M, shapes.TOKENS, {}),
             (shapes.GPT2_160M, (4, 1023), {}),
             (Heads(16, 128), (1, 4096), {}),
+            (Heads(16, 128), (1, 4096), {"kv_heads": 4, "window": 1024}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
             # cuDNN supports only some of these head sizes, and fewer with segment ids, which make
             # heads larger.

@@ -28,6 +28,7 @@ def attention(
     values: int | None = None,
     order: Rows = "size_major",
     dtype: str = "bfloat16",
+    window: int | None = None,
 ) -> DeviceCase:
     """Return a test case for `causal_attention` on whole sequences.
 
@@ -41,6 +42,7 @@ def attention(
         queries; otherwise None.
       order: the order of heads and features in the kernel's layout.
       dtype: the dtype of queries, keys and values.
+      window: the number of tokens that each token sees; None means all earlier ones.
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
@@ -55,6 +57,7 @@ def attention(
             kv_heads=G,
             rows=order,
             kv=None if k is None else (k, v),
+            window=window,
             implementation=implementation,
         )
         return {"out": out}
@@ -70,10 +73,12 @@ def attention(
         return arrays | {"segment_ids": jnp.tile(ids, (tokens[0], 1))}
 
     more = ({"G": G} if G != heads else {}) | ({"Dv": values} if values else {})
+    more |= {} if window is None else {"window": window}
     words = in_words(tokens, dtype, H=heads, D=D, **more) + (" ALiBi" if alibi else "")
     words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " one document"
-    flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
+    seen = tokens[1] if window is None else min(2 * window, tokens[1])
+    flops = 2 * tokens[0] * tokens[1] * seen * heads * D
     # If a query sees only one key, the terms of the query's and the key's gradients cancel.
     cancels = frozenset({"d_qkv", "d_k"})
     return DeviceCase("causal_attention", words, function, inputs, flops, cancels=cancels)

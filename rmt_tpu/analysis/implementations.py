@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
+from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands, Window
 from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.depth_attention.interface import Merge, MergeAt, MergeRead, Partial
 from pallas_kernels.key_vector.interface import SiteOperands
@@ -197,10 +197,13 @@ def _attention() -> Iterator[ImplementationRow]:
         arguments = AttentionOperands(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
         return OpCall(words, "attention_forward", (arguments,))
 
-    def part(words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512):
+    def part(
+        words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512, window=None
+    ) -> OpCall:
         q, kv = array(dtype, 4, queries, 16, size), array(dtype, 4, 2048, 16, size)
         ids = array("int32", 4, queries), array("int32", 4, 2048)
-        return OpCall(words, "part_forward", (PartOperands(q, (kv, kv), 0.1, 0, None, ids),))
+        operands = PartOperands(q, (kv, kv), 0.1, 0, None, ids, window)
+        return OpCall(words, "part_forward", (operands,))
 
     calls = (
         whole("", 64),
@@ -215,7 +218,12 @@ def _attention() -> Iterator[ImplementationRow]:
     )
     ops = "causal_attention", "attention_forward", "attention_backward"
     yield ImplementationRow(ops, "causal_attention", calls)
-    calls = part(""), part("float32", dtype="float32"), part("one query", queries=1)
+    calls = (
+        part(""),
+        part("float32", dtype="float32"),
+        part("one query", queries=1),
+        part("a window", window=Window(100)),
+    )
     yield ImplementationRow(("attention_after", "attention_to"), "causal_attention", calls)
 
     def delta(words: str, size: int = 128, dtype: str = "bfloat16"):

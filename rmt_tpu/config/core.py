@@ -45,6 +45,8 @@ class Softmax(NamedTuple):
       heads, kv_heads: number of query heads, and number of key and value heads.
       size, value_size: size of each query and key, and size of each value.
       alibi: whether logits decrease with the distance between tokens, as in ALiBi.
+      window: the number of tokens that each token attends to, itself included; None means all
+        earlier ones.
     """
 
     heads: int
@@ -52,6 +54,7 @@ class Softmax(NamedTuple):
     size: int
     value_size: int
     alibi: bool = False
+    window: int | None = None
 
 
 class Computes(Checked):

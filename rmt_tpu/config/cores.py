@@ -105,6 +105,8 @@ class Attention(Heads):
       output_bias: whether a vector of the residual's size is added to what is written.
       normed: whether the model's norm is applied to what the core reads ("input"), to what it
         writes ("output"), or to "both".
+      window: the number of tokens that each token attends to: itself and those directly before it
+        in its document. None means all earlier tokens. Layers may have different windows.
 
     With a bias or a norm of what is written, W_O is a parameter of the core, which then needs a
     vector store.
@@ -120,6 +122,7 @@ class Attention(Heads):
     bias: bool = False
     output_bias: bool = False
     normed: Normed = "input"
+    window: Size | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -156,7 +159,8 @@ class Attention(Heads):
     def softmax(self) -> Softmax:
         """The sizes of the softmax over all earlier tokens."""
         alibi = isinstance(self.positions, Alibi)
-        return Softmax(self.num_heads, self.kv_heads, self.head_dim, self.head_dim, alibi)
+        sizes = self.num_heads, self.kv_heads, self.head_dim, self.head_dim
+        return Softmax(*sizes, alibi, self.window)
 
     @property
     def reads(self) -> Port:
@@ -201,9 +205,11 @@ class Attention(Heads):
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
         """Return the FLOPs per token of logits, softmax (3 per logit) and weighted values.
 
-        The product with W_O is included if the core projects.
+        A token attends to `seq_len` tokens, or to as many as the window has. The product with W_O
+        is included if the core projects.
         """
-        attended = 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
+        tokens = seq_len if self.window is None else min(seq_len, self.window)
+        attended = 4 * tokens * self.num_heads * self.head_dim + 3 * tokens * self.num_heads
         return attended + 2 * self._projection(width)
 
     def _projection(self, width: int) -> int:

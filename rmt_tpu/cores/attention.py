@@ -25,6 +25,7 @@ from rmt_tpu.cores.core import (
     put_tokens,
     ring_axis,
     unflatten_rows,
+    within_window,
 )
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.choices import cache_width
@@ -106,7 +107,7 @@ class Attention(Core):
             q, *kv = self._rotated_heads(z.heads, context)
             kv = (all_tokens(x, self._ring) for x in kv)
             positions = context.query_positions
-            mask = own_tokens(context.mask, self._ring)
+            mask = own_tokens(within_window(context.mask, self.core.window), self._ring)
             y = self._attend_masked(
                 q, *kv, index, own_tokens(positions, self._ring), positions, mask
             )
@@ -191,7 +192,10 @@ class Attention(Core):
         k, v = stacks.slice_at(cache, layer)
         if q.shape[1] == 1:
             queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
-            mask = queries[:, :, None] >= keys[:, None, :]
+            distance = queries[:, :, None] - keys[:, None, :]
+            mask = distance >= 0
+            if self.core.window is not None:
+                mask = mask & (distance < self.core.window)
             y = self._attend_one_query(q, k, v, groups, index, queries, keys, mask)
         else:
             heads = lambda x: x[..., : groups * size].reshape(*x.shape[:2], groups, size)
@@ -205,6 +209,7 @@ class Attention(Core):
                 slopes=self._slopes(),
                 kv_heads=groups,
                 rows=self.layout.rows,
+                window=self.core.window,
             )
         return self._output(self._to_tokens(flatten_rows(y, context))), cache
 
@@ -235,6 +240,7 @@ class Attention(Core):
             "kv_heads": arrays[0].shape[2] // (group_size + 2),
             "rows": self.layout.rows,
             "over": self._ring,
+            "window": self.core.window,
         }
         return function(*arrays, **shared, **options)
 

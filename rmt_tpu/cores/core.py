@@ -131,6 +131,19 @@ def unflatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Ar
     return x[:, : rows * new].reshape(rows, new, *x.shape[2:])
 
 
+def within_window(
+    mask: Bool[Array, "batch_or_1 queries keys"], window: int | None
+) -> Bool[Array, "batch_or_1 queries keys"]:
+    """Return the mask of a row's tokens without the pairs that are `window` tokens apart or more.
+
+    Tokens count by their order in the row.
+    """
+    if window is None:
+        return mask
+    queries, keys = (jnp.arange(size) for size in mask.shape[1:])
+    return mask & (queries[:, None] - keys < window)
+
+
 def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float:
     """Return the factor by which attention multiplies the products of queries and keys.
 

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.causal_attention import mosaic_tpu_whole, online
-from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    ResultsAndCotangent,
+    Window,
+)
 from tests.closeness import assert_close, float64
 
 # Largest error relative to the largest value. bfloat16 rounds weights, output and gradients: 2^-9
@@ -36,7 +40,7 @@ def arguments(
     return qkv, d_out, options
 
 
-def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None):
+def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None, window=None):
     """Output, log sums and the cotangent of qkv in float64, one head of one row at a time."""
     qkv, d_out = float64((qkv, d_out))
     (B, N, _, D), H = qkv.shape, d_out.shape[2]
@@ -45,7 +49,7 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
     for b, h in np.ndindex(B, H):
         rows = h, H + h // (H // G), H + G + h // (H // G)
         q, k, v = (qkv[b, :, row] for row in rows)
-        sees = np.tri(N, dtype=bool)
+        sees = np.tri(N, dtype=bool) & ~np.tri(N, k=-(window or N), dtype=bool)
         if segment_ids is not None:
             sees &= segment_ids[b, :, None] == segment_ids[b]
         logits = scale * q @ k.T
@@ -64,9 +68,9 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
     return out, log_sums, d_qkv
 
 
-def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
+def by_kernels(module, qkv, d_out, options, kv_heads=None, window=None, **static):
     """What `numpy_attention` gives, by the interpreted kernels, or by a module of plain JAX."""
-    given = AttentionOperands(qkv, **options)
+    given = AttentionOperands(qkv, **options, window=window and Window(window))
     kernel = ({} if module is online else {"interpret": True}) | static
     if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
         kernel["kv_heads"] = kv_heads or d_out.shape[2]
@@ -84,11 +88,13 @@ class Case(NamedTuple):
     segments: bool = False
     kv_heads: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    window: int | None = None
 
     @property
     def name(self) -> str:
         flags = ["alibi"] * self.alibi + ["segments"] * self.segments
         flags += [f"{self.kv_heads}keys"] * (self.kv_heads is not None)
+        flags += [f"window{self.window}"] * (self.window is not None)
         flags += [x for _, x in self.options if isinstance(x, str)]
         return "-".join(["x".join(map(str, self.shape)), self.dtype, *flags])
 
@@ -113,9 +119,9 @@ class Battery:
             metafunc.parametrize("case", self.cases, ids=lambda case: case.name)
 
     def test_equals_numpy(self, case):
-        static = {"kv_heads": case.kv_heads}
-        flags = {"alibi": case.alibi, "segments": case.segments}
-        qkv, d_out, options = arguments(*case.shape, case.dtype, **flags, **static)
+        static = {"kv_heads": case.kv_heads, "window": case.window}
+        flags = {"alibi": case.alibi, "segments": case.segments, "kv_heads": case.kv_heads}
+        qkv, d_out, options = arguments(*case.shape, case.dtype, **flags)
         run = functools.partial(by_kernels, self.module, **static, **dict(case.options))
         out, log_sums, gradient = jax.jit(run)(qkv, d_out, options)
         assert out.dtype == gradient.dtype == case.dtype and log_sums.dtype == jnp.float32

@@ -4,7 +4,6 @@ No GPU is here: what the library computes is done by plain JAX, from the same ar
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,6 @@ from pallas_kernels.target import lowering_for
 from tests import cuda
 from tests.pallas_kernels.causal_attention_battery import Battery, Case, arguments, by_tier
 from tests.tiers import later
-
-CALLED = re.compile(r"custom_call @(__cudnn\S+?)\(.*?\) (\{api_version.*)")
 
 
 class TestEntries(Battery):
@@ -49,11 +46,6 @@ def test_no_weight_goes_to_another_segment():
     np.testing.assert_array_equal(one[0, first], two[0, first])
 
 
-def calls(function, *args):
-    """Names of cuDNN's calls in a program, with all that XLA is told of them."""
-    return CALLED.findall(cuda.lowered(function, *args))
-
-
 def gradients(op, qkv, d_out):
     out, pullback = jax.vjp(op, qkv)
     return out, pullback(d_out)
@@ -77,9 +69,9 @@ def test_calls_are_those_that_jax_makes(dtype, monkeypatch):
         jax.ShapeDtypeStruct((3, 250, 8, 64), dtype),
         jax.ShapeDtypeStruct((3, 250, 4, 64), dtype),
     )
-    wanted = calls(functools.partial(gradients, by_jax), *args)
+    wanted = cuda.cudnn_calls(functools.partial(gradients, by_jax), *args)
     assert [name for name, _ in wanted] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    assert calls(functools.partial(gradients, ours), *args) == wanted
+    assert cuda.cudnn_calls(functools.partial(gradients, ours), *args) == wanted
 
 
 def test_rows_under_vmap_are_rows_of_one_call():
@@ -90,7 +82,7 @@ def test_rows_under_vmap_are_rows_of_one_call():
         one = lambda qkv: causal_attention(qkv, scale=0.1, segment_ids=ids)
         return gradients(jax.vmap(one), qkv, jnp.ones((2, 3, 128, 2, 16), qkv.dtype))
 
-    forward, backward = calls(op, qkv, ids)
+    forward, backward = cuda.cudnn_calls(op, qkv, ids)
     # 16 entries of a head, 8 of a code, and one; a multiple of 8.
     assert "tensor<6x128x2x32xbf16>" in forward[1] and "tensor<6x128x2x32xbf16>" in backward[1]
 

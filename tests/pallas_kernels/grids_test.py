@@ -15,6 +15,7 @@ from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
     PartOperands,
     ResultsAndCotangent,
+    Window,
 )
 from pallas_kernels.delta_attention import mosaic_tpu as delta_attention
 from pallas_kernels.delta_attention.interface import DeltaOperands
@@ -182,13 +183,14 @@ def depth_case(module, size, tokens, rows, sites, count):
     return run, args, " ".join(prefix + kind for kind in kinds)
 
 
-def attention_case(rows, shape, names, blocks=None):
+def attention_case(rows, shape, names, blocks=None, window=None):
     """Of fewer heads of keys in blocks; into a slot of a stack, and back from it."""
     (batch, length, heads, size), kv_heads = shape, 1 if blocks else shape[2]
     qkv, out = half(batch, length, heads + 2 * kv_heads, size), half(*shape)
 
     def run(qkv, stack, sums, d_out, ids):
-        given = AttentionOperands(qkv, scale=0.3, segment_ids=ids, to=StackSlice(stack, 1))
+        to = StackSlice(stack, 1)
+        given = AttentionOperands(qkv, scale=0.3, segment_ids=ids, to=to, window=window)
         options = {"rows": rows, "kv_heads": kv_heads, "blocks": blocks}
         forward = causal_attention.attention_forward(given, **options)
         attended = ResultsAndCotangent(StackSlice(stack, 1), sums, d_out)
@@ -197,9 +199,9 @@ def attention_case(rows, shape, names, blocks=None):
     return run, (qkv, half(2, *shape), f(*shape[:3]), out, whole(batch, length)), names
 
 
-def part_case(queries, keys, heads, size):
+def part_case(queries, keys, heads, size, window=None):
     def run(q, kv, sums):
-        given = PartOperands(q, kv, 0.3, jnp.int32(keys), None, None)
+        given = PartOperands(q, kv, 0.3, jnp.int32(keys), None, None, window)
         return (
             causal_attention.part_forward(given),
             causal_attention.part_backward(given, ResultsAndCotangent(q, sums, q)),
@@ -244,6 +246,13 @@ CASES = {
         "size_major", (B, 384, 8, 16), BLOCKS, Blocks(128, 128, 1)
     ),
     "attention to a part": part_case(384, 256, 4, 16),
+    "attention in windows": attention_case(
+        "head_major", (B, 640, 3, 16), BLOCKS, Blocks(128, 256, 1), Window(150)
+    ),
+    "attention in windows in rows of sizes": attention_case(
+        "size_major", (B, 640, 8, 16), BLOCKS, Blocks(128, 128, 1), Window(130)
+    ),
+    "attention to a part in windows": part_case(384, 640, 4, 16, Window(-300)),
     "delta attention": delta_case(9),
     "depth of few tokens": decode_case(75),
     "key vectors": key_vector_case("bfloat16", None),

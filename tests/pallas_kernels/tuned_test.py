@@ -274,15 +274,16 @@ SOURCES = {
     ),
     ("tpu", "attention"): (
         2,
-        "1c281c84981e7bfb",
+        "9ef80a4ab2c2d35d",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
     ("tpu", "attention_blocks"): (
         2,
-        "cff6fa47ec735db1",
+        "c906ab9391f6fec6",
         "mosaic_tpu_blocks.py",
+        "mosaic_tpu_pairs.py",
         "mosaic_tpu_rows.py",
         "../products.py",
     ),

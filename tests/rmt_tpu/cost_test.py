@@ -61,6 +61,17 @@ def test_the_mean_token_sees_half_of_its_window():
     assert 1.9 < long[0] / long[1] < 2
 
 
+def test_a_token_is_counted_with_what_its_window_has():
+    """Layers with windows of 3 and 7 and one without; against a sum over all tokens."""
+    cores = [cfg.Attention(2, 8, cfg.NoPositions(), window=w) for w in (3, None, 7)]
+    layers = [(core, cfg.FeedForward(8)) for core in cores]
+    config = cfg.ModelConfig(cfg.stacks(layers), cfg.VectorStore(16), vocab_size=11)
+    assert cores[0].flops(16, 16, 100) == cores[1].flops(16, 16, 3) == 3 * 2 * (4 * 8 + 3)
+    for length in (1, 3, 5, 7, 20):
+        each = sum(resources.flops_per_token(config, n) for n in range(1, length + 1))
+        assert resources.causal_flops_per_token(config, length) == each // length
+
+
 def test_flops_of_latent_attention():
     """Of a token, with n of the sequence (H = 3, D_h = 5, D_r = 2, c = 7, q = 11, read 13)."""
     core = cfg.Mla(3, 5, kv_rank=7, rope_dim=2, query_rank=11)

@@ -39,11 +39,13 @@ def norm(x, gain, config):
     return gain * x / np.sqrt((x**2).mean(axes, keepdims=True) + config.norm_epsilon)
 
 
-def attention(q, k, v, divisor=1):
+def attention(q, k, v, divisor=1, window=None):
     """Equations 8 and 21, causal, over one document: [batch, seq, heads, head_dim]."""
     length = q.shape[1]
     logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(q.shape[-1]) / divisor
-    logits = np.where(np.tril(np.ones((length, length), bool)), logits, -np.inf)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    logits = np.where(seen, logits, -np.inf)
     return np.einsum("bhnm,bmhd->bnhd", softmax(logits, -1), v)
 
 
@@ -160,7 +162,8 @@ def attention_core(core, params, store, site, x, index, config):
     q, k = (rotated(a, core.positions, getattr(core.positions, "dims", None)) for a in (q, k))
     each = core.num_heads // core.kv_heads
     k, v = (a.repeat(each, axis=2) for a in (k, v))
-    y = attention(q, k, v, index // 2 + 1 if core.inverse_layer_scaling else 1)
+    divisor = index // 2 + 1 if core.inverse_layer_scaling else 1
+    y = attention(q, k, v, divisor, core.window)
     if "w_out" not in params:
         return y
     y = y.reshape(*y.shape[:2], -1) @ params["w_out"] + params.get("output_bias", 0)

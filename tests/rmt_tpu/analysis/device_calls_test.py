@@ -32,6 +32,7 @@ CASES = {
         layers.attention(Heads(4, 64), TOKENS, alibi=True),
         layers.attention(Heads(4, 64), TOKENS, kv_heads=2, segments=False, order="head_major"),
         layers.attention(Heads(2, 64), TOKENS, values=32, dtype="float32"),
+        layers.attention(Heads(4, 64), TOKENS, window=30),
         layers.attention_to(Heads(2, 64), (2, 128), 256),
     ],
     "delta_attention": [layers.delta((1, 128), Heads(1, 128))],

@@ -41,6 +41,15 @@ AFTER = (
     cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output", **OVER_HEADS),
     cfg.FeedForward(10, "swiglu", normed="output"),
 )
+# A window in two layers of three, shorter than the texts here.
+WINDOWED = (
+    cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=4),
+    GATED,
+    cfg.Attention(4, 4, cfg.NoPositions(), num_kv_heads=1, query_key_norm=True, window=1),
+    GATED,
+    GROUPED,
+    SQUARED,
+)
 STORES = {
     "vector": cfg.VectorStore(12),
     "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4),
@@ -119,12 +128,26 @@ def test_biases_and_norms_of_outputs_follow_their_equations(stacks, changes):
         checks.assert_follows_equations(config, reference)
 
 
+@pytest.mark.parametrize(
+    "store, name",
+    [
+        ("matrix", "reversible"),
+        *later(("vector", "sum"), ("matrix", "sum"), ("vector", "blocks of 5"), ("matrix", "full")),
+    ],
+)
+def test_windows_in_some_layers_follow_their_equations(store, name):
+    with jax.enable_x64(True):
+        config = model(store, name, stacks=(cfg.Stack(WINDOWED, 2),))
+        checks.assert_follows_equations(config, reference)
+
+
 @pytest.mark.slow
-def test_linear_attention_of_documents_in_one_row():
-    """Each as if it were alone: neither a state nor a convolution goes over a border."""
+@pytest.mark.parametrize("stacks", [LINEAR, (cfg.Stack(WINDOWED, 2),)])
+def test_documents_in_one_row(stacks):
+    """Each as if it were alone: neither a state, a convolution nor a window goes over a border."""
     with jax.enable_x64(True):
         config = cfg.ModelConfig(
-            LINEAR, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
+            stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
         )
         graphdef, tokens = models.graph(config), models.tokens()
 
@@ -138,12 +161,12 @@ def test_linear_attention_of_documents_in_one_row():
         assert_close(*both(models.random_parameters(config)), 1e-12)
 
 
-@pytest.mark.slow
-def test_linear_attention_goes_on_from_its_state():
+@pytest.mark.parametrize("stacks", [(cfg.Stack(WINDOWED, 2),), *later((LINEAR,))])
+def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
     """A prompt of two lengths in parts, then token by token; and one that takes a used cache."""
     with jax.enable_x64(True):
         config = cfg.ModelConfig(
-            LINEAR, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
+            stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
         )
         graphdef, tokens = models.graph(config), models.tokens()
 
@@ -164,7 +187,7 @@ def test_linear_attention_goes_on_from_its_state():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cores", [(GROUPED, SQUARED, LATENT), (*BIASED, *AFTER)])
+@pytest.mark.parametrize("cores", [(GROUPED, SQUARED, LATENT), (*BIASED, *AFTER), WINDOWED])
 def test_decoding_in_two_pieces_is_the_model(cores):
     """MLA decodes with W_kvb absorbed, and is expanded without a cache.
 
@@ -211,7 +234,7 @@ def test_decoding_and_unrolled_layers_are_the_model(store):
 def test_a_caller_s_positions_are_those_that_are_rotated():
     """Moved all alike they change nothing, for heads see only how far tokens are apart."""
     with jax.enable_x64(True):
-        config = model("vector", "sum")
+        config = model("vector", "sum", stacks=(*STACKS, cfg.Stack(WINDOWED)))
         graphdef, tokens, order = models.graph(config), models.tokens(), jnp.arange(11)[None]
 
         @jax.jit

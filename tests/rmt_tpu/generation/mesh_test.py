@@ -65,6 +65,7 @@ SYSTEMS = [
     ("vector", cfg.Sum(), BIASED, "tensor=8"),  # two devices share a head of keys
     ("vector", cfg.Sum(), plain(cfg.Alibi()), "fsdp=2,sequence=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), GROUPED, "sequence=2,tensor=2"),
+    ("vector", cfg.Sum(), dataclasses.replace(GROUPED, window=7), "data=2,sequence=2,tensor=2"),
     ("vector", cfg.FullAttention(), LATENT, "data=2,sequence=2,tensor=2"),
     ("vector", cfg.MhcLite(streams=2), plain(cfg.Learned(40)), "data=2,tensor=4"),
     ("vector", cfg.ResidualScalars(), GROUPED, "tensor=8"),  # two devices share a head of keys

@@ -64,6 +64,14 @@ BIASED = (
 )
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
 ON_MATRICES += ("delta", "delta, null", "mean", "mudd", "wide", "scalars")
+WINDOWS = (
+    cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, window=5),
+    cfg.FeedForward(10),
+    cfg.Attention(4, 6, cfg.Alibi(), window=2),
+    cfg.FeedForward(10),
+    CORES[0],
+    cfg.FeedForward(10),
+)
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
 # One of each kind: what is carried from layer to layer, a bank, an ablation of it, and what is
@@ -150,6 +158,8 @@ def run_config(store, name, mesh, seq_len=12):
     if name == "biases":
         norm = {"norm": "layernorm", "norm_bias": True}
         model = model.replace(stacks=(cfg.Stack(BIASED, repeat=2),), **norm)
+    if name == "windows":
+        model = model.replace(stacks=(cfg.Stack(WINDOWS, repeat=2),))
     if name == "attention":
         model = model.replace(stacks=(cfg.Stack(CORES[::2], repeat=1),))
     if name == "grouped values":
@@ -206,6 +216,9 @@ RINGS += later(
     ("matrix", "dense", "sequence=4,key=2"),
     ("vector", "mudd", "sequence=4,tensor=2"),
     ("matrix", "mudd", "sequence=4,key=2"),
+    ("vector", "windows", "sequence=4,tensor=2"),
+    ("matrix", "windows", "sequence=8"),
+    ("matrix", "windows", "fsdp=2,tensor=2,sequence=2"),
     ("vector", "grouped values", "sequence=4,tensor=2"),
     ("matrix", "grouped values", "sequence=4,tensor=2"),
 )

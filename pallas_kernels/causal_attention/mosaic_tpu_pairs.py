@@ -1,0 +1,87 @@
+"""The pairs of blocks that blockwise attention on TPUs computes, in order.
+
+A call is a `mosaic_tpu_blocks._BlocksCall`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+# The properties of a pair (a block of queries and a block of keys), as bits. A pair belongs to its
+# block of queries in the forward pass, and to its block of keys in the backward pass.
+# - FIRST, LAST: the pair is the first or the last pair that belongs to its block.
+# - MASKED: some queries of the pair do not see some of its keys, because of the order of tokens or
+#   of a window.
+# - DONE: the pair is the last one with its block of queries.
+# - NEW: the pair's other block must be extracted from size-major rows.
+FIRST, LAST, MASKED, DONE, NEW = 1, 2, 4, 8, 16
+
+
+def count(call: Any) -> int:
+    """Return the number of pairs (block of queries, block of keys) in which a query sees a key."""
+    return sum(len(seen(call, i)) for i in range(call.queries // call.blocks.queries))
+
+
+def seen(call: Any, block: int) -> range:
+    """Return the blocks of keys in which some query of a block of queries sees a key.
+
+    There is at least one block, so that the results of all queries are written. Queries see none of
+    its keys if a window ends before all keys.
+    """
+    bq, bk, _ = call.blocks
+    end = call.keys // bk
+    if call.offset is not None:
+        last = call.offset + (block + 1) * bq - 1
+        end = min(end, last // bk + 1)
+    if call.window is None:
+        return range(end)
+    first = max(0, block * bq - call.window + 1) // bk
+    return range(min(first, end - 1), end)
+
+
+def is_masked(call: Any, i: int, j: int) -> bool:
+    """Return whether some query of a pair of blocks does not see one of its keys."""
+    bq, bk, _ = call.blocks
+    if call.window is not None and (i + 1) * bq - 1 - j * bk >= call.window:
+        return True
+    if call.offset is None:
+        return False
+    return (j + 1) * bk - 1 > call.offset + i * bq
+
+
+def all_masked(call: Any) -> bool:
+    """Return whether in every pair some query does not see some key."""
+    blocks = range(call.queries // call.blocks.queries)
+    return all(is_masked(call, i, j) for i in blocks for j in seen(call, i))
+
+
+def tables(call: Any) -> dict[str, np.ndarray]:
+    """Return tables that map each grid step to the blocks and the properties of its pair.
+
+    `queries` and `keys` hold the pair's blocks, and `kinds` its properties as bits. `done` holds
+    the block of queries whose gradients were completed last, or, before the first completion, the
+    block that is completed first. `fetched` holds the block of size-major rows that is in VMEM.
+    """
+    seen_by = [seen(call, i) for i in range(call.queries // call.blocks.queries)]
+    pairs = [(i, j) for i, blocks in enumerate(seen_by) for j in blocks]
+    if call.by_keys:
+        pairs.sort(key=lambda pair: pair[::-1])
+    own, other = (1, 0) if call.by_keys else (0, 1)
+    kinds, had = [], set()
+    for n, (i, j) in enumerate(pairs):
+        kind = FIRST * (n == 0 or pairs[n - 1][own] != pairs[n][own])
+        kind |= LAST * (n == len(pairs) - 1 or pairs[n + 1][own] != pairs[n][own])
+        kind |= MASKED * is_masked(call, i, j) | DONE * (j == seen_by[i][-1])
+        if call.slots == 1 or pairs[n][other] not in had:
+            kind |= NEW
+            had.add(pairs[n][other])
+        kinds.append(kind)
+    done, now = [], next(i for i, j in pairs if j == seen_by[i][-1])
+    fetched = []
+    for pair, kind in zip(pairs, kinds, strict=True):
+        now = pair[0] if kind & DONE else now
+        done.append(now)
+        fetched.append(pair[other] if kind & NEW else fetched[-1])
+    queries, keys = zip(*pairs, strict=True)
+    found = {"queries": queries, "keys": keys, "kinds": kinds, "done": done, "fetched": fetched}
+    return {name: np.array(found[name], np.int32) for name in call.tables}
