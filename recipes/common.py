@@ -50,6 +50,8 @@ _RUN_FLAGS = [
       "files, or hub"),
      ("sample_every", "train.sample_every", int, "steps between text samples; 0 means only at the "
       "end"),
+     ("tracker", "train.tracker", str, "trackers that show the run: tensorboard, wandb, or both "
+      "with a comma between them"),
      ("tensorboard", "train.tensorboard", str, "whether to write TensorBoard files: auto (if "
       "tensorboardX is installed), on or off"),
 ]  # fmt: skip

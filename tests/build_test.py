@@ -22,8 +22,9 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "orbax": "orbax-checkpoint",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
-# For one command of developers, and for an extra of some hundred megabytes: both say so.
-OPTIONAL = {"tokamax", "datasets", "lm_eval"}
+# For one command of developers, for an extra of some hundred megabytes, and for a tracker: each
+# says so where it is missing.
+OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb"}
 
 
 def third_party(package: str) -> list[str]:

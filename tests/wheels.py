@@ -26,10 +26,15 @@ def install(folder: Path, *requirements: str) -> Path:
     return folder / "bin"
 
 
-def succeed(*command: str | Path, cwd: Path | None = None) -> str:
-    """Return what a command that must end well prints, without variables of the tests' Python."""
+def succeed(
+    *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> str:
+    """Return what a command that must end well prints.
+
+    Its environment has no variables of the tests' Python, and has `env`.
+    """
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA_"))}
-    variables |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_QUIET": "1"}
+    variables |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_QUIET": "1"} | (env or {})
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,

@@ -18,7 +18,7 @@ from rmt_tpu.config.cores import Learned
 from rmt_tpu.config.mixture import MixtureSource, check_mixture
 from rmt_tpu.config.model import ModelConfig, MuP
 from rmt_tpu.config.resume import changeable, free
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, shown
 from sharding.spec import parse_mesh
 
 # The number of sampled tokens is limited, because the cache has their keys and values.
@@ -28,6 +28,7 @@ _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)
 Role = Literal[
     "gain", "embedding", "unembedding", "keys", "hidden", "load", "balance_steps", "histogram"
 ]
+TRACKERS = ("tensorboard", "wandb")
 # Roles of parameters that are statistics and not weights. Their "gradients" are the shares of
 # tokens that experts received.
 STATISTIC_ROLES = ("load", "balance_steps", "histogram")
@@ -143,7 +144,8 @@ class TrainConfig(Checked):
       sample_every: number of steps between text samples; 0 samples only at the end.
       sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
         the text samples; 0 tokens disables them.
-      tensorboard: whether to also write TensorBoard files; "auto" writes them if tensorboardX is
+      tracker: comma-separated names of trackers that show the run: tensorboard, wandb.
+      tensorboard: a short form for the tracker tensorboard; "auto" uses it if tensorboardX is
         installed.
     """
 
@@ -180,6 +182,7 @@ class TrainConfig(Checked):
     sample_prompt: str = free("")
     sample_tokens: _SampleTokens = free(256)
     sample_temperature: NonNegative = free(0.8)
+    tracker: str = free("")
     tensorboard: Literal["auto", "on", "off"] = free("auto")
 
     def __post_init__(self):
@@ -194,6 +197,22 @@ class TrainConfig(Checked):
             raise UsageError(
                 "--with_optimizer needs --init_from=RUN, the folder of the run that is copied"
             )
+        names = self.tracker_names
+        if not {*names} <= {*TRACKERS} or len({*names}) < len(names):
+            raise UsageError(
+                f"train.tracker={shown(self.tracker)}; legal: {', '.join(TRACKERS)}, or both with "
+                "a comma between them"
+            )
+        if self.tensorboard == "off" and "tensorboard" in names:
+            raise UsageError(
+                f"train.tracker={shown(self.tracker)} and --tensorboard=off contradict each other; "
+                "give one"
+            )
+
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """The names in `tracker`."""
+        return tuple(name.strip() for name in self.tracker.split(",")) if self.tracker else ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from absl import logging
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import Folder, Location, open_folder
 
+LOSS_CURVE = "plots/loss.png"
+
 
 def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warning) -> str:
     """Plot the training loss and the held-out loss against the step; return the file's path or URL.
@@ -43,7 +45,7 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
         of_loads.set(xlabel="step", ylabel="fullest expert / mean", ylim=(1, None))
         of_loads.grid(alpha=0.3)
         of_loads.legend()
-    return save_picture(figure, folder, "plots/loss.png")
+    return save_picture(figure, folder, LOSS_CURVE)
 
 
 def short(name: str) -> str:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import jax
 
+from rmt_tpu.config import RunConfig
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import DivergedError, UsageError, one_line
-from rmt_tpu.runs import tensorboard
+from rmt_tpu.errors import DivergedError, one_line
+from rmt_tpu.runs import trackers
 from rmt_tpu.runs.environment import describe
 from rmt_tpu.runs.metrics import FILE, MetricsWriter
-from rmt_tpu.runs.plots import plot_loss
+from rmt_tpu.runs.plots import LOSS_CURVE, plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
@@ -28,7 +29,7 @@ _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 
 
 class SideFiles:
-    """A writer of metrics, TensorBoard files, the loss curve, text samples and a list of starts.
+    """A writer of metrics, the loss curve, text samples and a list of starts, and of trackers.
 
     If a file cannot be written, one line is printed once, and the run continues. Only the first
     process writes files. On other processes the methods do nothing, except `sample`, which all
@@ -37,18 +38,22 @@ class SideFiles:
     Args:
       folder: the run folder.
       step: the step from which the run starts or resumes.
-      board: "auto", "on" or "off"; see `wants_board`.
+      config: the run's config, whose trackers are used.
       log: a function that prints a line.
+
+    Raises:
+      UsageError: the package of a tracker is not installed.
     """
 
-    def __init__(self, folder: Folder, step: int, board: str, log: Callable[[str], None]):
+    def __init__(self, folder: Folder, step: int, config: RunConfig, log: Callable[[str], None]):
         self._folder, self._log = folder, log
         self._reported: set[str] = set()
-        self._metrics = None
+        self._metrics, self._trackers = None, trackers.Trackers({}, log)
         if processes.is_first():
-            self._metrics = MetricsWriter(
-                folder, first_step=step + 1, board=wants_board(board), report=self._report_once
-            )
+            self._metrics = MetricsWriter(folder, first_step=step + 1, report=self._report_once)
+            names = trackers.wanted(config.train)
+            self._trackers = trackers.open_trackers(names, folder, step + 1, log, self._report_once)
+            self._trackers.config(config)
             with self._harmless(f"{folder}/{STARTS} cannot be written"):
                 start = json.dumps({"from_step": step} | describe())
                 folder.append(STARTS, f"{start}\n".encode())
@@ -63,6 +68,7 @@ class SideFiles:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._metrics:
             self._metrics.close()
+            self._trackers.close(failed=error is not None)
             if isinstance(error, DivergedError):
                 with self._harmless(f"{self._folder}/{DIVERGED} cannot be written"):
                     self._folder.write(DIVERGED, f"{error}\n".encode())
@@ -71,24 +77,29 @@ class SideFiles:
         """Write a row of metrics, by name, for a step."""
         if self._metrics:
             self._metrics.write(step, values)
+            self._trackers.metrics(step, values)
 
     def flush(self) -> None:
         """Append all pending rows to the files if they can be written; any thread may call this."""
         if self._metrics:
             self._metrics.flush()
+            self._trackers.flush()
 
-    def draw(self) -> None:
-        """Plot the losses up to now, and print where the plot is."""
+    def draw(self, step: int) -> None:
+        """Plot the losses up to `step`, and print where the plot is."""
         if self._metrics:
             with self._harmless("the loss curve cannot be drawn"):
                 self._metrics.flush()
                 self._log(f"loss curve: {plot_loss(self._folder, report=self._report_once)}")
+                if self._trackers and (found := self._folder.read(LOSS_CURVE)):
+                    self._trackers.picture(step, "loss", found.data)
 
     def sample(self, step: int, make: Callable[[], str | None]) -> None:
         """Append the text that `make` returns on the first process to `samples.txt`."""
         with self._harmless("no text sample"):
             if (text := make()) is not None:
                 self._log(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
+                self._trackers.text(step, "sample", text)
                 self._folder.append(SAMPLES, f"== step {step} ==\n{text}\n".encode())
 
     @contextlib.contextmanager
@@ -159,22 +170,12 @@ class SideFiles:
             self._log(note)
 
 
-def wants_board(choice: str) -> bool:
-    """Return whether to write TensorBoard files; "auto" means if tensorboardX is installed.
-
-    Raises:
-      UsageError: `choice` is "on", and tensorboardX is not installed.
-    """
-    if choice == "on" and not tensorboard.is_installed():
-        raise UsageError(
-            "--tensorboard=on needs tensorboardX: pip install 'rmt_tpu[tensorboard]'; legal "
-            "without it: auto, off"
-        )
-    return choice != "off" and tensorboard.is_installed()
-
-
 def archive_metrics(folder: Folder) -> None:
-    """Move the metrics of an earlier start without a checkpoint to `metrics.old.jsonl`."""
+    """Move the metrics of an earlier start without a checkpoint to `metrics.old.jsonl`.
+
+    The run that begins again is a new one for trackers too.
+    """
+    folder.delete(trackers.FILE)
     if (found := folder.read(FILE)) is not None:
         folder.write(_OLD_METRICS, found.data)
         folder.delete(FILE)

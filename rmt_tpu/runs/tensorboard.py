@@ -1,16 +1,63 @@
-"""Functions that encode the records of TensorBoard event files.
+"""The tracker for TensorBoard, and the records of its event files.
 
-They use the record format of tensorboardX, but not its writer. That writer passes events through a
+It uses the record format of tensorboardX, but not its writer. That writer passes events through a
 short queue to a thread, and blocks forever if the thread has died because the disk is full. In a
 bucket it would rewrite the whole file for every update.
 """
 
 import importlib.util
+import json
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from rmt_tpu.runs.appended import AppendedFile
+from rmt_tpu.storage import Folder
+
+
+class TensorBoard:
+    """An event file of TensorBoard in the run folder; see `trackers.Tracker`.
+
+    Each start of a run has a file of its own. Together they are one run in TensorBoard.
+
+    Args:
+      folder: the run folder.
+      first_step: the first step that will be recorded; later steps in older files are dropped.
+      report: a function that is called with one line about a file that cannot be written.
+    """
+
+    def __init__(self, folder: Folder, first_step: int, report: Callable[[str], None]):
+        self._file = AppendedFile(folder, new_file(), report)
+        self._file.add(header(first_step))
+
+    def config(self, config: Mapping[str, Any]) -> None:
+        """Record the run's config, as indented text, which is code in Markdown."""
+        lines = json.dumps(config, indent=2).splitlines()
+        self.text(0, "config", "\n".join(f"    {line}" for line in lines))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record some metrics of a step, by name."""
+        self._file.add(scalars(step, values))
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """Record a picture in PNG format as it is after a step."""
+        self._file.add(picture(step, name, png))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Record a text of a step."""
+        from tensorboardX import summary
+
+        self._file.add(_record(step=step, summary=summary.text(name, text)))
+
+    def flush(self) -> None:
+        """Write what is pending; any thread may call this."""
+        self._file.flush()
+
+    def close(self, failed: bool) -> None:
+        """Write the remaining records."""
+        self._file.close()
 
 
 def is_installed() -> bool:
@@ -41,6 +88,15 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
     curves = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
     return _record(step=step, summary=Summary(value=curves))
+
+
+def picture(step: int, name: str, png: bytes) -> bytes:
+    """Return the record with a picture, whose width and height are at bytes 16 to 23 of a PNG."""
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    width, height = struct.unpack(">II", png[16:24])
+    image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+    return _record(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
 
 
 def _record(**fields: Any) -> bytes:

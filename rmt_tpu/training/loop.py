@@ -134,7 +134,7 @@ class Loop:
             on_saved(self.step)
         if stopped_by is not None and self.step < steps:
             self._write_side_files()
-            self.side_files.draw()
+            self.side_files.draw(self.step)
             return Outcome(self.step, stopped_by)
         if self.side_files.is_complete(steps):
             self.progress.log(f"{folder} is complete at step {steps}")
@@ -336,7 +336,7 @@ class Loop:
             return
         self._report()
         if draws:
-            self.side_files.draw()
+            self.side_files.draw(self.step)
         if samples:
             self.progress.doing("generating text")
             own = self.model, self.state.params, self.text.tokenizer, self.config

@@ -15,8 +15,8 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
-from rmt_tpu.runs import presence, text_ends, workdir
-from rmt_tpu.runs.side_files import DIVERGED, SideFiles, archive_metrics, wants_board
+from rmt_tpu.runs import presence, text_ends, trackers, workdir
+from rmt_tpu.runs.side_files import DIVERGED, SideFiles, archive_metrics
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import depth_rate, freeze, kernel_blocks, kernel_checks, memory_check
@@ -81,7 +81,7 @@ def train(
     folder = open_folder(folder)
     if processes.is_first():
         workdir.check_access(folder)
-    wants_board(config.train.tensorboard)
+    trackers.wanted(config.train)
     options = _TrainOptions(label, on_saved, check_kernels)
     try:
         return _train(config, folder, change_config, from_step, profile_steps, options)
@@ -155,9 +155,7 @@ def _train(
         if not start.is_saved:
             meta = checkpoint_meta(config, inputs.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
-        side_files = stack.enter_context(
-            SideFiles(folder, start.step, config.train.tensorboard, progress.log)
-        )
+        side_files = stack.enter_context(SideFiles(folder, start.step, config, progress.log))
         loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
         return loop.run(profile_steps, folder, options.on_saved)
 

@@ -11,6 +11,7 @@ from tensorboardX.record_writer import masked_crc32c
 from rmt_tpu.runs import plots, tensorboard
 from rmt_tpu.runs.metrics import MetricsWriter
 from rmt_tpu.runs.plots import plot_loss, read_metrics, series
+from rmt_tpu.storage import open_folder
 
 
 def write(folder, first_step, rows):
@@ -87,13 +88,16 @@ def test_a_file_that_cannot_be_written_is_told_once_and_written_later(tmp_path, 
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "board").mkdir()
     told = []
-    writer = MetricsWriter(tmp_path, first_step=1, board=True, report=told.append)
+    writer = MetricsWriter(tmp_path, first_step=1, report=told.append)
+    board = tensorboard.TensorBoard(open_folder(tmp_path), 1, told.append)
     for step in range(1, 40):  # more than any queue of TensorBoard's has room for
         writer.write(step, {"train/loss": 1.0})
+        board.metrics(step, {"train/loss": 1.0})
     writer.flush()
+    board.flush()
     said = [line for line in told if "continues, and retries" in line]
-    assert ["metrics.jsonl: Is a directory" in line for line in said] == [True, False]
-    assert ["board: Is a directory" in line for line in said] == [False, True]
+    assert ["board: Is a directory" in line for line in said] == [True, False]
+    assert ["metrics.jsonl: Is a directory" in line for line in said] == [False, True]
     (tmp_path / "metrics.jsonl").rmdir()
     writer.close()
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 40))
@@ -120,9 +124,9 @@ def test_loads_of_experts_are_drawn_below(tmp_path):
 
 
 def test_tensorboard_reads_what_is_written(tmp_path):
-    writer = MetricsWriter(tmp_path, first_step=3, board=True)
-    writer.write(3, {"train/loss": 3.0, "optim/grad_norm": float("nan")})
-    writer.close()
+    board = tensorboard.TensorBoard(open_folder(tmp_path), 3, print)
+    board.metrics(3, {"train/loss": 3.0, "optim/grad_norm": float("nan")})
+    board.close(failed=False)
     (path,) = tmp_path.glob("tensorboard/events.out.tfevents.*")
     version, start, event = events(path.read_bytes())
     assert version.file_version == "brain.Event:2"
@@ -130,6 +134,25 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     values = {value.tag: value.simple_value for value in event.summary.value}
     assert event.step == 3 and values["train/loss"] == 3.0
     assert np.isnan(values["optim/grad_norm"])
+
+
+def test_tensorboard_has_config_picture_and_sample(tmp_path):
+    write(tmp_path, 1, [(1, {"train/loss": 3.0})])
+    png = Path(plot_loss(tmp_path)).read_bytes()
+    board = tensorboard.TensorBoard(open_folder(tmp_path), 1, print)
+    board.config({"model": {"dim": 8}})
+    board.picture(4, "loss", png)
+    board.text(5, "sample", "a <b>")
+    board.close(failed=False)
+    (path,) = tmp_path.glob("tensorboard/events.out.tfevents.*")
+    config, picture, sample = (e.summary.value[0] for e in list(events(path.read_bytes()))[2:])
+    assert (
+        config.tensor.string_val[0] == b'    {\n      "model": {\n        "dim": 8\n      }\n    }'
+    )
+    assert config.metadata.plugin_data.plugin_name == "text"
+    assert picture.image.encoded_image_string == png
+    assert (picture.image.width, picture.image.height) == (1200, 675)
+    assert sample.tensor.string_val[0] == b"a <b>"
 
 
 def events(content):

@@ -5,9 +5,10 @@ import json
 import pytest
 
 import rmt_tpu
-from rmt_tpu.errors import DivergedError, UsageError
-from rmt_tpu.runs import environment, tensorboard
-from rmt_tpu.runs.side_files import SideFiles, archive_metrics, wants_board
+from rmt_tpu.config import overrides, presets
+from rmt_tpu.errors import DivergedError
+from rmt_tpu.runs import environment
+from rmt_tpu.runs.side_files import SideFiles, archive_metrics
 from rmt_tpu.storage import open_folder
 
 
@@ -16,8 +17,9 @@ def told():
     return []
 
 
-def side_files(folder, told, step=0, board="off"):
-    return SideFiles(open_folder(folder), step, board, told.append)
+def side_files(folder, told, step=0):
+    config = overrides.apply(presets.run("rmt-tiny"), {"train.tensorboard": "off"})
+    return SideFiles(open_folder(folder), step, config, told.append)
 
 
 def test_why_a_run_has_no_loss_is_kept(tmp_path, told):
@@ -40,7 +42,7 @@ def test_nothing_of_it_ends_a_run_and_each_is_told_once(tmp_path, told):
     with side_files(tmp_path, told) as files:
         for step in (1, 2):
             files.write(step, {"train/loss": 1.0})
-            files.draw()
+            files.draw(step)
             files.sample(step, fail)
             files.sample(step, lambda: "text")
         files.complete(2)
@@ -122,11 +124,3 @@ def test_metrics_without_a_checkpoint_are_set_aside(tmp_path):
         archive_metrics(open_folder(tmp_path))
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "metrics.old.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_tensorboard_is_wanted_where_it_can_be(monkeypatch):
-    assert wants_board("auto") and wants_board("on") and not wants_board("off")
-    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
-    assert not wants_board("auto") and not wants_board("off")
-    with pytest.raises(UsageError, match=r"--tensorboard=on needs tensorboardX: pip install"):
-        wants_board("on")

@@ -1,0 +1,161 @@
+"""Trackers, which show a run while it trains: TensorBoard and Weights & Biases.
+
+A tracker is a class with the methods of `Tracker`. A tracker that fails is reported once and is
+then left out; it never ends the run.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from rmt_tpu.config import RunConfig, TrainConfig, overrides
+from rmt_tpu.errors import UsageError, one_line
+from rmt_tpu.runs import tensorboard, weights_and_biases
+from rmt_tpu.storage import Folder
+
+FILE = "trackers.json"  # which tracked run belongs to this run folder, by the tracker's name
+
+
+class Tracker(Protocol):
+    """What a tracker does with the values of a run. Any method may raise any exception."""
+
+    def config(self, config: Mapping[str, Any]) -> None:
+        """Record the run's config, as JSON values."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record some metrics of a step, by name; a step may have several such rows."""
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """Record a picture as it is after a step."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Record a text, such as a sample after a step."""
+
+    def flush(self) -> None:
+        """Write what is pending; any thread may call this."""
+
+    def close(self, failed: bool) -> None:
+        """End the recording; `failed` is whether the run has ended with an error."""
+
+
+class Trackers:
+    """The trackers of a run as one, which leaves out those that fail.
+
+    Args:
+      makers: functions that make the trackers, by name.
+      report: a function that is called with one line about a tracker that has failed.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tracker]], report: Callable[[str], None]):
+        self._report = report
+        self._trackers: dict[str, Tracker] = {}
+        for name, make in makers.items():
+            try:
+                self._trackers[name] = make()
+            except Exception as error:
+                self._failed(name, error)
+
+    def __bool__(self) -> bool:
+        return bool(self._trackers)
+
+    def config(self, config: RunConfig) -> None:
+        """Record the run's config."""
+        values = overrides.to_json(config)
+        self._each(lambda tracker: tracker.config(values))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record some metrics of a step, by name."""
+        self._each(lambda tracker: tracker.metrics(step, values))
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """Record a picture in PNG format as it is after a step."""
+        self._each(lambda tracker: tracker.picture(step, name, png))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Record a text of a step."""
+        self._each(lambda tracker: tracker.text(step, name, text))
+
+    def flush(self) -> None:
+        """Write what is pending; any thread may call this."""
+        self._each(lambda tracker: tracker.flush())
+
+    def close(self, *, failed: bool) -> None:
+        """End the recording; `failed` is whether the run has ended with an error."""
+        self._each(lambda tracker: tracker.close(failed))
+        self._trackers = {}
+
+    def _each(self, do: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                do(tracker)
+            except Exception as error:
+                # Another thread may have left it out already.
+                if self._trackers.pop(name, None) is not None:
+                    self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        why = one_line(error)[:300]
+        self._report(f"note: the tracker {name} has failed: {why}; the run continues without it")
+
+
+def open_trackers(
+    names: tuple[str, ...],
+    folder: Folder,
+    first_step: int,
+    log: Callable[[str], None],
+    report: Callable[[str], None],
+) -> Trackers:
+    """Return the trackers of a run that starts or resumes.
+
+    A run that resumes goes on in the tracked run of its earlier starts, which `trackers.json` in
+    the run folder names.
+
+    Args:
+      names: names of trackers, from `wanted`.
+      folder: the run folder.
+      first_step: the first step that will be recorded.
+      log: a function that prints a line.
+      report: a function that is called with one line about a failure, from any thread.
+    """
+    makers = {
+        "tensorboard": lambda: tensorboard.TensorBoard(folder, first_step, report),
+        "wandb": lambda: weights_and_biases.WeightsAndBiases(folder, _tracked(folder), log),
+    }
+    return Trackers({name: makers[name] for name in names}, report)
+
+
+def _tracked(folder: Folder) -> str:
+    """Return the name of the run in Weights & Biases, a new one if the folder names none."""
+    found = folder.read(FILE)
+    known = json.loads(found.data) if found else {}
+    if "wandb" not in known:
+        known["wandb"] = weights_and_biases.new_id()
+        folder.write(FILE, (json.dumps(known) + "\n").encode())
+    return known["wandb"]
+
+
+def wanted(train: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the trackers that a config asks for.
+
+    TensorBoard is among them if `tracker` names it, if `tensorboard` is "on", or if it is "auto"
+    and tensorboardX is installed.
+
+    Raises:
+      UsageError: the package of a tracker is not installed.
+    """
+    board = {"auto": tensorboard.is_installed(), "on": True, "off": False}[train.tensorboard]
+    names = train.tracker_names
+    if board and "tensorboard" not in names:
+        names = ("tensorboard", *names)
+    if "tensorboard" in names and not tensorboard.is_installed():
+        flag = "--tensorboard=on" if train.tensorboard == "on" else f"--tracker={train.tracker}"
+        raise UsageError(
+            f"{flag} needs tensorboardX: pip install 'rmt_tpu[tensorboard]'; legal without it: "
+            "--tensorboard=auto or off"
+        )
+    if "wandb" in names and not weights_and_biases.is_installed():
+        raise UsageError(
+            f"--tracker={train.tracker} needs wandb: pip install 'rmt_tpu[wandb]'; legal without "
+            "it: tensorboard"
+        )
+    return names
