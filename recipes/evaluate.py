@@ -63,7 +63,7 @@ def main() -> int:
     source = trained.source()
     with flag_errors("workdir"):
         workdir = open_folder(source)
-    if hub := is_hub(workdir.local_path):
+    if is_hub(workdir.local_path):
         _check_hub_flags()
     from rmt_tpu.evaluation import documents, subjects
     from rmt_tpu.evaluation.evaluate import evaluate
@@ -76,8 +76,6 @@ def main() -> int:
     with arguments_as_flags():
         compared = [_subject(source, flags.FLAGS.step)]
     trained.note_missing_start(compared[0].tokenizer)
-    if hub:  # store answers in --output, and do not write into the folder with the weights
-        compared = [compared[0]._replace(folder=folder)]
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, compared[0].tokenizer))
     for name in _AGAINST.value:
@@ -85,9 +83,12 @@ def main() -> int:
             compared.append(getattr(subjects, name)(workdir, compared[0]))
         else:
             compared.append(_other_subject(name))
-    results = {}
+    by_name, results = _by_name(compared), {}
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
-        for name, subject in _by_name(compared).items():
+        for name, subject in by_name.items():
+            if is_hub(subject.folder.local_path):
+                # Store answers in --output, and do not write into the folder with the weights.
+                subject = subject._replace(folder=folder)
             try:
                 results[name] = evaluate(subject, sources, _STRIDE.value)
             except KeyboardInterrupt:

@@ -3,9 +3,12 @@
     python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
 
 The folder gets config.json and safetensors files. The format supports models with RMSNorm, RoPE,
-SwiGLU and the plain residual (`llama-...` presets). For any other model, the command stops with an
-error that names the unsupported config field. Other programs can load the folder, and so can the
-recipes train, generate and evaluate, with --init_from.
+SwiGLU and the plain residual (`llama-...` presets), and a few more kinds. For any other model, the
+command stops with an error that names the unsupported config field. Other programs can load the
+folder, and so can the recipes train, generate and evaluate, with --init_from.
+
+With --kind=rmt_tpu, the folder holds any model, for example one with another residual. Only this
+package loads it.
 """
 
 from absl import flags
@@ -23,6 +26,13 @@ _OUTPUT = flags.DEFINE_string("output", None, "a new local folder", required=Tru
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "dtype of the tensors"
 )
+_KIND = flags.DEFINE_enum(
+    "kind",
+    "hub",
+    ["hub", "rmt_tpu"],
+    "hub: the kind of the hub that has all that the model has; rmt_tpu: any model, for this "
+    "package alone",
+)
 
 
 def main() -> int:
@@ -32,7 +42,8 @@ def main() -> int:
 
     with arguments_as_flags():
         loaded = load_step(_WORKDIR.value, _STEP.value)
-    options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value}
+    kind = None if _KIND.value == "hub" else _KIND.value
+    options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value, "kind": kind}
     export(loaded.decoder, loaded.tokenizer, _OUTPUT.value, **options)
     print(f"exported step {loaded.step} of {_WORKDIR.value} to {_OUTPUT.value}")
     return 0

@@ -40,6 +40,8 @@ EXPERTS = "experts"
 NORMS_AFTER = "norms of outputs"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"
+# Any model of this package.
+OWN = "own"
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, end=2),
@@ -118,4 +120,5 @@ FAMILIES = {
         length="n_positions",
         base="transformer.",
     ),
+    "rmt_tpu": Family("RmtTpuDecoder", {}, frozenset({OWN}), base=""),
 }

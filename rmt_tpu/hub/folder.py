@@ -80,6 +80,7 @@ def export(
     *,
     max_length: int,
     dtype: str = "float32",
+    kind: str | None = None,
 ) -> None:
     """Write a model in the hub's format, together with its tokenizer.
 
@@ -92,13 +93,16 @@ def export(
       folder: a local folder, which must be new or empty.
       max_length: the sequence length in training, in tokens.
       dtype: the dtype of the written tensors, a key of DTYPES.
+      kind: "rmt_tpu" for a folder that only this package opens, which any model has (see
+        `hub.own`); None for the kind of the hub that has the model's traits.
 
     Raises:
       UsageError: the hub's format cannot express the model, or the folder cannot be written.
     """
     path, model = Path(folder), decoder.config
-    family = FAMILIES[kind_of(model)]
-    values = config_values(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)
+    kind = kind_of(model) if kind is None else kind
+    family, special = FAMILIES[kind], {"bos": tokenizer.bos, "ends": tokenizer.ends}
+    values = config_values(model, max_length=max_length, kind=kind, **special)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
     def value(piece: Piece) -> np.ndarray:

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub import gpt2
+from rmt_tpu.hub import gpt2, own
 from rmt_tpu.hub.families import (
     BIAS,
     EXPERTS,
     FAMILIES,
     GPT2,
     NORMS_AFTER,
+    OWN,
     PARTIAL_ROPE,
     QUERY_KEY_NORM,
     UNROTATED_LAYERS,
@@ -114,6 +115,8 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     present, values = values, _with_defaults(values)
     config_fields = Fields(values, where)
     family = config_fields.lookup("model_type", FAMILIES)
+    if OWN in family.traits:
+        return own.model_config(values, where)
     if GPT2 in family.traits:
         return gpt2.model_config(config_fields, _MOST_LAYERS)
     config_fields.only("mlp_bias", False)
@@ -201,7 +204,12 @@ def _normed(family: Family) -> str:
 
 
 def config_values(
-    model: cfg.ModelConfig, *, max_length: int, bos: int, ends: Sequence[int]
+    model: cfg.ModelConfig,
+    *,
+    max_length: int,
+    bos: int,
+    ends: Sequence[int],
+    kind: str | None = None,
 ) -> dict[str, Any]:
     """Return the fields of the hub's config.json for a model.
 
@@ -210,18 +218,21 @@ def config_values(
       max_length: the sequence length in training, in tokens.
       bos: the start token of texts.
       ends: the end tokens; each end token ends a text.
+      kind: the kind as which the model is written: `own.KIND`, or None for the kind of `kind_of`.
 
     Raises:
       UsageError: the model is of no such family; the message names the field that differs.
     """
-    layers = _layers(model)
-    kind = kind_of(model)
-    attention, feed_forward = layers[0]
+    kind = kind_of(model) if kind is None else kind
     special = {
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
         **special_tokens(bos, ends),
     }
+    if kind == own.KIND:
+        return special | own.config_values(model, max_length)
+    layers = _layers(model)
+    attention, feed_forward = layers[0]
     if GPT2 in FAMILIES[kind].traits:
         values = gpt2.config_values(model, attention, feed_forward, len(layers)) | special
         _check_expressed(model, model_config(values, CONFIG))
@@ -254,20 +265,25 @@ def config_values(
         rounded = int(attention.head_dim * exact) < rope.dims
         values["partial_rotary_factor"] = (rope.dims + 0.5 * rounded) / attention.head_dim
     if EXPERTS in FAMILIES[kind].traits:
-        experts = next(core for _, core in layers if core.kind == cfg.Experts.kind)
-        values |= {
-            "num_experts": experts.num_experts,
-            "num_experts_per_tok": experts.top_k,
-            "moe_intermediate_size": experts.hidden_dim,
-            "norm_topk_prob": experts.normalized,
-            "router_aux_loss_coef": getattr(experts.balance, "weight", 0.0),
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": dense,
-        }
+        values |= _expert_values(layers, dense)
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
     _check_expressed(model, model_config(values, CONFIG))
     return values
+
+
+def _expert_values(layers: Sequence[tuple], dense: list[int]) -> dict[str, Any]:
+    """Return the fields for experts, given the layers and the numbers of those without any."""
+    experts = next(core for _, core in layers if core.kind == cfg.Experts.kind)
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.hidden_dim,
+        "norm_topk_prob": experts.normalized,
+        "router_aux_loss_coef": getattr(experts.balance, "weight", 0.0),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
 
 
 def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
@@ -297,7 +313,8 @@ def kind_of(model: cfg.ModelConfig) -> str:
     for kind, family in FAMILIES.items():
         if family.traits == set(traits):
             return kind
-    several = sorted({" and ".join(sorted(f.traits)) for f in FAMILIES.values() if f.traits})
+    families = [f.traits for f in FAMILIES.values() if f.traits and OWN not in f.traits]
+    several = sorted({" and ".join(sorted(traits)) for traits in families})
     raise _not_in_hub_format("model.attention", " and ".join(traits), ", or ".join(several))
 
 
@@ -357,4 +374,7 @@ def _rope_scaling(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
 
 
 def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
-    return UsageError(f"{name}={value} cannot be written in the hub's format; legal: {legal}")
+    return UsageError(
+        f"{name}={value} cannot be written in the hub's format; legal: {legal}, or the kind "
+        f"{own.KIND} for this package alone (recipes.export --kind={own.KIND})"
+    )

@@ -31,6 +31,7 @@ class Piece(NamedTuple):
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
       part: the part of the tensor that the slice is; None if it is the whole tensor. The pieces of
         a tensor follow each other.
+      as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
     at: tuple[Range, ...]
     transposed: bool = False
     part: Part | None = None
+    as_it_is: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -65,6 +67,8 @@ class Piece(NamedTuple):
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the piece of the tensor."""
+        if self.as_it_is:
+            return self.sizes
         *rows, last = self.sizes
         if self.name.endswith(_VECTORS):
             return (math.prod(self.sizes),)

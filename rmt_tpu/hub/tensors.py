@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rmt_tpu import config as cfg
-from rmt_tpu.hub import gpt2
-from rmt_tpu.hub.families import EXPERTS, GPT2, NORMS_AFTER, PARTIAL_ROPE, Family
+from rmt_tpu.hub import gpt2, own
+from rmt_tpu.hub.families import EXPERTS, GPT2, NORMS_AFTER, OWN, PARTIAL_ROPE, Family
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
@@ -15,6 +15,8 @@ def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
     along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
     queries, keys and values, or norms of queries and keys, their tensors are included.
     """
+    if OWN in family.traits:
+        return list(own.pieces(model))
     if GPT2 in family.traits:
         return list(gpt2.pieces(model))
     dim, vocab = model.store.dim, model.vocab_size

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from tests import cli
+from rmt_tpu.config import Rope
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.hub.folder import export
+from tests import cli, models
 
 pytestmark = pytest.mark.xdist_group("recipes")
 
@@ -54,6 +57,24 @@ def test_a_run_beside_what_knows_less(trained, data_dir, tmp_path):
     (again,) = json.loads((tmp_path / "evaluation.json").read_text()).values()
     assert [r["requests_answered_now"] for r in again] == [0, 0, 0]
     assert [r["metrics"] for r in again] == [r["metrics"] for r in run]
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_hub_is_compared_and_left_as_it_is(data_dir, tmp_path):
+    """Its answers are kept in --output, with it in either place."""
+    hub, own = tmp_path / "hub", tmp_path / "own"
+    vector = {"num_heads": 4, "inverse_layer_scaling": False, "positions": Rope()}
+    decoder = models.byte_decoder(kind="vector", **vector)
+    for folder in hub, own:
+        export(decoder, ByteTokenizer(), folder, max_length=64, kind="rmt_tpu")
+    files = {path.name for path in hub.iterdir()}
+    out = f"--output={tmp_path / 'results'}"
+    task = ("--tasks=piqa", f"--data_dir={data_dir}")
+    cli.succeed("evaluate", f"--init_from={hub}", f"--against={own}", *task, out)
+    assert {path.name for path in hub.iterdir()} == {path.name for path in own.iterdir()} == files
+    assert any((tmp_path / "results/evaluation").iterdir())
+    results = json.loads((tmp_path / "results/evaluation.json").read_text())
+    assert results["hub"][0]["metrics"] == results["own"][0]["metrics"]
 
 
 REFUSED = {
