@@ -40,7 +40,10 @@ class AdamW(Checked):
 
     Attributes:
       learning_rate: peak learning rate. A linear warmup over `warmup_fraction` of the steps leads
-        to the peak, and a cosine decay then leads to `final_fraction` of the peak.
+        to the peak, and a decay leads to `final_fraction` of the peak.
+      schedule: "cosine" decays from the end of the warmup on. "wsd" (warmup, stable, decay) keeps
+        the peak, and decays linearly in the last `decay_fraction` of the steps (Hu et al. 2024), so
+        that a run can go on from before its decay for more steps.
       weight_decay: coefficient of the weight decay, which is multiplied by the learning rate unless
         `independent_weight_decay` is True.
       independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`
@@ -55,6 +58,8 @@ class AdamW(Checked):
     implied: ClassVar[bool] = True  # the kind of an optimizer without "kind", as in old files
     learning_rate: Positive = 2e-3
     warmup_fraction: Share = 0.05
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_fraction: Share = 0.2
     final_fraction: Share = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
@@ -141,6 +146,10 @@ class TrainConfig(Checked):
       eval_tasks_limit: maximum number of documents per task, counted from the first.
       eval_data_dir: location of the tasks' data, either a folder or "hub".
       max_bad_steps: number of consecutive non-finite steps after which the run stops.
+      spike_deviations: a gradient norm is a spike if its logarithm is more than this number of
+        standard deviations above its mean, both over about the last 200 steps.
+      spike_restarts: how often the run may go back from a spike to its last checkpoint; it then
+        leaves out the data up to the spike. 0 only prints spikes.
       sample_every: number of steps between text samples; 0 samples only at the end.
       sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
         the text samples; 0 tokens disables them.
@@ -178,6 +187,8 @@ class TrainConfig(Checked):
     eval_tasks_limit: Size = free(500)
     eval_data_dir: str = free("")
     max_bad_steps: Size = free(5)
+    spike_deviations: Positive = changeable(8.0)
+    spike_restarts: Count = changeable(0)
     sample_every: Count = free(0)
     sample_prompt: str = free("")
     sample_tokens: _SampleTokens = free(256)

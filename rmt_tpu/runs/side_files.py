@@ -23,9 +23,14 @@ from rmt_tpu.runs.plots import LOSS_CURVE, plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
+SPIKES = "spikes.jsonl"  # a line for each time that the run went back from a spike
 DIVERGED = "diverged.txt"  # the file with the error message of a run whose loss diverged
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
+
+
+class Restart(Exception):
+    """An exception for a run that ends here, and begins again in the same process."""
 
 
 class SideFiles:
@@ -68,7 +73,7 @@ class SideFiles:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._metrics:
             self._metrics.close()
-            self._trackers.close(failed=error is not None)
+            self._trackers.close(failed=error is not None and not isinstance(error, Restart))
             if isinstance(error, DivergedError):
                 with self._harmless(f"{self._folder}/{DIVERGED} cannot be written"):
                     self._folder.write(DIVERGED, f"{error}\n".encode())
@@ -118,6 +123,13 @@ class SideFiles:
                 for path in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
                     name = path.relative_to(scratch).as_posix()
                     self._folder.write(f"profile/{name}", path.read_bytes())
+
+    def write_spike(self, spike: Mapping[str, str | int]) -> None:
+        """Append a line about a spike from which the run goes back to `spikes.jsonl`."""
+        if processes.is_first():
+            with self._harmless(f"{self._folder}/{SPIKES} cannot be written"):
+                line = json.dumps({"time": time.time(), **spike})
+                self._folder.append(SPIKES, f"{line}\n".encode())
 
     def is_complete(self, steps: int) -> bool:
         """Return, on all processes, whether the run was recorded as complete at step `steps`."""

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from rmt_tpu.data.datasets import Datasets
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, RunError
 from rmt_tpu.residual import fixed_point
-from rmt_tpu.runs.side_files import SideFiles
+from rmt_tpu.runs.side_files import Restart, SideFiles
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import kernel_blocks, signals
 from rmt_tpu.training.evaluation import (
@@ -28,11 +28,12 @@ from rmt_tpu.training.evaluation import (
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import PreparedRun
+from rmt_tpu.training.spikes import GoBack
 from rmt_tpu.training.start import Start, Text, checkpoint_meta
 from rmt_tpu.training.throughput import Throughput
 
 
-class Int16Overflow(Exception):
+class Int16Overflow(Restart):
     """An exception for a residual that outgrew the range of int16, raised after a checkpoint."""
 
 
@@ -92,6 +93,7 @@ class Loop:
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
         self.state, self.step, self.windows_read, self.branch, *_ = start
+        self.spikes = start.spikes
         self.throughput = Throughput(self.config, self.model.mesh)
         windows = num_eval_windows(self.config)
         _, held_out, mixed = self.datasets
@@ -121,6 +123,7 @@ class Loop:
 
         Raises:
           Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
+          GoBack: the run is to go back to its last checkpoint, because of a spike.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
@@ -218,6 +221,7 @@ class Loop:
         Raises:
           DivergedError: the loss or its gradient was not finite in too many consecutive steps.
           RunError: the background save of a checkpoint has failed.
+          GoBack: the run is to go back to its last checkpoint, because of a spike.
         """
         if self.pending is None:
             return
@@ -231,9 +235,11 @@ class Loop:
         row |= self.throughput.step_ended()
         row["throughput/data_wait_seconds"] = waited
         row |= self.datasets.train.metrics(windows_read)
+        row |= self._watch_gradient_norm(row["optim/grad_norm"])
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
+        self._go_back_from_spike(row, windows_read)
         limit, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
         if self.may_overflow and has_overflowed(limit, in_a_row, skipped, self.step):
             if not self.overflowed:
@@ -243,6 +249,7 @@ class Loop:
                 )
             self.overflowed = True
         elif in_a_row >= limit:
+            self._go_back("the loss or its gradient is not finite", windows_read)
             raise DivergedError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
                 f"{self.step}; {self._last_checkpoint()}. Try a lower "
@@ -250,6 +257,43 @@ class Loop:
                 + (", in another --workdir" if self.good_step else "")
                 + _range_hint(self.config)
             )
+
+    def _watch_gradient_norm(self, norm: float) -> dict[str, float]:
+        """Count the gradient norm of a step; return by how much it is above its spread."""
+        deviations = self.spikes.spread.deviations(norm)
+        self.spikes = self.spikes._replace(spread=self.spikes.spread.counting(norm))
+        return {} if deviations is None else {"optim/grad_norm_deviations": deviations}
+
+    def _go_back_from_spike(self, row: Mapping[str, float], windows_read: int) -> None:
+        """Raise GoBack if the gradient norm of a step is a spike, and the run may go back."""
+        deviations = row.get("optim/grad_norm_deviations", 0.0)
+        if deviations > self.config.train.spike_deviations:
+            norm = row["optim/grad_norm"]
+            self._go_back(
+                f"the gradient norm {norm:.4g} is a spike, {deviations:.1f} standard deviations "
+                "above its running mean",
+                windows_read,
+            )
+
+    def _go_back(self, why: str, windows_read: int) -> None:
+        """Print why the run goes back to its last checkpoint, and raise GoBack if it may.
+
+        Args:
+          why: what happened in the step.
+          windows_read: number of windows read up to this step, which are left out.
+        """
+        most, restarts = self.config.train.spike_restarts, self.spikes.restarts
+        if restarts >= most:
+            again = f"; the run has gone back {restarts} times already" if most else ""
+            self.progress.log(f"step {self.step}: {why}{again}")
+            return
+        with self._naming_last_checkpoint():
+            self._say_saved(self.checkpoints.wait())
+        self.progress.log(f"step {self.step}: {why}; {self._last_checkpoint()}")
+        if self.good_step is not None:
+            spike = {"step": self.step, "why": why, "back_to": self.good_step}
+            self.side_files.write_spike(spike | {"windows_read": windows_read})
+            raise GoBack(windows_read)
 
     def _due(self, every: int) -> bool:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
@@ -265,7 +309,8 @@ class Loop:
     def _save(self) -> None:
         self._report()
         if self.step != self.save_step:
-            meta = checkpoint_meta(self.config, self.text, self.windows_read, self.branch)
+            own = self.windows_read, self.branch, self.spikes
+            meta = checkpoint_meta(self.config, self.text, *own)
             with self._naming_last_checkpoint():
                 before = self.checkpoints.begin_save(
                     self.step,

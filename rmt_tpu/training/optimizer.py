@@ -20,17 +20,23 @@ _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
-    """Return a learning rate schedule with a linear warmup, followed by a cosine decay.
+    """Return a learning rate schedule with a linear warmup and a decay, by `config.schedule`.
 
     The last warmup step has the peak rate, and the last step of the run has `final_fraction` of the
-    peak rate. The rate at step 0 is not 0, so that the first update has an effect.
+    peak rate. The rate at step 0 is not 0, so that the first update has an effect. The schedule
+    "wsd" has the peak rate up to the last `decay_fraction` of the steps.
     """
     warmup = max(1, round(config.warmup_fraction * steps))
+    decay = round(config.decay_fraction * steps)
 
     def schedule(step: jax.typing.ArrayLike) -> jax.Array:
-        progress = jnp.clip((step + 1 - warmup) / max(1, steps - warmup), 0.0, 1.0)
-        cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
-        decayed = config.final_fraction + (1 - config.final_fraction) * cosine
+        if config.schedule == "wsd":
+            left = jnp.clip(steps - (step + 1), 0, decay)
+            share = left / max(1, decay) if decay else 1.0
+        else:
+            progress = jnp.clip((step + 1 - warmup) / max(1, steps - warmup), 0.0, 1.0)
+            share = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        decayed = config.final_fraction + (1 - config.final_fraction) * share
         return config.learning_rate * jnp.minimum((step + 1) / warmup, decayed)
 
     return schedule

@@ -17,6 +17,7 @@ from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import start_comparison
 from rmt_tpu.training.run import PreparedRun
+from rmt_tpu.training.spikes import SpikeState
 from rmt_tpu.training.step import TrainState
 
 
@@ -31,6 +32,7 @@ class Start(NamedTuple):
       is_saved: whether the state needs no saving, either because a checkpoint of this run has it or
         because it precedes the first step.
       mixture: the mixture of texts as it continues from here; None without a mixture.
+      spikes: the spread of gradient norms up to now.
     """
 
     state: TrainState
@@ -39,6 +41,17 @@ class Start(NamedTuple):
     branch: int | None = None
     is_saved: bool = True
     mixture: data.Mixture | None = None
+    spikes: SpikeState = SpikeState()
+
+    def leaving_out(self, windows_read: int | None) -> "Start":
+        """Return this start after going back, where the first `windows_read` windows count as read.
+
+        If `windows_read` is None, the run did not go back, and the start is the same.
+        """
+        if windows_read is None:
+            return self
+        spikes = self.spikes._replace(restarts=self.spikes.restarts + 1)
+        return self._replace(windows_read=max(windows_read, self.windows_read), spikes=spikes)
 
 
 class Text(NamedTuple):
@@ -159,14 +172,21 @@ def _restore_at(
             f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version of "
             f"Python has changed; give the same ones, or another {name}"
         )
-    return Start(run.with_copies(state), step, read, meta.get("branch"), mixture=mixture)
+    spikes = SpikeState.of_meta(meta.get("spikes"))
+    state = run.with_copies(state)
+    return Start(state, step, read, meta.get("branch"), mixture=mixture, spikes=spikes)
 
 
 def checkpoint_meta(
-    config: RunConfig, text: Text, windows_read: int, branch: int | None
+    config: RunConfig,
+    text: Text,
+    windows_read: int,
+    branch: int | None,
+    spikes: SpikeState,
 ) -> dict[str, Any]:
     """Return the metadata of a checkpoint: the run's config and its position in the text."""
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
+    meta["spikes"] = spikes.meta()
     meta |= workdir.config_meta(config, text.tokenizer)
     if text.mixture is not None:
         meta["mixture"] = text.mixture.meta()

@@ -24,6 +24,7 @@ from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.loop import Int16Overflow, Loop, LoopInputs, Outcome
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import PreparedRun, prepare, resolve_auto
+from rmt_tpu.training.spikes import GoBack
 from rmt_tpu.training.start import (
     SavedRun,
     Text,
@@ -48,7 +49,8 @@ def train(
     """Train `config` in `folder`, starting from its last undamaged checkpoint if there is one.
 
     If "auto" chose an int16 residual and the residual outgrows int16, training of the RMT continues
-    in float32.
+    in float32. With `spike_restarts`, a run whose gradient norm spikes goes back to its last
+    checkpoint and leaves out the data since then.
 
     The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the run with a checkpoint after the
     current step. In a run with several processes, any process may receive the signal, and all stop
@@ -83,21 +85,28 @@ def train(
         workdir.check_access(folder)
     trackers.wanted(config.train)
     options = _TrainOptions(label, on_saved, check_kernels)
-    try:
-        return _train(config, folder, change_config, from_step, profile_steps, options)
-    except Int16Overflow:
-        pass
-    gc.collect()  # free the arrays of the first loop before the second makes its own
-    config = overrides.apply(config, {"model.store.dtype": "float32"})
-    return _train(config, folder, True, None, 0, options)
+    while True:
+        try:
+            return _train(config, folder, change_config, from_step, profile_steps, options)
+        except Int16Overflow:
+            config = overrides.apply(config, {"model.store.dtype": "float32"})
+            options = options._replace(windows_read=None)
+        except GoBack as back:
+            options = options._replace(windows_read=back.windows_read)
+        change_config, from_step, profile_steps = True, None, 0
+        gc.collect()  # free the arrays of the first loop before the second makes its own
 
 
 class _TrainOptions(NamedTuple):
-    """Arguments of `train` that stay the same if the run is restarted in float32."""
+    """Arguments of `train` that stay the same if the run begins again in this process.
+
+    `windows_read` is the number of windows that count as read after going back from a spike.
+    """
 
     label: str
     on_saved: Callable[[int], None]
     check_kernels: kernel_checks.CheckMode
+    windows_read: int | None = None
 
 
 def _train(
@@ -142,6 +151,7 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
+        start = start.leaving_out(options.windows_read)
         inputs = inputs.continuing(start)
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
@@ -153,7 +163,8 @@ def _train(
         # Save the copied state at once, so that this run no longer depends on the folder of the
         # other run.
         if not start.is_saved:
-            meta = checkpoint_meta(config, inputs.text, start.windows_read, start.branch)
+            own = start.windows_read, start.branch, start.spikes
+            meta = checkpoint_meta(config, inputs.text, *own)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(SideFiles(folder, start.step, config, progress.log))
         loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)

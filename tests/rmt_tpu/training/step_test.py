@@ -117,6 +117,21 @@ def test_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth():
     assert rates[99] == schedule(100) == pytest.approx(0.2)
 
 
+def test_a_stable_learning_rate_decays_in_the_last_steps():
+    config = AdamW(learning_rate=2.0, warmup_fraction=0.1, schedule="wsd", decay_fraction=0.25)
+    rates = np.asarray(jax.jit(jax.vmap(learning_rate(config, steps=100)))(np.arange(101)))
+    np.testing.assert_allclose(rates[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-6)
+    np.testing.assert_allclose(rates[9:75], 2.0, rtol=1e-6)
+    falling = 2.0 - (2.0 - 0.2) * np.arange(1, 26) / 25
+    np.testing.assert_allclose(rates[75:100], falling, rtol=1e-5)
+    assert rates[100] == pytest.approx(0.2)
+    # A run of more steps has had the same rates before its decay.
+    longer = learning_rate(dataclasses.replace(config, warmup_fraction=0.05), steps=200)
+    np.testing.assert_allclose(jax.vmap(longer)(np.arange(75)), rates[:75], rtol=1e-6)
+    never = learning_rate(dataclasses.replace(config, decay_fraction=0.0), steps=100)
+    assert never(99) == 2.0
+
+
 ROLES = {"a": "gain", "b": "hidden", "c": "embedding", "d": "keys"}
 
 
