@@ -169,7 +169,8 @@ def rates(scale: Scale) -> Plan:
     """Return the plan of searches for the rate factor of attention over depth at two batch sizes.
 
     The searches with the smaller batch are those of `plan`. With a batch four times as large, runs
-    have half as many steps, so they read twice as many tokens.
+    have half as many steps, so they read twice as many tokens. One more search is over the rate of
+    the deepest Transformer, because `plan` gives it the rate of the Transformer of half its depth.
     """
     size, systems = _SIZES[scale], ("transformer", "attnres")
     large = {"train.batch_size": 4 * size.batch_size, "train.steps": size.steps // 2}
@@ -179,9 +180,14 @@ def rates(scale: Scale) -> Plan:
             name = f"{system}-{layers}-layers"
             searches[name] = _search(scale, system, layers)
             searches[f"{name}-large-batch"] = _search(scale, system, layers, **large)
+    deepest = max(_LAYERS)
+    slower = points(rate=(size.rates[0] / 2, *size.rates[:2]))
+    config = _config(scale, "transformer", deepest)
+    searches[f"transformer-{deepest}-layers"] = Search(config, slower, _SEARCH_SEEDS)
     note = (
         f"Batches of {size.batch_size} sequences for {size.steps} steps and, in the rows named "
         f"large-batch, of {4 * size.batch_size} sequences for {size.steps // 2} steps. Everything "
-        "else is as in the experiment depth. Nothing is trained with the result of these searches."
+        f"else is as in the experiment depth, where the Transformer of {deepest} layers has the "
+        "rate of the one of 16. Nothing is trained with the result of these searches."
     )
     return Plan((), searches, _SEEDS, notes=(note,))

@@ -74,6 +74,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
     figure = Figure(figsize=(5 * columns, 4.5), layout="constrained")
     panels = figure.subplots(1, columns)
     by_name = {o.arm.name: o for o in outcomes}
+    sizes = sorted({o.arm.x for o in outcomes if o.arm.x is not None})
     for index, (system, members) in enumerate(by_system(outcomes).items()):
         members = sorted(
             (o for o in members if o.complete and o.arm.x is not None), key=lambda o: o.arm.x
@@ -104,6 +105,8 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
         panels[2].set(xlabel=plan.x, ylabel="the paper's loss")
     for axes in panels:
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{x:g}" for x in sizes])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
     return figure

@@ -210,9 +210,10 @@ def _plain(value: Estimate) -> str:
 def searches_table(rows: Sequence[SweepRow]) -> str:
     """Return a Markdown table of the losses of searches, with one column per learning rate.
 
-    There is one row for each search and each combination of its other values.
+    There is one row for each search and each combination of its other values. The best point of a
+    search is marked if its rate is the lowest or the highest that the search tried.
     """
-    rates = list(dict.fromkeys(row.point[RATE] for row in rows))
+    rates = sorted({row.point[RATE] for row in rows})
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
     lines.append("|---" * (len(rates) + 1) + "|")
     of_search: dict[str, list[SweepRow]] = {}
@@ -220,7 +221,8 @@ def searches_table(rows: Sequence[SweepRow]) -> str:
         of_search.setdefault(row.variant, []).append(row)
     for name, search_rows in of_search.items():
         (best_row,) = best(search_rows)
-        at_edge = best_row.point[RATE] in (rates[0], rates[-1])
+        own_rates = [row.point[RATE] for row in search_rows]
+        at_edge = best_row.point[RATE] in (min(own_rates), max(own_rates))
         besides: dict[str, dict[float, SweepRow]] = {}
         for row in search_rows:
             others = {path: value for path, value in row.point.items() if path != RATE}

@@ -143,6 +143,21 @@ def test_a_search_over_two_values_and_the_mean_of_two():
     assert table[5] == "| deep, depth_rate=0.01 | **2.0000** | 3.0000 |"
 
 
+def test_an_edge_is_one_of_the_rates_that_the_search_itself_tried():
+    losses = {"wide": {0.02: 2.0, 0.04: 3.0}, "low": {0.01: 3.0, 0.02: 2.0, 0.04: 3.0}}
+    rows = [
+        SweepRow(name, {plan.RATE: rate}, 10, [7], [loss])
+        for name, of in losses.items()
+        for rate, loss in of.items()
+    ]
+    lines = results.searches_table(rows).splitlines()
+    assert lines[0] == "| search | 0.01 | 0.02 | 0.04 |"
+    assert lines[2:] == [
+        "| wide |  | **2.0000** (edge) | 3.0000 |",
+        "| low | 3.0000 | **2.0000** | 3.0000 |",
+    ]
+
+
 def test_a_plan_of_searches_alone_has_a_page_and_a_picture():
     points = plan.points(rate=(0.01, 0.04), depth_rate=(1.0, 0.1))
     rows = [SweepRow("deep", point, 10, [7], [2.0 + i]) for i, point in enumerate(points)]
