@@ -20,6 +20,7 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "google.cloud": "google-cloud-storage",
     "jinja2": "Jinja2",
     "orbax": "orbax-checkpoint",
+    "xdist": "pytest-xdist",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
 # For one command of developers, for an extra of some hundred megabytes, and for a tracker: each

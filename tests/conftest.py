@@ -54,6 +54,14 @@ def pytest_configure(config):
         cli.start_server()
 
 
+@pytest.hookimpl(optionalhook=True)  # else it is an error where xdist is switched off
+def pytest_xdist_make_scheduler(config, log):
+    """One worker runs a file, so that its fixtures and programs are made once."""
+    from tests import workers
+
+    return workers.scheduler(config, log)
+
+
 def pytest_collection_finish():
     """What has been imported stays: it is not looked through again."""
     gc.freeze()

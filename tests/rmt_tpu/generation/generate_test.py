@@ -1,6 +1,4 @@
-"""How the next token is chosen, and how tokens become a stream of text."""
-
-from itertools import chain, repeat
+"""How the next token is chosen, and which texts come of it."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,6 @@ from rmt_tpu.generation import (
     choice,
     complete,
     fitting_tokens,
-    generate,
     programs,
     sample,
 )
@@ -148,54 +145,6 @@ def rotated():
     return models.byte_decoder(positions=cfg.Rope())
 
 
-@pytest.fixture
-def say(monkeypatch):
-    """Has the model say the tokens given behind a prompt of three, whatever it is."""
-
-    def say(tokens) -> None:
-        table = np.full(64, ord("."), np.int32)
-        said = list(tokens)
-        table[3 : 3 + len(said)] = said
-        monkeypatch.setattr(programs, "sample", lambda logits, at, how: jnp.asarray(table)[at])
-        forget()
-
-    def forget() -> None:
-        for program in (programs.prefill, programs.first, programs.steps):
-            program.clear_cache()
-
-    yield say
-    forget()
-
-
-def pieces(max_tokens: int = 16, **how) -> list[str]:
-    return list(
-        generate(
-            models.byte_decoder(), ByteTokenizer(), "ab", Sampling(max_tokens=max_tokens), **how
-        )
-    )
-
-
-def test_streams_as_tokens_come(say):
-    """The first at once, and then as many as a dispatch has."""
-    say(b"xyzuvw")
-    assert pieces(max_tokens=6) == ["x", "yzuv", "w"]
-
-
-def test_stops_at_the_start_of_another_document(say):
-    say([*b"hi", ByteTokenizer.bos, *b"there"])
-    assert "".join(pieces()) == "hi"
-
-
-@pytest.mark.slow
-def test_stops_at_whichever_token_ends_a_text(say):
-    tokenizer = ByteTokenizer()
-    tokenizer.ends = (7, 9)
-    for end, first in ((7, b"one"), (9, b"")):
-        say([*first, end, ByteTokenizer.bos, *b"more"])
-        (one,) = complete(models.byte_decoder(), tokenizer, [("ab", Sampling())])
-        assert (one.text, one.finish) == (first.decode(), "stop")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_tokens_without_a_text_are_never_chosen(temperature):
@@ -220,31 +169,6 @@ def test_tokens_without_a_text_are_never_chosen(temperature):
     assert not engine.open_requests
 
 
-def test_stops_at_once(say):
-    say([ByteTokenizer.bos, *b"there"])
-    assert pieces() == []
-
-
-@pytest.mark.slow
-def test_stops_after_max_tokens(say):
-    say(repeat(ord("x"), 30))
-    assert "".join(pieces(max_tokens=5)) == "xxxxx"
-    assert pieces(max_tokens=1) == ["x"]
-
-
-@pytest.mark.slow
-def test_characters_come_whole(say):
-    text = "é€😀"
-    say(text.encode())
-    told = pieces(max_tokens=len(text.encode()))
-    assert "".join(told) == text and "\ufffd" not in told
-
-
-def test_half_a_character_at_the_end(say):
-    say(chain(b"a", "€".encode()[:2], [ByteTokenizer.bos]))
-    assert "".join(pieces()) == "a\ufffd"
-
-
 @pytest.mark.parametrize(
     "stop, text",
     [
@@ -262,13 +186,6 @@ def test_a_stop_string_is_not_told_nor_a_part_of_it(stop, text):
         parts = [told.add(tokens[at : at + size]) for at in range(0, len(tokens), size)]
         assert "".join(parts) + told.end() == wanted
         assert told.stopped == (wanted != text)
-
-
-def test_a_stop_string_ends_a_text(say):
-    say(b"one END two")
-    assert "".join(pieces(stop=["END"])) == "one "
-    (one,) = complete(models.byte_decoder(), ByteTokenizer(), [("ab", Sampling())], stop=["END"])
-    assert (one.text, one.finish) == ("one ", "stop")
 
 
 def prompts():

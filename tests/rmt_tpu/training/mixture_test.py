@@ -1,5 +1,6 @@
 """Runs on mixtures of texts: killed, resumed, with other shares, and from one text on."""
 
+import functools
 import random
 import shutil
 from pathlib import Path
@@ -29,9 +30,11 @@ MAKE_MESH = sharding.make_mesh  # a fixture replaces it
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
+    """And one program for all runs of one config."""
     one = sharding.make_mesh("data=1", jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.sharding, "make_mesh", lambda spec: one)
+        patch.setattr(trainer, "prepare", functools.cache(prepare))
         yield
 
 
