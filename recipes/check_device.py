@@ -6,7 +6,8 @@
 Run this command first on a new machine. Every kernel that programs use on this device runs at two
 model sizes. Its results and all its gradients are compared with its equations in float32, and what
 it restores from int16 is compared bit for bit. Each kernel is timed, and so are a matrix product
-and a copy, for comparison. The exit code is 1 if anything differs or fails. On a CPU, which has no
+and a copy, for comparison. The exit code is 1 if anything differs or fails. The file --output is
+written after every case, so that an interrupted check keeps its results. On a CPU, which has no
 kernels, the plain JAX forms are checked at small sizes.
 """
 
@@ -48,11 +49,19 @@ def main() -> int:
     implementation = None if _IMPLEMENTATION.value == "auto" else _IMPLEMENTATION.value
     rates = device_check.measure_rates(small=on_cpu) if _TIME.value else None
     ops = list(OPS) if "all" in _OP.value else _OP.value
+    cases = [case for op in ops for case in OPS[op]("small" if on_cpu else "real")]
     rows = []
-    for op in ops:
-        for case in OPS[op]("small" if on_cpu else "real"):
-            rows.append(device_check.check(case, implementation, timed=_TIME.value))
-            print(f"{case.op} {case.size}: {'ok' if rows[-1].ok else 'NOT OK'}", file=sys.stderr)
+    for number, case in enumerate(cases, start=1):
+        row = device_check.check(case, implementation, timed=_TIME.value)
+        rows.append(row)
+        time = "" if row.seconds is None else f", {1e3 * row.seconds:.3g} ms"
+        verdict = "ok" if row.ok else "NOT OK"
+        line = f"{number}/{len(cases)} {case.op} {case.size}: {verdict}{time}"
+        print(line, file=sys.stderr, flush=True)
+        if output is not None:  # after every case, so that an interrupted check keeps its results
+            values = device_check.record(rows, rates, device)
+            text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+            output.write_text(text, encoding="utf-8")
     wrong = sum(not row.ok for row in rows)
     print(f"{device.device_kind}, jax {jax.__version__}")
     if on_cpu:
@@ -63,9 +72,6 @@ def main() -> int:
     print(device_check.table(rows, rates))
     failed = f"{wrong} of {len(rows)} checks differ or fail"
     print(failed if wrong else f"all {len(rows)} checks pass")
-    if output is not None:
-        values = device_check.record(rows, rates, device)
-        output.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 
 

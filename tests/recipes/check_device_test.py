@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests import cli
 
 
@@ -35,15 +37,43 @@ check_device.run()
 """
 
 
-def test_what_differs_is_exit_code_1():
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG],
+# The second case is interrupted, as by Ctrl-C.
+INTERRUPTED = """
+import dataclasses, sys
+from rmt_tpu.analysis import device_cases
+def interrupted(scale, right=device_cases.OPS["logits"]):
+    def interrupt(*args, **given):
+        raise KeyboardInterrupt
+    first, second = right(scale)
+    yield first
+    yield dataclasses.replace(second, function=interrupt)
+device_cases.OPS["logits"] = interrupted
+from recipes import check_device
+sys.argv = ["recipes/check_device.py", "--op=logits", "--notime", "--output=" + sys.argv[1]]
+check_device.run()
+"""
+
+
+def python(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", *map(str, arguments)],
         cwd=cli.ROOT,
         env=cli.environment(),
         capture_output=True,
         encoding="utf-8",
         timeout=cli.TIMEOUT,
     )
+
+
+@pytest.mark.slow
+def test_an_interrupted_check_keeps_the_results_that_it_has(tmp_path):
+    done = python(INTERRUPTED, tmp_path / "device.json")
+    assert done.returncode != 0 and "1/2 logits" in done.stderr
+    assert len(json.loads((tmp_path / "device.json").read_text())["rows"]) == 1
+
+
+def test_what_differs_is_exit_code_1():
+    done = python(WRONG)
     assert done.returncode == 1
     assert "differs: " in done.stdout and "2 of 2 checks differ or fail" in done.stdout
 
