@@ -108,6 +108,21 @@ def taking_plain(ops: Iterable[str]) -> Iterator[None]:
         yield
 
 
+_kernels = jax.make_user_context(default_value=())
+
+
+@contextlib.contextmanager
+def taking_kernels(ops: Iterable[str]) -> Iterator[None]:
+    """Make kernels the default in this context for the given groups of ops.
+
+    Args:
+      ops: the groups, each by its `Implementations.name`. `taking_plain` and `preferring` take
+        precedence.
+    """
+    with _kernels(tuple(sorted({*_kernels.value, *ops}))):
+        yield
+
+
 class TracedCall(NamedTuple):
     """A traced call of an op that at least one kernel supports.
 
@@ -115,6 +130,7 @@ class TracedCall(NamedTuple):
       name: the name of the group that the op belongs to, as in `taking_plain`.
       op: the op's name within the group.
       platforms: the platforms whose kernels support the call.
+      by_default: the platforms on which the group's kernels are the default.
       args: the shapes and dtypes of the arguments, in the arguments' tree structure. A `StackSlice`
         is replaced by the shape of the slice that it selects.
       options: the keyword arguments.
@@ -123,6 +139,7 @@ class TracedCall(NamedTuple):
     name: str
     op: str
     platforms: tuple[Platform, ...]
+    by_default: tuple[Platform, ...]
     args: tuple
     options: Mapping[str, Any]
 
@@ -204,6 +221,8 @@ class Implementations:
             implementation = "xla"
         elif implementation is None and _preferred.value in self.names:
             implementation = _preferred.value
+        elif implementation is None and self.name in _kernels.value:
+            implementation = "pallas"
         if implementation not in (None, *self.names):
             raise UnsupportedImplementation(
                 f"implementation={implementation!r} is unknown; legal: "
@@ -269,9 +288,8 @@ class Implementations:
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
         lists = getattr(_collectors, "lists", ())
         if lists and platforms:
-            called = TracedCall(
-                self.name, op, tuple(platforms), jax.eval_shape(read_slices, args), options
-            )
+            shapes = jax.eval_shape(read_slices, args)
+            called = TracedCall(self.name, op, tuple(platforms), self.by_default, shapes, options)
             for calls in lists:
                 calls.append(called)
 

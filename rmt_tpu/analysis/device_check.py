@@ -179,6 +179,14 @@ def run(case: DeviceCase, implementation: str | None, *, interpret: bool = False
     return CaseRun(program, inputs, cotangents, got, want, name, "; ".join(notes))
 
 
+def time_case(case: DeviceCase, implementation: str) -> float:
+    """Return the seconds of one call, forward and backward, without checking its results."""
+    inputs = case.inputs()
+    arguments = inputs, _cotangents(case, inputs)
+    program = jax.jit(results_and_gradients(case, implementation)).lower(*arguments).compile()
+    return _seconds(program, arguments)
+
+
 def expected_results(case: DeviceCase, inputs: Arrays, cotangents: Arrays) -> Arrays:
     """Return the expected results and gradients, by evaluating the equations in float32."""
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x

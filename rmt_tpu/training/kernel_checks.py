@@ -1,9 +1,11 @@
 """Checks of a run's kernels on the device; an operation that fails uses plain JAX instead.
 
 Each kernel call in the run's train step (`rmt_tpu.analysis.device_calls`) is compared with the
-equations that it implements. A record in the user's cache folder ensures that each call is checked
-only once per kind of device and set of versions. The operations that use plain JAX are also listed
-in the run folder, so that the run makes the same choice when it resumes on any machine.
+equations that it implements. On a GPU, operations whose kernels are not the default there are also
+timed, and use the faster of kernel and plain JAX. A record in the user's cache folder ensures that
+each call is checked and timed only once per kind of device and set of versions. The choices are
+also written to the run folder, so that the run makes the same choices when it resumes on any
+machine.
 """
 
 import contextlib
@@ -14,14 +16,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import tuned
-from pallas_kernels.platform import TracedCall, collecting_calls, taking_plain
+from pallas_kernels.platform import (
+    TracedCall,
+    collecting_calls,
+    preferring,
+    taking_kernels,
+    taking_plain,
+)
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.distributed import processes
@@ -39,6 +47,37 @@ _SECONDS = 3600.0  # seconds to wait until all processes have checked their kern
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
+class Choices(NamedTuple):
+    """The choices of a run between kernels and plain JAX, for operations that have a choice.
+
+    Attributes:
+      plain: maps each operation whose kernel failed its check to the reason, on one line.
+      seconds: maps each operation that was timed to the seconds of one of its calls, or the sum
+        over its different calls, in the kernel and in plain JAX.
+    """
+
+    plain: Failures = {}
+    seconds: Mapping[str, tuple[float, float]] = {}
+
+    @property
+    def uses_kernels(self) -> list[str]:
+        """The operations that were timed, and whose kernels are faster and not in `plain`."""
+        return [
+            k for k, (kernel, xla) in self.seconds.items() if kernel < xla and k not in self.plain
+        ]
+
+    @contextlib.contextmanager
+    def applied(self, kernels: str) -> Iterator[None]:
+        """Make these choices the defaults of all operations in the context.
+
+        Times decide only if `kernels`, the value of `ModelConfig.kernels`, is "auto".
+        """
+        faster = self.uses_kernels if kernels == "auto" else []
+        slower = self.seconds.keys() - faster if kernels == "auto" else ()
+        with taking_plain({*self.plain, *slower}), taking_kernels(faster):
+            yield
+
+
 @contextlib.contextmanager
 def check_kernels(
     config: RunConfig,
@@ -51,21 +90,22 @@ def check_kernels(
 ) -> Iterator[Mapping[str, str]]:
     """Check the run's kernels, and make operations that fail use plain JAX in the `with` body.
 
-    Operations that an earlier start of the run listed in its folder keep using plain JAX, and
-    operations that fail now are added to the list. A CPU has no kernels, so nothing is checked
-    there.
+    On a GPU, operations whose kernels are not the default are timed if `config.model.kernels` is
+    "auto", and use their kernels in the `with` body if these are faster. The choices that an
+    earlier start of the run wrote to its folder hold; operations that have no choice yet are added.
+    A CPU has no kernels, so nothing is checked there.
 
     Args:
       config: the run's config, with every "auto" resolved.
       run: the run whose train step is traced to find its kernel calls.
       folder: the run folder.
       log: a function that prints a line.
-      restart: whether the run restarts from scratch, in which case the list in the folder is
+      restart: whether the run restarts from scratch, in which case the choices in the folder are
         deleted.
-      how: "auto" checks the kernels; "off" only applies the list in the folder.
+      how: "auto" checks the kernels; "off" only applies the choices in the folder.
 
     Yields:
-      The operations that use plain JAX, each with the reason.
+      The operations that use plain JAX because their kernels failed, each with the reason.
     """
     if restart and processes.is_first():
         folder.delete(FILE)
@@ -73,29 +113,59 @@ def check_kernels(
     if platform is None:
         yield {}
         return
-    listed = processes.from_first(
-        _read(folder, log) if processes.is_first() else {}, "reading earlier kernel checks"
+    plain, seconds = processes.from_first(
+        _read(folder, log) if processes.is_first() else Choices(), "reading earlier kernel checks"
     )
-    found = {}
+    earlier = found = Choices(plain, seconds)
     if how == "auto":
-        with taking_plain(listed):
-            calls = calls_of(config, run)
-        with preferred(config.model):
-            own_failures = _differences(calls, platform, config.model.kernels)
-        found = merge_failures(
-            processes.exchange(json.dumps(own_failures), "the check of kernels", timeout=_SECONDS)
-        )
-    kind = jax.local_devices()[0].device_kind
-    for name, why in found.items():
-        log(f"{name} uses plain JAX on {kind}, because a kernel failed its check: {why}")
-    plain = listed | found
-    if found and processes.is_first():
+        found = _check(config, run, platform, earlier, log)
+    if found != earlier and processes.is_first():
         try:
-            folder.write(FILE, (json.dumps({"plain": plain}, indent=1) + "\n").encode())
+            folder.write(FILE, (json.dumps(found._asdict(), indent=1) + "\n").encode())
         except RunError as error:
             log(f"note: the kernel checks cannot be saved: {error}; the run continues")
-    with taking_plain(plain):
-        yield plain
+    with found.applied(config.model.kernels):
+        yield found.plain
+
+
+def _check(
+    config: RunConfig,
+    run: PreparedRun,
+    platform: str,
+    earlier: Choices,
+    log: Callable[[str], None],
+) -> Choices:
+    """Return `earlier` with the choices for all operations of the run that have none yet."""
+    timing = platform == "cuda" and config.model.kernels == "auto"
+    with (
+        earlier.applied(config.model.kernels),
+        preferring("pallas") if timing else contextlib.nullcontext(),
+    ):
+        calls = calls_of(config, run)
+    with preferred(config.model):
+        own_plain = _differences(calls, platform, "pallas" if timing else config.model.kernels)
+        untimed = [
+            call
+            for call in calls
+            if platform not in call.by_default
+            and call.name not in (*own_plain, *earlier.plain, *earlier.seconds)
+        ]
+        own_seconds = _times(untimed, platform) if timing else {}
+    texts = processes.exchange(
+        json.dumps([own_plain, own_seconds]), "the check of kernels", timeout=_SECONDS
+    )
+    plain, seconds = zip(*map(json.loads, texts), strict=True)
+    found, kind = merge_failures(plain), jax.local_devices()[0].device_kind
+    for name, why in found.items():
+        log(f"{name} uses plain JAX on {kind}, because a kernel failed its check: {why}")
+    times = {name: (kernel, xla) for name, (kernel, xla) in seconds[0].items() if name not in found}
+    for name, (kernel, xla) in times.items():
+        choice = "its kernels" if kernel < xla else "plain JAX"
+        log(
+            f"{name} uses {choice} on {kind}: {1e3 * kernel:.3g} ms in its kernels, "
+            f"{1e3 * xla:.3g} ms in plain JAX"
+        )
+    return Choices(earlier.plain | found, dict(earlier.seconds) | times)
 
 
 def calls_of(config: RunConfig, run: PreparedRun) -> list[TracedCall]:
@@ -112,19 +182,19 @@ def calls_of(config: RunConfig, run: PreparedRun) -> list[TracedCall]:
 _DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids and of its loss weights
 
 
-def merge_failures(failures_by_process: Sequence[str]) -> Failures:
+def merge_failures(failures_by_process: Sequence[Failures]) -> Failures:
     """Return the operations whose kernels failed on any process.
 
     Args:
-      failures_by_process: the `Failures` that each process found, as JSON, in process order.
+      failures_by_process: the `Failures` that each process found, in process order.
 
     Returns:
       The operations in alphabetical order, each with the reason from the first process that has
       one.
     """
     found: Failures = {}
-    for text in failures_by_process:
-        found = json.loads(text) | found
+    for failures in failures_by_process:
+        found = failures | found
     return dict(sorted(found.items()))
 
 
@@ -141,17 +211,39 @@ def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Fa
     # These modules are imported here because they are slow to load.
     from rmt_tpu.analysis import device_calls, device_check
 
+    implementation = "pallas" if kernels == "pallas" else None
     found: Failures = {}
     for name, cases in device_calls.cases_of(calls, platform).items():
         for case in cases:
             key = _key(name, f"{case.op} {case.size}", kernels)
-            why = _recorded(key)
+            why = _recorded(key, "differs", str)
             if why is None:
-                row = device_check.check(case, None, timed=False)
+                row = device_check.check(case, implementation, timed=False)
                 why = "" if row.ok else f"{case.op} {case.size} {row.verdict}"
-                _record(key, why)
+                _record(key, differs=why)
             if why:
                 found.setdefault(name, why)
+    return found
+
+
+def _times(calls: Sequence[TracedCall], platform: str) -> dict[str, list[float]]:
+    """Return the seconds that operations take in their kernels and in plain JAX.
+
+    The seconds are sums over the different calls of an operation. A call with a record from an
+    earlier run is not timed again.
+    """
+    from rmt_tpu.analysis import device_calls, device_check
+
+    found = {}
+    for name, cases in device_calls.cases_of(calls, platform).items():
+        found[name] = [0.0, 0.0]
+        for case in cases:
+            key = _key(name, f"{case.op} {case.size}", "both, timed")
+            seconds = _recorded(key, "seconds", list)
+            if seconds is None:
+                seconds = [device_check.time_case(case, kind) for kind in ("pallas", "xla")]
+                _record(key, seconds=seconds)
+            found[name] = [total + time for total, time in zip(found[name], seconds, strict=True)]
     return found
 
 
@@ -199,36 +291,42 @@ def _path(key: Mapping[str, str]) -> Path:
     return cache_folder() / f"{name[:32]}.json"
 
 
-def _recorded(key: Mapping[str, str]) -> str | None:
-    """Return the recorded reason for a failure, "" for a success, or None if there is no record."""
+def _recorded(key: Mapping[str, str], field: str, kind: type) -> Any:
+    """Return a field of the record with this key, or None if there is no valid record.
+
+    The field "differs" is the reason for a failure, or "" for a success. The field "seconds" is a
+    list with the seconds in the kernel and in plain JAX.
+    """
     try:
         found = json.loads(_path(key).read_text(encoding="utf-8"))
-        differs = found["differs"] if found["key"] == key else None
+        value = found[field] if found["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return differs if isinstance(differs, str) else None
+    return value if isinstance(value, kind) else None
 
 
-def _record(key: Mapping[str, str], differs: str) -> None:
+def _record(key: Mapping[str, str], **fields: Any) -> None:
     """Write a record; if it cannot be written, the next run repeats the check."""
     path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with open(handle, "w", encoding="utf-8") as file:
-            json.dump({"key": key, "differs": differs}, file, indent=1)
+            json.dump({"key": key} | fields, file, indent=1)
         os.replace(temporary, path)
 
 
-def _read(folder: Folder, log: Callable[[str], None]) -> Failures:
+def _read(folder: Folder, log: Callable[[str], None]) -> Choices:
     found: Any = folder.read(FILE)
     if found is None:
-        return {}
+        return Choices()
     try:
-        plain = json.loads(found.data)["plain"]
+        values = json.loads(found.data)
+        plain, seconds = values["plain"], values.get("seconds", {})
+        pairs = {name: (float(kernel), float(xla)) for name, (kernel, xla) in seconds.items()}
         if all(isinstance(why, str) for why in plain.values()):
-            return plain
+            return Choices(plain, pairs)
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     log(f"note: {folder}/{FILE} cannot be read; kernels are checked again")
-    return {}
+    return Choices()

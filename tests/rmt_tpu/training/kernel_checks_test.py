@@ -1,15 +1,17 @@
 """A run's kernels are checked once on a device; an op that differs is plain from then on."""
 
 import contextlib
+import dataclasses
 import json
 
 import jax
 import pytest
 
 from pallas_kernels.platform import Implementations, collecting_calls
-from pallas_kernels.shapes import Heads
+from pallas_kernels.shapes import Depth, Heads, KeyVector
 from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis import device_cases_layers as layers
+from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis import device_check
 from rmt_tpu.analysis.device_check import CheckRow
 from rmt_tpu.config.presets import run as preset_run
@@ -166,6 +168,105 @@ def test_a_folder_that_refuses_ends_no_run(device, tmp_path, monkeypatch):
 
 
 def test_what_one_process_finds_is_decided_for_all():
-    texts = [json.dumps(x) for x in ({}, {"logits": "a"}, {"logits": "b", "token_rows": "c"})]
-    assert kernel_checks.merge_failures(texts) == {"logits": "a", "token_rows": "c"}
-    assert kernel_checks.merge_failures(["{}", "{}"]) == {}
+    failures = {}, {"logits": "a"}, {"logits": "b", "token_rows": "c"}
+    assert kernel_checks.merge_failures(failures) == {"logits": "a", "token_rows": "c"}
+    assert kernel_checks.merge_failures([{}, {}]) == {}
+
+
+# On a GPU -------------------------------------------------------------------------------------
+
+H100 = "NVIDIA H100 80GB HBM3"
+# Whether each of these ops' kernels is the default on a GPU.
+GPU_CASES = {
+    "causal_attention": (layers.attention(Heads(2, 64), (1, 128)), True),
+    "key_vector": (residual.site(KeyVector(16, 16, 2, 3), (1, 128)), False),
+    "depth_attention": (residual.depth_attention(Depth(1, 3, 128), (1, 128)), False),
+}
+
+
+class Gpu:
+    """A GPU that is not there.
+
+    Attributes:
+      faults: the ops whose kernels differ.
+      seconds: of a call of each op, in its kernel and in plain JAX.
+      timed: the ops that were timed, in order.
+    """
+
+    def __init__(self):
+        self.faults, self.timed = set(), []
+        self.seconds = {
+            "store_norm_retrieve": (1e-3, 2e-3),
+            "depth_attention_partial": (3e-3, 2e-3),
+        }
+
+    def check(self, case, implementation, *, timed):
+        assert not timed
+        wrong = case.op in self.faults
+        return CheckRow(case.op, case.size, "triton", {"d_x": 0.5 * wrong}, {"d_x": 0.1})
+
+    def time_case(self, case, implementation):
+        self.timed.append(case.op)
+        return self.seconds[case.op][("pallas", "xla").index(implementation)]
+
+    def calls_of(self, config, run):
+        with lowering_for(H100), collecting_calls() as found:
+            for case, _ in GPU_CASES.values():
+                inputs = jax.eval_shape(case.inputs)
+                jax.eval_shape(lambda inputs, f=case.function: f(None, **inputs), inputs)
+        return found
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    made = Gpu()
+    monkeypatch.setattr(kernel_checks, "_platform", lambda: "cuda")
+    monkeypatch.setattr(kernel_checks, "calls_of", made.calls_of)
+    monkeypatch.setattr(device_check, "check", made.check)
+    monkeypatch.setattr(device_check, "time_case", made.time_case)
+    monkeypatch.setenv(kernel_checks.VARIABLE, str(tmp_path / "cache"))
+    return made
+
+
+def start_on_gpu(gpu, folder, config=CONFIG):
+    """The ops that take kernels on a GPU in this start of the run, and what is said."""
+    said = []
+    given = config, RUN, open_folder(folder), said.append
+    with kernel_checks.check_kernels(*given, restart=False):
+        calls = gpu.calls_of(None, None)
+        return {call.name for call in calls if "cuda" in call.platforms}, said
+
+
+def test_a_gpu_takes_the_faster_of_kernel_and_plain_jax(gpu, tmp_path):
+    usual = {name for name, (_, by_default) in GPU_CASES.items() if by_default}
+    taken, (one, two) = start_on_gpu(gpu, tmp_path / "run")
+    assert taken == usual | {"key_vector"}
+    assert "key_vector uses its kernels" in one and "1 ms in its kernels, 2 ms in plain" in one
+    assert "depth_attention uses plain JAX" in two and "3 ms in its kernels, 2 ms" in two
+    assert sorted(set(gpu.timed)) == sorted(gpu.seconds)
+    # The run keeps its choices when it resumes, on a machine where they would be others.
+    gpu.seconds = {name: pair[::-1] for name, pair in gpu.seconds.items()}
+    assert start_on_gpu(gpu, tmp_path / "run") == (taken, [])
+    # Implementations that the config asks for now are not replaced by what was faster.
+    plain = dataclasses.replace(CONFIG, model=CONFIG.model.replace(kernels="xla"))
+    assert "key_vector" not in start_on_gpu(gpu, tmp_path / "run", plain)[0]
+    # Another run has the recorded times, and nothing is timed again.
+    gpu.timed.clear()
+    assert start_on_gpu(gpu, tmp_path / "other") == (taken, [one, two]) and not gpu.timed
+
+
+def test_a_gpu_kernel_that_differs_is_not_taken_for_its_speed(gpu, tmp_path):
+    gpu.faults = {"store_norm_retrieve"}
+    taken, said = start_on_gpu(gpu, tmp_path / "run")
+    assert "key_vector" not in taken and "failed its check" in said[0]
+    assert "store_norm_retrieve" not in gpu.timed
+    assert start_on_gpu(gpu, tmp_path / "run") == (taken, [])
+
+
+@pytest.mark.parametrize("kernels", ["xla", "pallas"])
+def test_kernels_that_are_configured_are_not_timed(gpu, tmp_path, kernels, monkeypatch):
+    monkeypatch.setattr(gpu, "check", lambda *given, timed: CheckRow("", "", ""))
+    monkeypatch.setattr(device_check, "check", gpu.check)
+    config = dataclasses.replace(CONFIG, model=CONFIG.model.replace(kernels=kernels))
+    _, said = start_on_gpu(gpu, tmp_path / "run", config)
+    assert not gpu.timed and not said and not (tmp_path / "run" / "kernels.json").exists()
