@@ -15,10 +15,13 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from pallas_kernels import logits_with_sums
+from pallas_kernels.target import target
 from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.layers.stacks import isolate
 
+# On GPUs, the number of columns of W_U is padded to a multiple of this number.
+_GPU_COLUMNS = 128
 # Maximum number of logits in memory at a time: 2^27 logits in float32 take 512 MB.
 _LOGITS = 2**27
 
@@ -73,7 +76,8 @@ def next_token_loss(
       texts: the number of the text that each token is from, for a mixture of texts.
       num_texts: number of texts in the mixture.
     """
-    static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]), num_texts)
+    vocab = kernel.shape[1]
+    static = (multiplier, z_loss, vocab, _chunks(z.shape[0], z.shape[1], vocab), num_texts)
     loss = _chunked_loss(static, concatenate(z), kernel, targets, weights, texts)
     aux = aux or {}
     objective = loss.objective + aux["loss"] if "loss" in aux else loss.objective
@@ -94,8 +98,8 @@ def _chunks(batch: int, seq: int, vocab: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(static, x, kernel, targets, weights, texts) -> Loss:
-    _, _, chunks, num_texts = static
-    narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
+    *_, chunks, num_texts = static
+    narrow = _unembedding(kernel, x.dtype)
 
     def chunk_loss(total, chunk):
         loss, *_ = _loss(static, narrow, *chunk)
@@ -113,18 +117,16 @@ def _zero_loss(dtype, texts, num_texts) -> Loss:
 
 def _chunked_loss_forward(static, x, kernel, targets, weights, texts):
     """Compute the loss and its gradient, so that the backward pass only scales the gradient."""
-    _, _, chunks, num_texts = static
-    narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
+    *_, chunks, num_texts = static
+    narrow = _unembedding(kernel, x.dtype)
     dtype = jnp.result_type(x, jnp.float32)
 
     def chunk_gradient(carry, chunk):
         total, d_kernel = carry
         x = _tokens(chunk[0])
         loss, log_z, d_logits = _loss(static, narrow, *chunk)
-        d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
-        # Compute the gradient of the logits a second time, so that XLA fuses it into this matrix
-        # product. An array that both products share would be written to memory and read back.
-        again = d_logits(isolate(log_z))
+        d, again = _for_two_products(d_logits, log_z)
+        d_x = jnp.einsum("tv,wv->tw", d, narrow).reshape(chunk[0].shape)
         d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
 
@@ -132,8 +134,34 @@ def _chunked_loss_forward(static, x, kernel, targets, weights, texts):
     carry = (_zero_loss(dtype, texts, num_texts), jnp.zeros(narrow.shape, dtype))
     (loss, d_kernel), d_x = jax.lax.scan(chunk_gradient, carry, split)
     d_x = d_x.swapaxes(0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
-    d_kernel = sharding.scatter_sum(d_kernel, "fsdp", axis=0)
+    d_kernel = sharding.scatter_sum(d_kernel[:, : kernel.shape[1]], "fsdp", axis=0)
     return loss, (d_x, d_kernel.astype(kernel.dtype))
+
+
+def _unembedding(kernel, dtype):
+    """Return all rows of W_U in `dtype`, on GPUs padded with columns of zeros.
+
+    A matrix product for a GPU's tensor cores needs rows that begin at a multiple of 16 bytes. With
+    GPT-2's 50,257 words, products of padded matrices take a quarter to a half of the time
+    (docs/benchmarks/gpus.md).
+    """
+    kernel = sharding.gather(kernel.astype(dtype), "fsdp", axis=0)
+    missing = -kernel.shape[1] % _GPU_COLUMNS if target().platform == "cuda" else 0
+    return jnp.pad(kernel, [(0, 0), (0, missing)]) if missing else kernel
+
+
+def _for_two_products(d_logits, log_z):
+    """Return the gradient of the logits twice, as operands of two matrix products.
+
+    XLA for TPUs fuses the computation of an operand into a matrix product. There the gradient is
+    computed twice, because an array that both products share would be written to memory and read
+    back. On GPUs, a product with such a fusion takes three times as long as a product of two arrays
+    (docs/benchmarks/gpus.md), so the gradient is computed once and written to memory.
+    """
+    if target().platform == "cuda":
+        gradient = isolate(d_logits(log_z))
+        return gradient, gradient
+    return d_logits(log_z), d_logits(isolate(log_z))
 
 
 def _chunked_loss_backward(static, gradient, cotangents):
@@ -173,9 +201,13 @@ def _loss(static, kernel, x, targets, weights, texts):
 
     `d_logits(log_z)` returns the gradient of the objective with respect to `concatenate(z) W_U`.
     """
-    multiplier, z_loss, _, num_texts = static
+    multiplier, z_loss, vocab, _, num_texts = static
     x, targets, weights = map(_tokens, (x, targets, weights))
     logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)
+    if kernel.shape[1] > vocab:  # see `_unembedding`
+        is_word = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab
+        logits = jnp.where(is_word, logits, -jnp.inf)
+        log_z = jax.nn.logsumexp(logits, axis=1)
     cross_entropy = jnp.sum((log_z - chosen) * weights)
     z = jnp.sum(jnp.square(log_z) * weights)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import sharding
+from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis.step_cost import trace_config
 from rmt_tpu.config import AdamW, DataConfig, Muon, MuP, RunConfig, TrainConfig
 from rmt_tpu.config.presets import run as run_of
@@ -64,8 +66,12 @@ def plain_loss(z, kernel, targets, weights, multiplier, z_loss):
     return cross_entropy + z_loss * jnp.sum(log_z**2 * weights), cross_entropy
 
 
-@pytest.mark.parametrize("held_logits", [2**27, 50, 1])  # one chunk, several, one a token
-def test_loss_and_its_gradient_are_those_of_all_logits_at_once(held_logits, monkeypatch):
+# One chunk, several, and one a token. Programs for a GPU have padded logits.
+@pytest.mark.parametrize(
+    ("held_logits", "device"),
+    [(2**27, "cpu"), (50, "cpu"), (1, "cpu"), (50, "NVIDIA H100 80GB HBM3")],
+)
+def test_loss_and_its_gradient_are_those_of_all_logits_at_once(held_logits, device, monkeypatch):
     monkeypatch.setattr(loss_module, "_LOGITS", held_logits)
     with jax.enable_x64(True):
         z, kernel, targets, weights = map(jnp.asarray, loss_arguments())
@@ -80,7 +86,8 @@ def test_loss_and_its_gradient_are_those_of_all_logits_at_once(held_logits, monk
         def both(*args):
             return (chunked(*args), of(chunked)(*args)), (plain(*args), of(plain)(*args))
 
-        (got, grads), (expected, wanted) = both(z, kernel)
+        with lowering_for(device):
+            (got, grads), (expected, wanted) = both(z, kernel)
         assert got.objective == pytest.approx(float(expected[0]), rel=1e-13)
         assert got.cross_entropy == pytest.approx(float(expected[1]), rel=1e-13)
         assert got.objective == pytest.approx(float(got.cross_entropy + 0.1 * got.z), rel=1e-13)
@@ -105,6 +112,30 @@ def test_loss_never_holds_all_logits(monkeypatch):
     program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(z, kernel))
     assert "f32[4,11]" in program  # two of six tokens of both rows at a time
     assert "f32[2,6,11]" not in program and "f32[12,11]" not in program
+
+
+def test_products_with_logits_on_a_gpu_have_aligned_rows():
+    z, kernel, targets, weights = (
+        jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else None) for a in loss_arguments()
+    )
+    loss = lambda z, kernel: next_token_loss(z, kernel, targets, weights).objective
+    with lowering_for("NVIDIA H100 80GB HBM3"):
+        program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(z, kernel)
+    shapes = {
+        v.aval.shape
+        for e in equations(program.jaxpr)
+        if e.primitive.name == "dot_general"
+        for v in e.invars + e.outvars
+    }
+    assert {size for shape in shapes for size in shape} == {12, 15, 128}
+
+
+def equations(jaxpr):
+    """All equations of a program, with those of the programs within."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def test_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth():
