@@ -1,13 +1,14 @@
-"""Estimate the cost of kernels and of whole train steps on TPUs, which need not be present.
+"""Estimate kernels and train steps for TPUs that need not be present, or measure them on a device.
 
     python -m recipes.kernel_report --op=key_vector --targets=v5e --output=reports
     python -m recipes.kernel_report --step --presets=rmt-305m,gpt2-405m --batch_size=16
 
 For ops (--op), the kernel of every call is compared with the call's portable form. On a machine
-with a GPU or a TPU, the ops are measured instead of estimated, unless --targets is given. For steps
-(--step), the report has cycles per part, the ratio of the first preset to the second, the most
-expensive instructions, and a picture. The command writes Markdown and JSON to --output. Estimates
-need the TPU compiler (`pip install 'jax[tpu]'`), but no TPU.
+with a GPU or a TPU, ops and steps are measured instead of estimated, unless --targets is given. For
+steps (--step), the report has cycles per part, the ratio of the first preset to the second, the
+most expensive instructions, and a picture; a measured report has the time of each step and of its
+largest kernels. The command writes Markdown and JSON to --output. Estimates need the TPU compiler
+(`pip install 'jax[tpu]'`), but no TPU.
 """
 
 import contextlib
@@ -63,8 +64,6 @@ def main() -> int:
 
 
 def _report_ops(folder: Path) -> int:
-    import jax
-
     from rmt_tpu.estimator import TPUS, report
     from rmt_tpu.estimator.calibration import error_bar
     from rmt_tpu.estimator.measure import ROUNDS
@@ -78,9 +77,9 @@ def _report_ops(folder: Path) -> int:
         if case not in legal:
             raise UsageError(unknown("--case", case, legal))
     targets = _targets()
-    device = jax.devices()[0]
+    device = _accelerator()
     clocks = {target.name: target.clock for target in TPUS.values()}
-    if _TARGETS.value is None and device.platform in ("gpu", "tpu"):
+    if _TARGETS.value is None and device is not None:
         rows = report.time_ops(ops, device, _log, _CASES.value)
         method = f"Measured on {device.device_kind}: medians of {ROUNDS} rounds in turn"
         kernels, bar = "", ""
@@ -123,6 +122,10 @@ def _report_steps(folder: Path) -> int:
         )
         for n in names
     ]
+    changed = f" --set={' --set='.join(_SET.value)}" if _SET.value else ""
+    note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
+    if _TARGETS.value is None and _accelerator() is not None:
+        return _time_steps(steps, folder, note)
     targets = _targets()
     costs = [c for t in targets for c in step_cost.step_costs(steps, t, _log)]
     bar = error_bar([target.name for target in targets])
@@ -130,8 +133,6 @@ def _report_steps(folder: Path) -> int:
         "Estimated, not measured: an instruction takes the longer of its static schedule and its "
         "HBM bytes over the bandwidth"
     )
-    changed = f" --set={' --set='.join(_SET.value)}" if _SET.value else ""
-    note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
     largest = "".join(
         f"\n## Largest instructions: {cost.preset}, {cost.target}\n\n"
         f"{step_report.largest_table(cost)}"
@@ -154,6 +155,32 @@ def _report_steps(folder: Path) -> int:
     _write(folder / "step_cost", text, values)
     print(f"picture: {picture}")
     return 0
+
+
+def _time_steps(steps: list[Any], folder: Path, note: str) -> int:
+    from rmt_tpu.analysis import step_timing
+
+    times = []
+    for step in steps:
+        times.append(step_timing.time_step(step, _log))
+        _log(f"{times[-1].preset}: {1e3 * times[-1].seconds:.2f} ms a step")
+    device = _accelerator()
+    method = f"Measured on {device.device_kind}: medians over rounds of consecutive steps"
+    largest = "".join(
+        f"\n## Largest kernels: {t.preset}\n\n{step_timing.largest_table(t)}" for t in times
+    )
+    text = f"# A train step on one chip\n\n{method}. {note}.\n\n{step_timing.table(times)}{largest}"
+    values = {"how": method, "device": device.device_kind, "steps": [t._asdict() for t in times]}
+    _write(folder / "step_times", text, values)
+    return 0
+
+
+def _accelerator() -> Any:
+    """Return this machine's first GPU or TPU, or None if there is none."""
+    import jax
+
+    device = jax.devices()[0]
+    return device if device.platform in ("gpu", "tpu") else None
 
 
 def _targets() -> list[Any]:

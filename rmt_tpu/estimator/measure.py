@@ -110,7 +110,15 @@ def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], call
 
 def device_spans(folder: Path) -> list[tuple[float, float]]:
     """Return the (start, end) in seconds of each event on a TPU or a GPU in a saved profile."""
-    spans = []
+    return [(begin, end) for _, begin, end in device_events(folder)]
+
+
+def device_events(folder: Path) -> list[tuple[str, float, float]]:
+    """Return the (name, start, end) of each event on a TPU or a GPU in a saved profile.
+
+    Times are in seconds. Names are those of kernels, or of instructions of the compiled program.
+    """
+    events = []
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             for line in plane.lines:
@@ -119,8 +127,8 @@ def device_spans(folder: Path) -> list[tuple[float, float]]:
                 if tpu or gpu:
                     for event in line.events:
                         begin = event.start_ns * 1e-9
-                        spans.append((begin, begin + event.duration_ns * 1e-9))
-    return spans
+                        events.append((event.name, begin, begin + event.duration_ns * 1e-9))
+    return events
 
 
 def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list[Any]:

@@ -1,6 +1,8 @@
 """recipes.kernel_report: estimates for TPUs on a machine without one."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -114,3 +116,32 @@ def test_no_compiler(tmp_path):
     assert errors.splitlines()[-1] == (
         "error: libtpu is not installed; pip install 'jax[tpu]' installs the TPU compiler"
     )
+
+
+# A CPU in place of a GPU or a TPU.
+MEASURED = """
+import sys
+import jax
+from recipes import kernel_report
+kernel_report._accelerator = lambda: jax.devices()[0]
+flags = "--step --presets=gpt2-tiny --batch_size=2 --seq_len=32 --set=model.compute_dtype=float32"
+sys.argv = ["recipes/kernel_report.py", *flags.split(), "--output=" + sys.argv[1]]
+kernel_report.run()
+"""
+
+
+@pytest.mark.slow
+def test_steps_are_measured_where_there_is_a_device(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path)],
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=cli.TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "step_times.md").read_text()
+    assert table in done.stdout and "Measured on cpu" in table
+    (step,) = json.loads((tmp_path / "step_times.json").read_text())["steps"]
+    assert step["seconds"] > 0 and step["preset"].startswith("gpt2-tiny")
