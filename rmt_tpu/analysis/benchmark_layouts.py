@@ -78,6 +78,42 @@ def steps(*sources: Reports) -> str:
     return _table(lines)
 
 
+def measured_steps(reports: Reports) -> str:
+    """Return a table of measured train steps, from reports of `recipes.kernel_report --step`.
+
+    Parts are devices; all have the same steps.
+    """
+    lines = [["train step", *(f"{title}, {d}" for d in reports for title in ("ms", "tokens/s"))]]
+    lines[0] += ["launches", "temporary, MiB"]
+    for steps in zip(*(report["steps"] for report in reports.values()), strict=True):
+        cells = [f"`{steps[0]['preset']}`"]
+        for step in steps:
+            cells += [f"{1e3 * step['seconds']:.1f}", f"{step['tokens'] / step['seconds']:,.0f}"]
+        launches = sum(count for _, count, _ in steps[0]["instructions"])
+        lines.append([*cells, f"{launches:,.0f}", f"{steps[0]['temporary_bytes'] / 2**20:,.0f}"])
+    return _table(lines)
+
+
+def measured_ops(reports: Reports) -> str:
+    """Return a table of measured ops, kernel and plain JAX, forward and backward.
+
+    Parts are implementations ("kernels" and "plain") of one device; a part's rows have an op, a
+    size, the seconds of a call and the bytes that it moves at least.
+    """
+    lines = [["op", "size", "kernels, us", "plain JAX, us", "ratio", "least bytes over 3 TB/s, us"]]
+    kernels, plain = reports["kernels"], reports["plain"]
+    for kernel, xla in zip(kernels["rows"], plain["rows"], strict=True):
+        fast, slow = 1e6 * kernel["seconds"], 1e6 * xla["seconds"]
+        cells = [
+            f"{fast:,.0f}",
+            f"{slow:,.0f}",
+            f"{fast / slow:.2f}",
+            f"{kernel['bytes'] / 3e6:,.0f}",
+        ]
+        lines.append([kernel["op"].replace("_", " "), kernel["size"], *cells])
+    return _table(lines)
+
+
 def step_parts(reports: Reports) -> str:
     """Return a table of the million cycles of each part of a train step, for two models.
 

@@ -121,6 +121,21 @@ SOURCES = {
         "--rounds=5",
         "storage_report.json",
     ),
+    "gpu_steps": Source(
+        "python -m recipes.kernel_report --step --presets=PRESET --set=model.kernels=KERNELS",
+        ("h100",),
+        "python -m recipes.kernel_report --step --presets=gpt2-405m,rmt-305m,llama-374m,"
+        "prenorm-528m,attnres-528m,rmt-attnres-305m --output={folder}",
+        "step_times.json",
+    ),
+    "gpu_ops": Source(
+        "python -m recipes.check_device --op=key_vector,depth_attention --implementation=pallas\n"
+        "python -m recipes.check_device --op=key_vector,depth_attention --implementation=xla",
+        ("kernels", "plain"),
+        "python -m recipes.check_device --op=key_vector,depth_attention --implementation={part} "
+        "--output={folder}/device.json",
+        "device.json",
+    ),
     "counts": Source(
         "python -m recipes.experiment rmt-counts",
         ("paper",),
@@ -134,6 +149,8 @@ TABLES = {
     "step_parts": Table(("step_16",), layouts.step_parts),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
+    "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
+    "gpu_ops": Table(("gpu_ops",), layouts.measured_ops),
     "counts": Table(("counts",), layouts.counts),
     "compare": Table(("compare",), layouts.comparison),
     "systems": Table(("systems",), layouts.comparison),
