@@ -7,17 +7,11 @@ whose attribute `kind` is its name in JSON and on the command line (`--set=model
 
 from rmt_tpu.config.core import RESIDUAL_PORT, Port
 from rmt_tpu.config.cores import (
-    Alibi,
     Attention,
     Core,
     FeedForward,
     Kda,
-    Learned,
-    Llama3Scaling,
     Mla,
-    NoPositions,
-    Positions,
-    Rope,
     Stack,
     stacks,
 )
@@ -56,6 +50,17 @@ from rmt_tpu.config.model import (
     Standard,
 )
 from rmt_tpu.config.plain_start import PlainStart
+from rmt_tpu.config.positions import (
+    Alibi,
+    Learned,
+    LinearScaling,
+    Llama3Scaling,
+    NoPositions,
+    Positions,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 from rmt_tpu.config.resume import (
     PINNED_ON_RESUME,
     START_FIELDS,
@@ -107,6 +112,7 @@ __all__ = [
     "HyperConnections",
     "Kda",
     "Learned",
+    "LinearScaling",
     "Llama3Scaling",
     "MatrixStore",
     "Mhc",
@@ -128,6 +134,7 @@ __all__ = [
     "ResidualScalars",
     "Role",
     "Rope",
+    "Scaling",
     "RunConfig",
     "SignRule",
     "Standard",
@@ -138,6 +145,7 @@ __all__ = [
     "TrainConfig",
     "VectorStore",
     "WideStreams",
+    "YarnScaling",
     "parse_mixture",
     "is_same_model",
     "resume_rule",

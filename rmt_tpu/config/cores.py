@@ -1,4 +1,4 @@
-"""Configs of cores (the computations of sublayers), of positions, and of stacks of cores.
+"""Configs of cores (the computations of sublayers), and of stacks of cores.
 
 `rmt_tpu.config` re-exports these classes. Each core is implemented in its own file in
 `rmt_tpu/cores/`.
@@ -9,82 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
+from rmt_tpu.config.checks import Checked, LogDecay, Size
 from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Heads, Normed, Port, Softmax
 from rmt_tpu.config.experts import Experts
+from rmt_tpu.config.positions import Alibi, Learned, NoPositions, Positions, Rope
 from rmt_tpu.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Learned(Checked):
-    """Learned position vectors, one for each of `max_length` (N) positions.
-
-    They are written to the residual together with the embedding.
-    """
-
-    kind: ClassVar[str] = "learned"
-    max_length: Size = 512
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """ALiBi: attention logits decrease linearly with the distance between tokens.
-
-    The slope in head h is `2^(-8 (h + 1) / num_heads)`.
-    """
-
-    kind: ClassVar[str] = "alibi"
-
-
-@dataclass(frozen=True)
-class Llama3Scaling(Checked):
-    """A reduction of RoPE's low frequencies for texts longer than the training texts (Llama 3.1).
-
-    A frequency f that makes fewer than `low` turns within `original_length` tokens becomes `f /
-    factor`. A frequency that makes more than `high` turns is unchanged. Frequencies in between are
-    interpolated.
-    """
-
-    kind: ClassVar[str] = "llama3"
-    factor: Positive = 8.0
-    low: Positive = 1.0
-    high: Positive = 4.0
-    original_length: Size = 8192
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.low >= self.high:
-            raise UsageError(
-                f"Llama3Scaling.low={self.low} must be below high={self.high}, like low=1 high=4"
-            )
-
-
-@dataclass(frozen=True)
-class Rope(Checked):
-    """RoPE: rotation of queries and keys by angles proportional to position.
-
-    The i-th pair of numbers is rotated at the frequency `base^(-2 i / dims)`.
-
-    Attributes:
-      base: base of the frequencies.
-      dims: how many of the first numbers in a head are rotated; None rotates all numbers.
-      scaling: a change of the low frequencies for long texts, or None.
-    """
-
-    kind: ClassVar[str] = "rope"
-    base: Positive = 10_000.0
-    dims: Size | None = None
-    scaling: Llama3Scaling | None = None
-
-
-@dataclass(frozen=True)
-class NoPositions:
-    """No position information: only the causal mask tells the model the order of tokens."""
-
-    kind: ClassVar[str] = "none"
-
-
-Positions = Learned | Alibi | Rope | NoPositions
 
 
 @dataclass(frozen=True)

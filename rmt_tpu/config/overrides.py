@@ -191,10 +191,12 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         classes = typing.get_args(annotation)
-        if types.NoneType not in classes:
-            return _parse_choice(classes, value, path)
-        (annotation,) = (cls for cls in classes if cls is not types.NoneType)
-        return None if value in (None, "none") else _parse(annotation, value, path)
+        if types.NoneType in classes and value in (None, "none"):
+            return None
+        classes = tuple(cls for cls in classes if cls is not types.NoneType)
+        if len(classes) == 1:
+            return _parse(classes[0], value, path)
+        return _parse_choice(classes, value, path)
     if origin is Literal:
         if value not in typing.get_args(annotation):
             legal = map(str, typing.get_args(annotation))

@@ -1,6 +1,7 @@
 """Position encodings within attention: ALiBi (Press et al. 2022) and RoPE (Su et al. 2021)."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array
     """Return the rotation frequency of each of the `dims / 2` pairs of numbers, in radians.
 
     The frequency of pair i is `base^(-2 i / dims)`, changed by `rope.scaling` if that is set (see
-    `config.Llama3Scaling`).
+    `config.Llama3Scaling`, `config.LinearScaling` and `config.YarnScaling`).
     """
     half = dims // 2
     frequencies = rope.base ** (-jnp.arange(half, dtype=dtype) / half)
@@ -32,7 +33,25 @@ def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array
             turns = length * frequencies / (2 * jnp.pi)
             unscaled_share = jnp.clip((turns - low) / (high - low), 0, 1)
             frequencies = frequencies * (unscaled_share + (1 - unscaled_share) / factor)
+        case cfg.LinearScaling(factor=factor):
+            frequencies = frequencies / factor
+        case cfg.YarnScaling(factor=factor) as yarn:
+            first, last = _yarn_range(rope.base, dims, yarn)
+            scaled_share = jnp.clip((jnp.arange(half, dtype=dtype) - first) / (last - first), 0, 1)
+            frequencies = frequencies * (1 - scaled_share + scaled_share / factor)
     return frequencies
+
+
+def _yarn_range(base: float, dims: int, yarn: cfg.YarnScaling) -> tuple[float, float]:
+    """Return the numbers of the frequencies where the scaled share begins to rise, and is whole."""
+    number = lambda turns: (
+        dims * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
+    )
+    first, last = number(yarn.fast), number(yarn.slow)
+    if yarn.whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = float(max(first, 0)), float(min(last, dims - 1))
+    return first, last if last != first else last + 0.001
 
 
 def rotate(
@@ -43,7 +62,7 @@ def rotate(
     """Apply RoPE: rotate pairs (x_i, x_{i + dims / 2}) by the angle `position * frequency_i`.
 
     If `rope.dims` is set, only the first `rope.dims` numbers of each head are rotated. Otherwise
-    all numbers are rotated.
+    all numbers are rotated. YaRN also multiplies the rotated numbers by a constant.
     """
     dims = x.shape[-1] if rope.dims is None else rope.dims
     if dims < x.shape[-1]:
@@ -53,6 +72,8 @@ def rotate(
     dtype = jnp.result_type(x, jnp.float32)
     angles = positions[:, :, None, None] * rope_frequencies(rope, dims, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(rope.scaling, cfg.YarnScaling):
+        cos, sin = (x * rope.scaling.multiplier for x in (cos, sin))
     first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

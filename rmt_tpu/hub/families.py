@@ -4,7 +4,12 @@ This module imports no jax.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+# Which layers have a sliding window if config.json has one: "all"; all unless `layer_types` lists
+# them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); or
+# all but every fourth ("most"). For all but the first, `layer_types` may list other layers.
+Windows = Literal["all", "listed", "late", "unrotated", "most"]
 
 
 class Family(NamedTuple):
@@ -19,6 +24,8 @@ class Family(NamedTuple):
       length: the name of the field with the maximum number of tokens.
       base: what the names of all tensors but W_U begin with, unless the files are of the model
         without an unembedding.
+      windows: which layers have a sliding window; None if the kind has no windows.
+      ropes: whether layers with a window have a RoPE of their own, in `rope_parameters`.
     """
 
     architecture: str
@@ -27,6 +34,8 @@ class Family(NamedTuple):
     end: int | None = None
     length: str = "max_position_embeddings"
     base: str = "model."
+    windows: Windows | None = None
+    ropes: bool = False
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
@@ -53,25 +62,42 @@ FAMILIES = {
             "sliding_window": 4096,
         },
         end=2,
+        windows="all",
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        end=2,
+        windows="listed",
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {
             "max_position_embeddings": 32_768,
+            "max_window_layers": 28,
             "num_key_value_heads": 32,
+            "sliding_window": 4096,
             "use_sliding_window": False,
         },
         frozenset({BIAS}),
+        windows="late",
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {
             "head_dim": 128,
             "max_position_embeddings": 32_768,
+            "max_window_layers": 28,
             "num_key_value_heads": 32,
+            "sliding_window": 4096,
             "use_sliding_window": False,
         },
         frozenset({QUERY_KEY_NORM}),
+        windows="late",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -85,18 +111,33 @@ FAMILIES = {
         },
         frozenset({UNROTATED_LAYERS}),
         end=128_001,
+        windows="unrotated",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         frozenset({PARTIAL_ROPE}),
         end=32_000,
+        windows="all",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         frozenset({NORMS_AFTER, QUERY_KEY_NORM}),
         end=50_279,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+        },
+        frozenset({NORMS_AFTER, QUERY_KEY_NORM}),
+        end=50_279,
+        windows="most",
+        ropes=True,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -108,9 +149,11 @@ FAMILIES = {
             "num_experts_per_tok": 8,
             "num_key_value_heads": 4,
             "router_aux_loss_coef": 1e-3,
+            "sliding_window": 4096,
             "use_sliding_window": False,
         },
         frozenset({QUERY_KEY_NORM, EXPERTS}),
+        windows="all",
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

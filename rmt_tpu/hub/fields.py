@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError, shown, unknown
 
 
@@ -68,6 +67,25 @@ class Fields:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
+    def positive_or(self, name: str, default: float) -> float:
+        """Return a field that holds a finite number above 0; an absent or null field is `default`.
+
+        Raises:
+          UsageError: the field has another value.
+        """
+        return self.positive(name) if self.has(name) else default
+
+    def count(self, name: str) -> int:
+        """Return a field that holds a whole number from 0 to 2^31 - 1.
+
+        Raises:
+          UsageError: the field has another value or is missing.
+        """
+        value = self._values.get(name)
+        if type(value) is not int or not 0 <= value < 2**31:
+            raise self.wrong(name, value, "a whole number, at least 0")
+        return value
+
     def not_negative(self, name: str) -> float:
         """Return a field that holds a finite number, at least 0.
 
@@ -121,12 +139,6 @@ class Fields:
         if value not in legal:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
 
-    def only_each(self, name: str, legal: str) -> None:
-        """Raise UsageError unless a field is absent or a list in which every value is `legal`."""
-        value = self._values.get(name) or []
-        if not isinstance(value, list) or any(item != legal for item in value):
-            raise self.wrong(name, value, f"a list of {legal!r}")
-
     def switches(self, name: str, default: list[bool]) -> list[bool]:
         """Return the first values of a field that holds a list of zeros and ones.
 
@@ -143,6 +155,29 @@ class Fields:
             raise self.wrong(name, value, f"a list of {count} zeros and ones")
         return [bool(x) for x in value[:count]]
 
+    def texts(self, name: str, count: int, *legal: str) -> list[str] | None:
+        """Return a field that lists one of the texts `legal` for each of `count` layers, or None.
+
+        Raises:
+          UsageError: the field is neither null nor such a list.
+        """
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or any(x not in legal for x in value):
+            words = " or ".join(map(repr, legal))
+            raise self.wrong(name, value, f"null, or a list of {words} for each of {count} layers")
+        return value
+
+    def holds(self, name: str, *inner: str) -> bool:
+        """Return whether a field is an object that has one of the given fields."""
+        value = self._values.get(name)
+        return isinstance(value, dict) and any(key in value for key in inner)
+
+    def inside(self, name: str) -> "Fields":
+        """Return the fields of an object that has objects, which the caller reads by `group`."""
+        return Fields(self._values[name], f"{self._where}: {name}")
+
     def group(self, name: str) -> "Fields":
         """Return the fields of a nested object, which may be absent.
 
@@ -154,57 +189,6 @@ class Fields:
             raise self.wrong(name, value, "null, or an object of plain values")
         return Fields(value, f"{self._where}: {name}")
 
-    def rope(self, head_dim: int, *, partial: bool) -> cfg.Rope:
-        """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
-
-        Files of newer versions of transformers have `rope_parameters`, which contains both the base
-        and the scaling.
-
-        Args:
-          head_dim: the size of a head.
-          partial: whether a part of a head may be rotated.
-        """
-        parameters, scaling = self.group("rope_parameters"), None
-        groups = parameters, self.group("rope_scaling"), self
-        for group in groups[:2]:
-            scaling = group._scaling(self) or scaling
-        base = parameters.positive("rope_theta", self.positive("rope_theta", 10_000.0))
-        if not partial:
-            for group in groups:
-                group.only("partial_rotary_factor", 1.0, None)
-            return cfg.Rope(base=base, scaling=scaling)
-        given = (group for group in groups if group.has("partial_rotary_factor"))
-        dims = next(given, self)._rotated(head_dim)
-        return cfg.Rope(base=base, dims=None if dims == head_dim else dims, scaling=scaling)
-
     def has(self, name: str) -> bool:
         """Return whether a field is present and not null."""
         return self._values.get(name) is not None
-
-    def _rotated(self, head_dim: int) -> int:
-        """Return how many numbers of a head `partial_rotary_factor`, by default 1, lets rotate."""
-        name = "partial_rotary_factor"
-        factor = self.positive(name, 1.0) if self.has(name) else 1.0
-        dims = int(head_dim * factor)
-        if dims % 2 or not 0 < dims <= head_dim:
-            legal = f"a number of which head_dim={head_dim} times it is even, and at most 1"
-            raise self.wrong(name, factor, legal)
-        return dims
-
-    def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
-        """Return the RoPE scaling in this group of fields, or None if it has none.
-
-        If the group does not give the length before scaling, the model's `max_position_embeddings`
-        is used.
-        """
-        for name in ("rope_type", "type"):
-            self.only(name, "default", cfg.Llama3Scaling.kind)
-        if cfg.Llama3Scaling.kind not in (self._values.get("rope_type"), self._values.get("type")):
-            return None
-        low, high = self.positive("low_freq_factor"), self.positive("high_freq_factor")
-        if low >= high:
-            raise self.wrong("low_freq_factor", low, f"below high_freq_factor={high}")
-        length = self.size(
-            "original_max_position_embeddings", model.size("max_position_embeddings", 2048)
-        )
-        return cfg.Llama3Scaling(self.positive("factor"), low, high, length)

@@ -24,10 +24,14 @@ from rmt_tpu.hub.families import (
     Family,
 )
 from rmt_tpu.hub.fields import Fields, values_in
+from rmt_tpu.hub.ropes import Ropes, read_ropes, rope_values
+from rmt_tpu.hub.windows import read_windows, window_values
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # The values of keys that are absent from a config.json of any kind.
 _ABSENT = {"hidden_act": "silu"}
+# Names that newer files have for fields.
+_RENAMED = {"num_local_experts": "num_experts"}
 _MOST_LAYERS = 1000
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
@@ -82,7 +86,9 @@ def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a config.json, with the model type's defaults for absent keys."""
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    return {**_ABSENT, **(family.absent if family else {}), **values}
+    known = {**_ABSENT, **(family.absent if family else {})}
+    renamed = {ours: values[name] for name, ours in _RENAMED.items() if name in values}
+    return {**known, **{name: x for name, x in renamed.items() if name in known}, **values}
 
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
@@ -112,8 +118,7 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     Raises:
       UsageError: the model is of another family, or needs an operation that is not supported here.
     """
-    present, values = values, _with_defaults(values)
-    config_fields = Fields(values, where)
+    config_fields = Fields(_with_defaults(values), where)
     family = config_fields.lookup("model_type", FAMILIES)
     if OWN in family.traits:
         return own.model_config(values, where)
@@ -122,11 +127,6 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     config_fields.only("mlp_bias", False)
     config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
-    config_fields.only_each("layer_types", "full_attention")
-    slides = config_fields.flag("use_sliding_window", True)
-    if slides and (window := values.get("sliding_window")) is not None:
-        legal = "null" if "sliding_window" in present else "null, written explicitly"
-        raise config_fields.wrong("sliding_window", window, legal)
     cores = _attention(config_fields, family)
     seconds = _feed_forward(config_fields, family, len(cores))
     return cfg.ModelConfig(
@@ -150,7 +150,7 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
     groups = config_fields.size("num_key_value_heads", heads)
     if heads % groups:
         raise config_fields.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
-    rope = config_fields.rope(size, partial=PARTIAL_ROPE in family.traits)
+    ropes = read_ropes(config_fields, family, size)
     layers = config_fields.size("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise config_fields.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
@@ -167,10 +167,14 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
         "query_key_norm": QUERY_KEY_NORM in family.traits,
         "bias": BIAS in family.traits,
     }
-    return [
-        cfg.Attention(heads, size, rope if turned else cfg.NoPositions(), **options)
-        for turned in rotated
-    ]
+    windows = read_windows(config_fields, family, rotated)
+
+    def layer(turned: bool, window: int | None) -> cfg.Attention:
+        rope = ropes.full if window is None else ropes.sliding
+        positions = rope if turned else cfg.NoPositions()
+        return cfg.Attention(heads, size, positions, window=window, **options)
+
+    return [layer(*of_layer) for of_layer in zip(rotated, windows, strict=True)]
 
 
 def _feed_forward(config_fields: Fields, family: Family, layers: int) -> list[cfg.Core]:
@@ -228,6 +232,8 @@ def config_values(
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
         **special_tokens(bos, ends),
+        # Without this, some kinds have one, which need not be in the vocabulary.
+        "pad_token_id": None,
     }
     if kind == own.KIND:
         return special | own.config_values(model, max_length)
@@ -238,7 +244,8 @@ def config_values(
         _check_expressed(model, model_config(values, CONFIG))
         return values
     rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
-    rope = next((core.positions for core, _ in layers if core.positions.kind == "rope"), cfg.Rope())
+    family, windows = FAMILIES[kind], [core.window for core, _ in layers]
+    ropes = _ropes(layers)
     dense = [n for n, (_, core) in enumerate(layers) if core.kind != cfg.Experts.kind]
     feed_forward = layers[dense[0]][1] if dense else cfg.FeedForward(1, "swiglu")
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -251,20 +258,19 @@ def config_values(
         "head_dim": attention.head_dim,
         "hidden_act": activations.get(feed_forward.activation, "silu"),
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": rope.base,
-        "rope_scaling": _rope_scaling(rope.scaling),
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
         "attention_bias": attention.bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    if PARTIAL_ROPE in FAMILIES[kind].traits:
+    values |= rope_values(family, ropes) | window_values(family, windows)
+    if PARTIAL_ROPE in family.traits:
         # Half a number more, so that rounding of the product does not lose one.
-        exact = rope.dims / attention.head_dim
-        rounded = int(attention.head_dim * exact) < rope.dims
-        values["partial_rotary_factor"] = (rope.dims + 0.5 * rounded) / attention.head_dim
-    if EXPERTS in FAMILIES[kind].traits:
+        dims, size = ropes.full.dims, attention.head_dim
+        rounded = int(size * (dims / size)) < dims
+        values["partial_rotary_factor"] = (dims + 0.5 * rounded) / size
+    if EXPERTS in family.traits:
         values |= _expert_values(layers, dense)
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
@@ -310,12 +316,33 @@ def kind_of(model: cfg.ModelConfig) -> str:
         PARTIAL_ROPE: any(getattr(core.positions, "dims", None) for core in cores),
     }
     traits = [name for name in has if has[name]]
-    for kind, family in FAMILIES.items():
-        if family.traits == set(traits):
-            return kind
+    kinds = [kind for kind, family in FAMILIES.items() if family.traits == set(traits)]
+    windows = [core.window for core in cores]
+    fitting = [kind for kind in kinds if _has_windows(FAMILIES[kind], windows)]
+    if kinds:
+        # If no kind fits, the caller finds the field that the first one does not have.
+        return (fitting or kinds)[0]
     families = [f.traits for f in FAMILIES.values() if f.traits and OWN not in f.traits]
     several = sorted({" and ".join(sorted(traits)) for traits in families})
     raise _not_in_hub_format("model.attention", " and ".join(traits), ", or ".join(several))
+
+
+def _has_windows(family: Family, windows: list[int | None]) -> bool:
+    """Return whether a kind may have a window in just those layers that have one."""
+    if not any(windows):
+        return True
+    return family.windows is not None and (family.windows != "all" or all(windows))
+
+
+def _ropes(layers: list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]) -> Ropes:
+    """Return the RoPE of the first layer without a window and of the first layer with one.
+
+    If there is no such layer, it is that of any layer.
+    """
+    rotated = [core for core, _ in layers if isinstance(core.positions, cfg.Rope)]
+    any_rope = rotated[0].positions if rotated else cfg.Rope()
+    found = {core.window is None: core.positions for core in reversed(rotated)}
+    return Ropes(found.get(True, any_rope), found.get(False, any_rope))
 
 
 def _layers(
@@ -359,18 +386,6 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
                 kinds = [getattr(x, "kind", None) for x in (value, legal)]
                 value, legal = kinds if kinds[0] != kinds[1] else (value, legal)
                 raise _not_in_hub_format(f"model.{core.kind}.{name}", value, legal)
-
-
-def _rope_scaling(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {
-        "rope_type": scaling.kind,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low,
-        "high_freq_factor": scaling.high,
-        "original_max_position_embeddings": scaling.original_length,
-    }
 
 
 def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:

@@ -52,6 +52,18 @@ def test_a_choice_can_be_given_whole_or_by_kind_and_fields():
     assert mup.model.parametrization == cfg.MuP(base=("store.key_dim=2", "attention.num_heads=2"))
 
 
+def test_a_choice_may_be_none():
+    yarn = cfg.YarnScaling(4.0, 64)
+    given = json.dumps(overrides.to_json(yarn))
+    rope = "model.attention.positions=rope"
+    found = apply(rope, f"model.attention.positions.scaling={given}")
+    assert found.model.attention.positions == cfg.Rope(scaling=yarn)
+    without = {"model.attention.positions.scaling": "none"}
+    assert overrides.apply(found, without).model == apply(rope).model
+    with pytest.raises(UsageError, match="scaling 'longrope' is unknown; legal: llama3, linear, y"):
+        apply(rope, "model.attention.positions.scaling=longrope")
+
+
 def test_fields_of_a_choice_outlive_its_kind_whatever_their_order():
     """The flags of a run come before --set, where its kind is."""
     rate = {"train.optimizer.learning_rate": 0.1}

@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import rmt_tpu
+from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
@@ -47,9 +48,42 @@ GPT2 = {
     "tie_word_embeddings": False,
     "vocab_size": 257,
 }
+LAYER_TYPES = [f"{name}_attention" for name in ("full", "sliding", "full", "sliding", "sliding")]
+WINDOWS = {"sliding_window": 7, "use_sliding_window": True}
 CONFIGS = {
     "gpt2": GPT2,
+    "mistral": COMMON | {"num_attention_heads": 8, "sliding_window": 7},
+    "ministral": COMMON
+    | {"num_attention_heads": 8, "sliding_window": 7, "layer_types": LAYER_TYPES},
     "olmo2": COMMON | {"tie_word_embeddings": True},
+    "olmo3": COMMON
+    | {
+        "tie_word_embeddings": True,
+        "sliding_window": 7,
+        "layer_types": LAYER_TYPES,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 8.0,
+            "attention_factor": 1.3,
+        },
+    },
+    "qwen2": COMMON
+    | {
+        "hidden_size": 64,
+        "num_attention_heads": 32,
+        "max_window_layers": 2,
+        "tie_word_embeddings": True,
+        **WINDOWS,
+    },
+    "qwen3": COMMON
+    | {
+        "num_attention_heads": 32,
+        "max_window_layers": 3,
+        "layer_types": LAYER_TYPES,
+        **WINDOWS,
+    },
     "qwen3_moe": COMMON
     | {
         "hidden_act": "silu",
@@ -61,9 +95,17 @@ CONFIGS = {
         "decoder_sparse_step": 2,
         "mlp_only_layers": [1],
         "tie_word_embeddings": True,
+        **WINDOWS,
     },
-    "phi3": COMMON | {"partial_rotary_factor": 0.7, "head_dim": 12, "tie_word_embeddings": True},
-    "smollm3": COMMON | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
+    "phi3": COMMON
+    | {
+        "partial_rotary_factor": 0.7,
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+        "sliding_window": 7,
+    },
+    "smollm3": COMMON
+    | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False, **WINDOWS},
 }
 CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
 # Where a row is `kind, key`: that key is left out.
@@ -81,6 +123,8 @@ OPTIONAL = [
     for kind, values in CONFIGS.items()
     for key in values
     if key not in ("model_type", "vocab_size", *SIZES)
+    # Which layers have a window says nothing without one: see REFUSED.
+    and (kind, key) != ("qwen3", "use_sliding_window")
 ]
 TOKENS = np.random.default_rng(0).integers(0, 257, 40)
 
@@ -146,7 +190,15 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     assert described.default_end == ENDS[kind]
 
 
-ENDS = {"gpt2": 50_256, "olmo2": 50_279, "phi3": 32_000, "qwen3_moe": None, "smollm3": 128_001}
+ENDS = dict.fromkeys(CONFIGS) | {
+    "gpt2": 50_256,
+    "mistral": 2,
+    "ministral": 2,
+    "olmo2": 50_279,
+    "olmo3": 50_279,
+    "phi3": 32_000,
+    "smollm3": 128_001,
+}
 
 
 @pytest.mark.parametrize("kind, key", later(*OPTIONAL))
@@ -164,8 +216,40 @@ REFUSED = {
         r"no_rope_layers=\[1, 0\] is not supported; legal: a list of 5 zeros and ones",
     ),
     "window": (
-        {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
+        {"model_type": "olmo2", "sliding_window": 8},
         "sliding_window=8 is not supported; legal: null$",
+    ),
+    "window of no size": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0},
+        "sliding_window=0 is not supported; legal: a whole number, at least 1$",
+    ),
+    "layers without a window": (
+        {"model_type": "qwen3", "layer_types": LAYER_TYPES},
+        "layer_types=.* is not supported; legal: full_attention alone, without a sliding_window$",
+    ),
+    "layers of a kind that lists none": (
+        {"model_type": "mistral", "layer_types": LAYER_TYPES},
+        "layer_types=.* is not supported; legal: null, or what the model has: .'sliding_attention",
+    ),
+    "too few layers": (
+        {"model_type": "olmo3", "layer_types": LAYER_TYPES[1:]},
+        "layer_types=.* is not .*; legal: null, or a list of 'full_attention' or 'sliding_a.* of 5",
+    ),
+    "late layers": (
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1},
+        "max_window_layers=-1 is not supported; legal: a whole number, at least 0$",
+    ),
+    "rope of no kind of layer": (
+        {"model_type": "olmo3", "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters=.* legal: null, or an object with full_attention and sliding_attention$",
+    ),
+    "magnitudes of yarn": (
+        {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "mscale": 1.0}},
+        "rope_scaling: mscale=1.0 is not supported; legal: null$",
+    ),
+    "turns of yarn": (
+        {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "beta_slow": 40}},
+        "rope_scaling: beta_slow=40.0 is not supported; legal: below beta_fast=32.0$",
     ),
     "heads of gpt2": (
         GPT2 | {"model_type": "gpt2", "n_head": 3},
@@ -197,15 +281,11 @@ REFUSED = {
     ),
     "long rope": (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-        """rope_scaling: type='longrope' is not supported; legal: "default" or "llama3"$""",
+        """rope_scaling: type='longrope' is not supported; legal: "default"$""",
     ),
     "odd part": (
         {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}},
         "rope_parameters: partial_rotary_factor=0.5 is not supported; legal: a number of which",
-    ),
-    "window of phi3": (
-        {"model_type": "phi3", "sliding_window": 2047},
-        "sliding_window=2047 is not supported; legal: null$",
     ),
     "layers": (
         {"model_type": "llama", "num_hidden_layers": 10**6},
@@ -247,6 +327,48 @@ def test_later_files_of_phi3_have_the_rotated_part_elsewhere():
         assert model.cores[0].positions.dims == dims
         written = config_values(model, max_length=1, bos=0, ends=[0])
         assert model_config(written, "x") == model
+
+
+def test_later_files_of_experts_have_another_name_of_their_number():
+    config = config_of("qwen3_moe", "num_experts") | {"num_local_experts": 10}
+    assert model_config(config, "x") == model_config(CONFIGS["qwen3_moe"], "x")
+
+
+def test_later_files_of_olmo3_have_rope_of_each_kind_of_layer():
+    """Both forms are written, so that older and newer versions of transformers read one."""
+    older = CONFIGS["olmo3"]
+    model = model_config(older, "x")
+    written = config_values(model, max_length=64, bos=0, ends=[0])
+    ropes = written["rope_parameters"]
+    assert ropes["sliding_attention"] == {"rope_type": "default", "rope_theta": 500.0}
+    assert ropes["full_attention"].items() >= older["rope_scaling"].items()
+    for left_out in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
+        fewer = {name: x for name, x in written.items() if name not in left_out}
+        assert model_config(fewer, "x") == model
+    ropes = {name: rope | {"rope_theta": 700.0} for name, rope in ropes.items()}
+    ropes["sliding_attention"]["rope_theta"] = 900.0
+    found = model_config(older | {"rope_parameters": ropes, "layer_types": None}, "x")
+    bases = [core.positions.base for core in list(found.sublayers)[::2]]
+    assert bases == [900.0, 900.0, 900.0, 700.0, 900.0]
+
+
+@pytest.mark.parametrize(
+    "window", [(7,) * 5, (None, 7, 7, 7, 7), (7, None, 7, 7, 7), (7, 7, 5, 7, 7)]
+)
+def test_windows_are_written_as_a_kind_that_has_them(window):
+    """Mistral has one in all layers, Ministral in those that it lists; no kind has two sizes."""
+    llama = model_config(COMMON | {"model_type": "llama"}, "x")
+    cores = list(llama.sublayers)
+    layers = zip(window, cores[::2], cores[1::2], strict=True)
+    layers = [(dataclasses.replace(core, window=w), second) for w, core, second in layers]
+    model = llama.replace(stacks=cfg.stacks(layers))
+    if len({*window} - {None}) > 1:
+        with pytest.raises(UsageError, match="model.attention.window=5 cannot be .* legal: 7, or"):
+            config_values(model, max_length=64, bos=0, ends=[0])
+        return
+    written = config_values(model, max_length=64, bos=0, ends=[0])
+    assert written["model_type"] == ("mistral" if all(window) else "ministral")
+    assert model_config(written, "x") == model
 
 
 def test_what_one_kind_has_and_no_other_is_not_mixed():

@@ -319,8 +319,8 @@ ABSENT = object()
 REFUSED = {
     "family": ({"model_type": "bert"}, "model_type 'bert' is unknown; legal: llama, mistral"),
     "rope": (
-        {"rope_scaling": {"rope_type": "yarn"}},
-        'rope_type=\'yarn\' is .*; legal: "default" or "llama3"',
+        {"rope_scaling": {"rope_type": "longrope"}},
+        'rope_type=\'longrope\' is .*; legal: "default" or "llama3" or "linear" or "yarn"$',
     ),
     "named rope": ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not .*; legal: null, or an"),
     "ropes of kinds": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters=.* plain val"),
@@ -329,16 +329,12 @@ REFUSED = {
     "groups": ({"num_key_value_heads": 3}, "heads=3 .*; legal: a divisor of the 4 heads"),
     "odd": ({"head_dim": 5}, "head_dim=5 is not .*; legal: an even number"),
     "no name": ({"model_type": ["llama"]}, "model_type .* is unknown; did you mean"),
-    "later rope": ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is not"),
+    "later rope": ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not"),
     "turns": (
         {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}},
         "rope_scaling: low_freq_factor=4.0 is not .*; legal: below high_freq_factor=4.0",
     ),
     "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null$"),
-    "usual window": (
-        {"model_type": "mistral", "sliding_window": ABSENT},
-        "sliding_window=4096 is not .*; legal: null, written explicitly$",
-    ),
     "usual groups": (
         {"model_type": "qwen2", "num_key_value_heads": ABSENT},
         "num_key_value_heads=32 is not",
@@ -370,6 +366,7 @@ def test_what_is_not_there_is_as_its_kind_has_it(folder):
     eight = {"num_attention_heads": 16, "num_key_value_heads": ABSENT}
     assert sizes(**eight).kv_heads == 16
     assert sizes(model_type="mistral", sliding_window=None, **eight).kv_heads == 8
+    assert sizes(model_type="mistral", sliding_window=ABSENT).window == 4096
     slides = {"model_type": "qwen2", "sliding_window": 9}
     assert model_config(VALUES | slides, "x") == model("qwen2")
     for kind, length in (("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)):

@@ -28,9 +28,42 @@ DEFAULTS = {
         "tie_word_embeddings": True,
     },
     "llama": {"max_position_embeddings": 2048},
-    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+    "mistral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "ministral": {
+        "layer_types": None,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "layer_types": None,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 28,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
+    "qwen3": {
+        "head_dim": 128,
+        "layer_types": None,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 28,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
     "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "olmo3": {
+        "layer_types": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "sliding_window": 4096,
+    },
     "phi3": {
         "max_position_embeddings": 4096,
         "partial_rotary_factor": 1.0,
@@ -47,8 +80,13 @@ DEFAULTS = {
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
         "router_aux_loss_coef": 0.001,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
     },
     "smollm3": {
+        "layer_types": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
         "max_position_embeddings": 32_768,
         "no_rope_layer_interval": 4,
         "no_rope_layers": None,
@@ -57,6 +95,10 @@ DEFAULTS = {
         "tie_word_embeddings": True,
     },
 }
+
+
+# Kinds that norm what sublayers write, and not what they read.
+AFTER = ("olmo2", "olmo3")
 
 
 def filled(config):
@@ -86,7 +128,7 @@ def shapes(config):
             layer[f"self_attn.{letter}_proj.bias"] = (count * size,)
         if kind in ("qwen3", "qwen3_moe") and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (size,)
-        if kind == "olmo2" and letter != "v":
+        if kind in AFTER and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (count * size,)
     layer |= {f"mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
     layer["mlp.down_proj.weight"] = (width, hidden)
@@ -95,7 +137,7 @@ def shapes(config):
         for name, parts in fused.items():
             of_parts = [layer.pop(f"{name.split('.')[0]}.{part}_proj.weight") for part in parts]
             layer[name] = (sum(rows for rows, _ in of_parts), width)
-    norms = ("post_attention", "post_feedforward" if kind == "olmo2" else "input")
+    norms = ("post_attention", "post_feedforward" if kind in AFTER else "input")
     layer |= {f"{n}_layernorm.weight": (width,) for n in norms}
     found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
@@ -173,7 +215,7 @@ def logits(tensors, config, tokens):
             attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
         )
         post = own["post_attention_layernorm.weight"]
-        if c["model_type"] == "olmo2":
+        if c["model_type"] in AFTER:
             h = h + norm(attended(h), post, c)
             h = h + norm(mlp(h, own, c), own["post_feedforward_layernorm.weight"], c)
         else:
@@ -205,23 +247,25 @@ def attention(x, own, c, layer):
     for letter in "qkv":
         y = x @ own[f"self_attn.{letter}_proj.weight"].T
         y = y + own.get(f"self_attn.{letter}_proj.bias", 0)
-        if c["model_type"] == "olmo2" and letter != "v":
+        if c["model_type"] in AFTER and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         y = y.reshape(len(x), -1, size)
         if c["model_type"] in ("qwen3", "qwen3_moe") and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         if letter != "v" and rotates(c, layer):
             dims = int(size * c.get("partial_rotary_factor", 1))
-            part = turned(y[..., :dims], places, c["rope_theta"])
+            part = turned(y[..., :dims], places, *rope(c, layer, dims))
             y = np.concatenate([part, y[..., dims:]], -1)
         qkv[letter] = np.repeat(y, heads // y.shape[1], axis=1)
-    return attended(*qkv.values())
+    return attended(*qkv.values(), window=window(c, layer))
 
 
-def attended(q, k, v, divisor=1):
+def attended(q, k, v, divisor=1, window=None):
     places = np.arange(len(q))
     logits = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1]) / divisor
-    share = softmax(np.where(places[:, None] >= places, logits, -np.inf))
+    before = places[:, None] - places
+    seen = (before >= 0) & (before < (window or len(q)))
+    share = softmax(np.where(seen, logits, -np.inf))
     return np.einsum("hqk,khd->qhd", share, v).reshape(len(q), -1)
 
 
@@ -233,11 +277,63 @@ def rotates(c, layer):
     return (layer + 1) % c["no_rope_layer_interval"] != 0 if listed is None else listed[layer]
 
 
-def turned(x, places, base):
+def window(c, layer):
+    """The number of tokens that a token of a layer sees; None for all before it."""
+    size, kind = c.get("sliding_window"), c["model_type"]
+    if not c.get("use_sliding_window", True) or size is None:
+        return None
+    listed = c.get("layer_types")
+    if listed is not None:
+        return {"sliding_attention": size, "full_attention": None}[listed[layer]]
+    slides = True
+    if kind in ("qwen2", "qwen3"):
+        slides = layer >= c["max_window_layers"]
+    if kind == "smollm3":
+        slides = not rotates(c, layer)
+    if kind == "olmo3":
+        slides = layer % 4 != 3
+    return size if slides else None
+
+
+def rope(c, layer, dims):
+    """The frequencies of RoPE in a layer, and the factor of what it turns.
+
+    OLMo 3 scales them in layers without a window alone, if `rope_scaling` says so.
+    """
+    base = c["rope_theta"]
+    scaling = c.get("rope_scaling") or {}
+    if c["model_type"] == "olmo3":
+        slides = window(c, layer) is not None
+        own = c.get("rope_parameters") or {}
+        own = own.get("sliding_attention" if slides else "full_attention", {})
+        base, scaling = own.get("rope_theta", base), own if slides else own | scaling
+    plain = base ** (-np.arange(dims // 2) / (dims // 2))
+    kind = scaling.get("rope_type", "default")
+    if kind == "linear":
+        return plain / scaling["factor"], 1
+    if kind == "yarn":
+        return yarn(plain, base, scaling, c)
+    return plain, 1
+
+
+def yarn(plain, base, scaling, c):
+    """Peng et al. (2023), section 3.2: a ramp from `beta_fast` turns to `beta_slow`."""
+    length = scaling.get("original_max_position_embeddings", c["max_position_embeddings"])
+    dims, factor = 2 * len(plain), scaling["factor"]
+    number = lambda turns: dims * np.log(length / (2 * np.pi * turns)) / (2 * np.log(base))
+    first = max(np.floor(number(scaling.get("beta_fast", 32))), 0)
+    last = min(np.ceil(number(scaling.get("beta_slow", 1))), dims - 1)
+    ramp = np.clip((np.arange(len(plain)) - first) / max(last - first, 0.001), 0, 1)
+    return plain * (1 - ramp) + plain / factor * ramp, scaling.get(
+        "attention_factor", 0.1 * np.log(factor) + 1
+    )
+
+
+def turned(x, places, frequencies, factor=1):
     """Number i of a head and number i + size / 2 are turned together."""
     half = x.shape[-1] // 2
-    angles = places[:, None] * base ** (-np.arange(half) / half)
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    angles = places[:, None] * frequencies
+    z = (x[..., :half] + 1j * x[..., half:]) * factor * np.exp(1j * angles)[:, None]
     return np.concatenate([z.real, z.imag], -1)
 
 

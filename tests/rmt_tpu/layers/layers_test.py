@@ -123,6 +123,45 @@ def test_low_frequencies_are_scaled_for_long_texts():
         cfg.Llama3Scaling(low=4.0)
 
 
+@pytest.mark.parametrize(
+    "yarn, base, dims",
+    [
+        (cfg.YarnScaling(8.0, 8192, magnitude=1.2), 5e5, 128),
+        (cfg.YarnScaling(4.0, 64, fast=8.0, slow=2.0, whole=False), 1e4, 32),
+        (cfg.YarnScaling(4.0, 4), 1e4, 32),  # no frequency makes a turn
+    ],
+)
+def test_frequencies_of_yarn(yarn, base, dims):
+    """As its equations have it: a ramp between numbers of turns, and larger queries and keys."""
+    turns = lambda number: yarn.original_length * base ** (-2 * number / dims) / (2 * np.pi)
+    grid = np.linspace(-dims, 2 * dims, 3 * dims * 1000 + 1)
+    first, last = (grid[np.argmin(np.abs(turns(grid) - n))] for n in (yarn.fast, yarn.slow))
+    if yarn.whole:
+        first, last = np.floor(first), np.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    numbers = np.arange(dims // 2)
+    ramp = np.clip((numbers - first) / max(last - first, 1e-3), 0, 1)
+    wanted = base ** (-2 * numbers / dims) * (1 - ramp + ramp / yarn.factor)
+    rope = cfg.Rope(base, scaling=yarn)
+    got = positions.rope_frequencies(rope, dims, jnp.float32)
+    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+    x = draw(1, 5, 2, dims)
+    turned = positions.rotate(jnp.asarray(x), jnp.arange(5)[None], rope)
+    longer = np.linalg.norm(turned, axis=-1) / np.linalg.norm(x, axis=-1)
+    magnitude = yarn.magnitude or 0.1 * np.log(yarn.factor) + 1
+    np.testing.assert_allclose(longer, magnitude, rtol=1e-5)
+
+
+def test_linear_scaling_divides_positions():
+    x = jnp.asarray(draw(1, 5, 2, 8))
+    plain, scaled = cfg.Rope(), cfg.Rope(scaling=cfg.LinearScaling(4.0))
+    at = jnp.arange(5)[None]
+    got, want = positions.rotate(x, 4 * at, scaled), positions.rotate(x, at, plain)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    with pytest.raises(UsageError, match=r"^YarnScaling.slow=32.0 must be below fast=32.0"):
+        cfg.YarnScaling(4.0, 64, slow=32.0)
+
+
 def test_gelu_exact_and_tanh():
     config = models.model("vector")
     z = draw(2, 1, 20)

@@ -1,0 +1,180 @@
+"""RoPE in the fields of a config.json: its base, the rotated part of a head, and its scaling.
+
+This module imports no jax.
+"""
+
+from typing import Any, NamedTuple
+
+from rmt_tpu import config as cfg
+from rmt_tpu.hub.families import PARTIAL_ROPE, Family
+from rmt_tpu.hub.fields import Fields
+
+# The names of layers without and with a sliding window.
+FULL, SLIDING = "full_attention", "sliding_attention"
+_SCALINGS = {
+    scaling.kind: scaling for scaling in (cfg.Llama3Scaling, cfg.LinearScaling, cfg.YarnScaling)
+}
+
+
+class Ropes(NamedTuple):
+    """The RoPE of layers without a sliding window, and of layers with one."""
+
+    full: cfg.Rope
+    sliding: cfg.Rope
+
+
+def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
+    """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+
+    Files of newer versions of transformers have `rope_parameters`, which contains both the base
+    and the scaling. If layers with a window have a RoPE of their own, it contains one such object
+    for each of the two kinds of layers. `rope_scaling` is then of layers without a window.
+
+    Raises:
+      UsageError: a field has a value that is not supported.
+    """
+    if not family.ropes:
+        groups = fields.group("rope_parameters"), fields.group("rope_scaling")
+        rope = _rope(fields, groups, "rope_theta", family, head_dim)
+        return Ropes(rope, rope)
+    newer = fields.holds("rope_parameters", FULL, SLIDING)
+    if not newer and fields.has("rope_parameters"):
+        value = "an object without them"
+        raise fields.wrong(
+            "rope_parameters", value, f"null, or an object with {FULL} and {SLIDING}"
+        )
+    inside = fields.inside("rope_parameters") if newer else fields
+    groups = [(inside.group(name),) if newer else () for name in (FULL, SLIDING)]
+    groups[0] += (fields.group("rope_scaling"),)
+    local = "rope_local_base_freq" if fields.has("rope_local_base_freq") else "rope_theta"
+    bases = "rope_theta", local
+    return Ropes(
+        *(
+            _rope(fields, own, base, family, head_dim)
+            for own, base in zip(groups, bases, strict=True)
+        )
+    )
+
+
+def rope_values(family: Family, ropes: Ropes) -> dict[str, Any]:
+    """Return the fields of config.json that describe RoPE, but for the rotated part of heads.
+
+    Older and newer versions of transformers read different fields, and both are written if layers
+    with a window have a RoPE of their own.
+    """
+    values = {"rope_theta": ropes.full.base, "rope_scaling": _scaling_values(ropes.full.scaling)}
+    if not family.ropes:
+        return values
+    both = zip((FULL, SLIDING), ropes, strict=True)
+    return values | {
+        "rope_parameters": {
+            name: {
+                "rope_type": "default",
+                "rope_theta": rope.base,
+                **(_scaling_values(rope.scaling) or {}),
+            }
+            for name, rope in both
+        }
+    }
+
+
+def _rope(
+    fields: Fields, groups: tuple[Fields, ...], base: str, family: Family, head_dim: int
+) -> cfg.Rope:
+    """Return the RoPE that the first of `groups`, or else the model's field `base`, describes."""
+    partial, scaling = PARTIAL_ROPE in family.traits, None
+    for group in groups:
+        scaling = _scaling(group, fields, partial) or scaling
+    theta = fields.positive(base, 10_000.0)
+    for group in groups[:1]:
+        theta = group.positive("rope_theta", theta)
+    if not partial:
+        for group in (*groups, fields):
+            group.only("partial_rotary_factor", 1.0, None)
+        return cfg.Rope(base=theta, scaling=scaling)
+    given = (group for group in (*groups, fields) if group.has("partial_rotary_factor"))
+    dims = _rotated(next(given, fields), head_dim)
+    return cfg.Rope(base=theta, dims=None if dims == head_dim else dims, scaling=scaling)
+
+
+def _rotated(fields: Fields, head_dim: int) -> int:
+    """Return how many numbers of a head `partial_rotary_factor`, by default 1, lets rotate."""
+    name = "partial_rotary_factor"
+    factor = fields.positive(name, 1.0) if fields.has(name) else 1.0
+    dims = int(head_dim * factor)
+    if dims % 2 or not 0 < dims <= head_dim:
+        legal = f"a number of which head_dim={head_dim} times it is even, and at most 1"
+        raise fields.wrong(name, factor, legal)
+    return dims
+
+
+def _scaling(group: Fields, model: Fields, partial: bool) -> cfg.Scaling | None:
+    """Return the RoPE scaling in a group of fields, or None if it has none.
+
+    If the group does not give the length before scaling, the model's `max_position_embeddings` is
+    used.
+    """
+    kinds = () if partial else _SCALINGS
+    for name in ("rope_type", "type"):
+        group.only(name, "default", *kinds)
+    named = [
+        group.lookup(n, {"default": None, **_SCALINGS})
+        for n in ("rope_type", "type")
+        if group.has(n)
+    ]
+    kind = next((kind for kind in named if kind is not None), None)
+    if kind is None:
+        return None
+    if kind is cfg.LinearScaling:
+        return kind(group.positive("factor"))
+    most = model.size("max_position_embeddings", 2048)
+    length = group.size("original_max_position_embeddings", most)
+    if kind is cfg.YarnScaling:
+        return _yarn(group, length, most)
+    low, high = group.positive("low_freq_factor"), group.positive("high_freq_factor")
+    if low >= high:
+        raise group.wrong("low_freq_factor", low, f"below high_freq_factor={high}")
+    return cfg.Llama3Scaling(group.positive("factor"), low, high, length)
+
+
+def _yarn(group: Fields, length: int, most: int) -> cfg.YarnScaling:
+    for name in ("mscale", "mscale_all_dim"):
+        group.only(name, None)
+    fast, slow = group.positive_or("beta_fast", 32.0), group.positive_or("beta_slow", 1.0)
+    if slow >= fast:
+        raise group.wrong("beta_slow", slow, f"below beta_fast={fast}")
+    return cfg.YarnScaling(
+        group.positive_or("factor", most / length),
+        length,
+        fast,
+        slow,
+        group.positive("attention_factor") if group.has("attention_factor") else None,
+        group.flag("truncate", True),
+    )
+
+
+def _scaling_values(scaling: cfg.Scaling | None) -> dict[str, Any] | None:
+    match scaling:
+        case None:
+            return None
+        case cfg.LinearScaling():
+            return {"rope_type": scaling.kind, "factor": scaling.factor}
+        case cfg.YarnScaling():
+            magnitude = {} if scaling.magnitude is None else {"attention_factor": scaling.magnitude}
+            return {
+                "rope_type": scaling.kind,
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_length,
+                "beta_fast": scaling.fast,
+                "beta_slow": scaling.slow,
+                "truncate": scaling.whole,
+                **magnitude,
+            }
+        case cfg.Llama3Scaling():
+            return {
+                "rope_type": scaling.kind,
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low,
+                "high_freq_factor": scaling.high,
+                "original_max_position_embeddings": scaling.original_length,
+            }

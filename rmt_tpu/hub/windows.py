@@ -1,0 +1,78 @@
+"""Sliding windows in the fields of a config.json: how many tokens a window has, in which layers.
+
+This module imports no jax.
+"""
+
+from typing import Any
+
+from rmt_tpu.hub.families import Family
+from rmt_tpu.hub.fields import Fields
+from rmt_tpu.hub.ropes import FULL, SLIDING
+
+# Kinds whose layers are these ignore `layer_types`.
+_UNLISTED = (None, "all")
+# Kinds that have a window only if `use_sliding_window` says so.
+_ON_REQUEST = "use_sliding_window"
+
+
+def read_windows(fields: Fields, family: Family, rotated: list[bool]) -> list[int | None]:
+    """Return each layer's window, or None for a layer without one.
+
+    Args:
+      fields: the fields of config.json.
+      family: the kind of the model.
+      rotated: whether each layer has RoPE.
+
+    Raises:
+      UsageError: the kind has no windows, or `layer_types` lists other layers than the kind has.
+    """
+    window, count = None, len(rotated)
+    if family.windows is None:
+        fields.only("sliding_window", None)
+    elif fields.flag(_ON_REQUEST, True) and fields.has("sliding_window"):
+        window = fields.size("sliding_window")
+    slides = [False] * count if window is None else _by_default(fields, family, rotated)
+    usual = [SLIDING if layer else FULL for layer in slides]
+    listed = fields.texts("layer_types", count, FULL, SLIDING)
+    if listed is not None and family.windows not in _UNLISTED:
+        if window is None and SLIDING in listed:
+            raise fields.wrong("layer_types", listed, f"{FULL} alone, without a sliding_window")
+        usual = listed
+    elif listed not in (None, usual):
+        raise fields.wrong("layer_types", listed, f"null, or what the model has: {usual}")
+    return [window if name == SLIDING else None for name in usual]
+
+
+def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[bool]:
+    """Return which layers have a window if `layer_types` does not list them."""
+    layers = range(len(rotated))
+    match family.windows:
+        case "late":
+            first = fields.count("max_window_layers")
+            return [layer >= first for layer in layers]
+        case "unrotated":
+            return [not turned for turned in rotated]
+        case "most":
+            named = "sliding_window_pattern" in family.absent
+            period = fields.size("sliding_window_pattern") if named else 4
+            return [(layer + 1) % period > 0 for layer in layers]
+    return [True for _ in layers]
+
+
+def window_values(family: Family, windows: list[int | None]) -> dict[str, Any]:
+    """Return the fields of config.json that describe the windows of all layers.
+
+    A window that another layer does not have cannot be described, nor can layers that the kind does
+    not let choose. The caller compares what the fields describe with the model.
+    """
+    window = next((size for size in windows if size is not None), None)
+    if window is None or family.windows is None:
+        return {}
+    values: dict[str, Any] = {"sliding_window": window}
+    if _ON_REQUEST in family.absent:
+        values[_ON_REQUEST] = True
+    if family.windows not in _UNLISTED:
+        values["layer_types"] = [FULL if size is None else SLIDING for size in windows]
+    if family.windows == "late":
+        values["max_window_layers"] = next(n for n, size in enumerate(windows) if size is not None)
+    return values
