@@ -19,7 +19,8 @@ class _DepthAttention(BankedSystem):
     """The base class of Full and Block Attention Residuals.
 
     At each site a learned query attends over sources, which are the embedding and earlier outputs
-    or sums of outputs. Options other than the defaults are the ablations in Table 4 of the paper.
+    or sums of outputs. Options other than the defaults are the ablations in Table 4 of the paper,
+    or options of released models and other trainers (see `rmt_tpu.residual.depth_attention`).
 
     Attributes:
       query: how a site scores its sources. "static" uses a learned query vector, "input" adds a
@@ -31,7 +32,15 @@ class _DepthAttention(BankedSystem):
       key_gain: whether the norm of the keys has a learned gain.
       num_heads: number of equal parts into which the residual is split; each part has its own
         softmax over the sources.
-      epsilon: constant added to the mean square in the norm of the keys.
+      newest_bias: initial value of a learned number per site that is added to the logit of the
+        newest source; None if there is no such number.
+      cumulative: whether a source is the sum of the embedding and all outputs up to the end of a
+        block, instead of the sum of the block's outputs.
+      output_site: what the unembedding reads: "attention" over all sources as at every other site,
+        the "sum" of the embedding and all outputs, or the "newest" source alone. Only "attention"
+        has parameters at this site.
+      normed_embedding: whether the embedding as a source is RMS-normalised, without a gain.
+      epsilon: constant added to the mean square in the norm of the keys, and of the embedding.
     """
 
     note: ClassVar[str] = (
@@ -42,6 +51,10 @@ class _DepthAttention(BankedSystem):
     key_norm: bool = True
     key_gain: bool = True
     num_heads: Size = 1
+    newest_bias: Finite | None = None
+    cumulative: bool = False
+    output_site: Literal["attention", "sum", "newest"] = "attention"
+    normed_embedding: bool = False
     epsilon: Positive = 1e-6
 
     def __post_init__(self):
@@ -63,7 +76,7 @@ class _DepthAttention(BankedSystem):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True unless a window excludes outputs.
+        """Return True unless an option gives some outputs another weight than others.
 
         All logits start at zero, so a site reads the mean of all sources. The mean is the plain sum
         divided by the number of sources, and the norm before the read removes this factor.
@@ -71,6 +84,14 @@ class _DepthAttention(BankedSystem):
         window = getattr(self, "window", None)
         if window is not None and window < model.num_sublayers:
             return PlainStart(False, f"window={window} excludes earlier outputs from sums")
+        if self.cumulative:
+            return PlainStart(False, "cumulative sources have earlier outputs more often")
+        if self.newest_bias:
+            return PlainStart(False, f"newest_bias={self.newest_bias:g} weighs the newest output")
+        if self.normed_embedding:
+            return PlainStart(False, "the embedding is normalised before it is a source")
+        if self.output_site == "newest":
+            return PlainStart(False, "the unembedding reads the newest block's outputs alone")
         return PlainStart(True, "queries of zero read the mean of all outputs, which is normed")
 
     def parameters(self, model: Sizes) -> int:
@@ -79,19 +100,25 @@ class _DepthAttention(BankedSystem):
         A site is the place where a sublayer or the unembedding reads the residual.
         """
         size = model.residual_size
+        sources = self._attended(model.num_sublayers)
+        biases = len(sources) * (self.newest_bias is not None)
         if self.query == "scalars":
-            return sum(self.sources(model.num_sublayers))
+            return sum(sources) + biases
         if self.query == "none":
-            return 0
+            return biases
         projection = size**2 if self.query == "input" else 0
         key_gain = size if self.key_norm and self.key_gain else 0
-        return (model.num_sublayers + 1) * (size + key_gain + projection)
+        return len(sources) * (size + key_gain + projection) + biases
 
     def flops(self, model: Sizes) -> int:
         """Return the FLOPs of the logits, the weighted sums of sources, and any projections."""
         size, scored = model.residual_size, self.query not in ("scalars", "none")
-        projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
-        return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
+        sources, rows = self._attended(model.num_sublayers), self.sources(model.num_sublayers)[-1]
+        projection = len(sources) * 2 * size**2 if self.query == "input" else 0
+        adds = size * sum(sources) if self.cumulative else 0
+        if self.output_site == "sum" or (self.output_site == "newest" and self.cumulative):
+            adds += size * rows
+        return sum(sources) * 2 * size * (1 + scored) + projection + adds
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return how many terms of order 1 are summed in a logit, by parameter name.
@@ -121,6 +148,11 @@ class _DepthAttention(BankedSystem):
         completed = [-(-site // block) for site in range(num_sublayers + 1)]
         return [1 + (count if window is None else min(count, window)) for count in completed]
 
+    def _attended(self, num_sublayers: int) -> list[int]:
+        """Return the number of sources at each site that attends to its sources."""
+        sources = self.sources(num_sublayers)
+        return sources if self.output_site == "attention" else sources[:-1]
+
     def chunk_multiple(self, num_sublayers: int) -> int | None:
         """Return the number of sublayers per block, or None if an ablation rules out pipelines."""
         return self.sublayers_a_block(num_sublayers) if self.fused else None
@@ -128,8 +160,9 @@ class _DepthAttention(BankedSystem):
     @property
     def fused(self) -> bool:
         """Whether kernels can compute this mixer: not with most options from Table 4."""
-        options = (self.weights, self.key_norm, self.num_heads)
-        return self.query in ("static", "none") and options == ("softmax", True, 1)
+        options = (self.weights, self.key_norm, self.num_heads, self.newest_bias, self.cumulative)
+        plain = ("softmax", True, 1, None, False)
+        return self.query in ("static", "none") and options == plain
 
     @property
     def decode_kernels(self) -> bool:
@@ -270,6 +303,10 @@ class DeltaAttention(_Blocks):
     query: ClassVar[str] = "static"
     key_norm: ClassVar[bool] = True
     num_heads: ClassVar[int] = 1
+    newest_bias: ClassVar[float | None] = None
+    cumulative: ClassVar[bool] = False
+    output_site: ClassVar[str] = "attention"
+    normed_embedding: ClassVar[bool] = False
     fused: ClassVar[bool] = True
     gate: Finite = 0.0
     null_source: Finite | None = None

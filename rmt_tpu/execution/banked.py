@@ -53,6 +53,7 @@ def run_layers(
         store, mixer = without_padding(store), without_padding(mixer)
     runners, arrays = _runners(decoder, store, mixer)
     first = store.write(store.hold(state), y, _first(decoder.stacks[0][0].site.writer))
+    first = mixer.embedding(first)
     if decodes and isinstance(mixer, StackedScores):
         arrays = [
             of_stack._replace(decode_params=mixer.decode_params(store, of_stack.scores, stack))
@@ -62,9 +63,8 @@ def run_layers(
 
     def forward(arrays, first, context, caches, *, keep=False):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
-        aux = no_aux(decoder.config, y.dtype)
         bank = stacks.update_at(bank, first, mixer.embedding_row)
-        carry = (bank, jnp.zeros_like(first), aux)
+        carry = (bank, jnp.zeros_like(first), no_aux(decoder.config, y.dtype))
         (carry, _), new, saved = vary_alike((carry, arrays)), [], []
         for runner, of_stack, stack_caches in zip(runners, arrays, caches, strict=True):
             carry, stack_caches, saved_stack = runner.forward(

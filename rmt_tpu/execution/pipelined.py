@@ -295,7 +295,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     def first(first_params, microbatch):
         (embedding, store), writer = to_start(first_params[0]), first_params[1]
         state, y = start(embedding, store, microbatch.tokens, microbatch.context, dtype)
-        return store.write(store.hold(state), y, writer)
+        return mixer.embedding(store.write(store.hold(state), y, writer))
 
     def rows(chunk_arrays, _, index, bank, microbatch):
         """Return the rows that chunk `index` completes, and the scalars of the chunk's cores."""

@@ -114,7 +114,8 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
         case cfg.FullAttention() | cfg.BlockAttention():
             fused = config.mixer.fused
             mix = depth_attention.DepthAttentionMix if fused else depth_ablations.DepthAblationMix
-            site.mix = mix(config, seed / "mix")
+            attends = not place.last or config.mixer.output_site == "attention"
+            site.mix = mix(config, seed / "mix") if attends else None
         case cfg.DeltaAttention():
             site.mix = delta_attention.DeltaAttentionMix(config, seed / "mix")
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():

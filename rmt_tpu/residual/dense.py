@@ -46,6 +46,10 @@ class LayerBank(nnx.Module):
     def __init__(self, config: cfg.ModelConfig):
         self.num_layers, self.num_rows = config.num_layers, config.num_layers + 1
 
+    def embedding(self, row: Row) -> Row:
+        """Return `row`, because the embedding is read as it is."""
+        return row
+
     def first_row(self, sublayer: Index) -> Index:
         """Return the bank row for the output of the layer that contains this sublayer."""
         return sublayer // 2 + 1

@@ -1,4 +1,4 @@
-"""Ablations from Table 4 of Attention Residuals, in plain JAX: each site reads the whole bank.
+"""Ablations and options of Attention Residuals, in plain JAX: each site reads the whole bank.
 
 The bank holds the outputs of earlier blocks, which are the sources of the attention over depth. The
 paper names the ablations and gives their losses. The equations are our reading of the names:
@@ -9,6 +9,9 @@ paper names the ablations and gives their losses. The equations are our reading 
 - no key norm: `logit_i = <query, v_i>`, with v_i the sources;
 - heads: v is split into equal parts, which share its norm; each part has its own softmax;
 - a window: only the embedding and the newest rows are sources.
+
+The bias of the newest source and cumulative sources, whose equations are in `depth_attention`, are
+computed here too. Rows stay sums of blocks, and each site adds them up.
 """
 
 from collections.abc import Sequence
@@ -53,7 +56,8 @@ class DepthAblation(depth_attention.DepthAttention):
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         super().__init__(config)
         scalars = config.mixer.query == "scalars"
-        shape = (sum(len(self.seen(k)) for k in range(config.num_sublayers + 1)),)
+        sites = config.num_sublayers + (self.mixer.output_site == "attention")
+        shape = (sum(len(self.seen(k)) for k in range(sites)),)
         how = {"std": 0.0, "role": "gain", "axes": ("source",)}
         self.logits = parameter(seed / "logits", shape, **how) if scalars else None
 
@@ -113,6 +117,8 @@ class DepthAblation(depth_attention.DepthAttention):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from the final site's mix of all rows."""
+        if self.mixer.output_site != "attention":
+            return super().final(store, bank, final_site)
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else self._folded(final_site).reshape(-1)
         nothing = jnp.zeros_like(bank[0])
@@ -146,6 +152,11 @@ class DepthAblation(depth_attention.DepthAttention):
         """
         written = jnp.arange(self.num_rows) < count
         rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
+        dtype = current.dtype
+        if self.mixer.cumulative:
+            wide = jnp.result_type(rows, jnp.float32)
+            rows = jnp.cumsum(rows.astype(wide), axis=0)
+            current = rows[-1] + jnp.where(running, current, 0).astype(wide)
         weights = self._weights(at, shared, rows, count, current, running)
         heads = weights.shape[-1]
 
@@ -154,7 +165,7 @@ class DepthAblation(depth_attention.DepthAttention):
             return jnp.sum(weights[..., None] * split, axis=0)
 
         mixed = add_up(rows, weights[:-1]) + add_up(current[None], weights[-1:])
-        return mixed.reshape(current.shape).astype(current.dtype)
+        return mixed.reshape(current.shape).astype(dtype)
 
     def _weights(self, at, shared, rows, count, current, running):
         """Return the weights of a site's sources, [sources, batch, seq, heads].
@@ -175,6 +186,9 @@ class DepthAblation(depth_attention.DepthAttention):
             query = self._query(at, shared, rows, count, current, running)
             scores = [self._scores(query, at, sources) for sources in (rows, current[None])]
             logits = jnp.concatenate(scores)
+        if at.mix.newest_bias is not None:
+            newest = jnp.append((indices == count - 1) & ~running, running)
+            logits = logits + at.mix.newest_bias[...] * newest[:, None, None, None]
         if self.mixer.weights == "sigmoid":
             return jnp.where(shown, jax.nn.sigmoid(logits), 0)
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
@@ -235,6 +249,8 @@ class DepthAblation(depth_attention.DepthAttention):
                 query = query + gained * projected
             products = query * (normed if self.mixer.key_norm else flat)
             logits = products.reshape(*flat.shape[:3], self.mixer.num_heads, -1).sum(-1)
+        if site.mix.newest_bias is not None:
+            logits = logits.at[-1].add(site.mix.newest_bias[0])
         if self.mixer.weights == "sigmoid":
             return jax.nn.sigmoid(logits)
         return jax.nn.softmax(logits, axis=0)

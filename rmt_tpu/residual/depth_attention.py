@@ -12,14 +12,24 @@ Every site has a gain and a query. Queries are initialised to zero, which gives 
 AttnRes is the case S = 1. With a matrix store, the sources v and the queries are matrices
 `D_k x D_v`.
 
-One option is not in the paper. `query="none"` is a control for experiments: there are no queries
-and gains, and every logit is 0, so that h remains the plain mean. Kernels then get zero queries.
+Some options are not in the paper:
+- `query="none"` is a control for experiments: there are no queries and gains, and every logit is 0,
+  so that h remains the plain mean. Kernels then get zero queries.
+- A learned bias b per site is added to the logit of the newest source (open-attention-residuals,
+  which starts it at 3 or 10):  `logit_last = <gain * query, v_last> / rms(v_last) + b`
+- Cumulative sources (open-attention-residuals) are the plain residual at the ends of blocks, and
+  the running one:  `v_n = embedding + sum of the outputs of blocks 1 to n`
+- Without attention at the output site, the unembedding reads the newest source (which is the plain
+  residual if sources are cumulative, as in open-attention-residuals), or the sum of the embedding
+  and all outputs (an option of marin).
+- The embedding is normalised before it is a source (marin):  `v_0 = embedding / rms(embedding)`
 
 The sources are kept in a *bank*, a stack of rows. A row is *sealed* when its block is complete.
 Layers run in groups. Phase one computes the partial softmax over the rows that are sealed before a
 group, for all sites of the group in one pass. Phase two adds the group's own rows at each site.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,6 +78,7 @@ class DepthAttentionMix(nnx.Module):
     Attributes:
       query: the query, initialised to zero; None if every source has the same weight.
       key_gain: the gain of the norm that turns sources into keys; None without a gain or norm.
+      newest_bias: the number b that is added to the newest source's logit, [1]; None without one.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -81,6 +92,9 @@ class DepthAttentionMix(nnx.Module):
         self.query = parameter(seed / "query", shape, **how) if queried else None
         with_gain = queried and config.mixer.key_norm and config.mixer.key_gain
         self.key_gain = gain(shape, axes=axes) if with_gain else None
+        bias = config.mixer.newest_bias
+        scalar = lambda x: nnx.Param(jnp.full(1, x, jnp.float32), role="gain", axes=("source",))
+        self.newest_bias = None if bias is None else scalar(bias)
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
         """Return `gain * query`. The keys then need no gain: a logit is a query times a key."""
@@ -107,6 +121,15 @@ class DepthAttention(nnx.Module):
     def epsilon(self) -> float:
         """The epsilon of the norm that turns sources into keys, adjusted for padded sources."""
         return self.tiles.epsilon(self.mixer.epsilon)
+
+    def embedding(self, row: Row) -> Row:
+        """Return the embedding as a source, which is RMS-normalised if the config says so."""
+        if not self.mixer.normed_embedding:
+            return row
+        wide = row.astype(jnp.result_type(row, jnp.float32))
+        square = jnp.sum(jnp.square(wide), axis=tuple(range(2, row.ndim)), keepdims=True)
+        mean_square = sharding.total(square, "key") / math.prod(self.source_shape)
+        return (wide * jax.lax.rsqrt(mean_square + self.mixer.epsilon)).astype(row.dtype)
 
     # The schedule -------------------------------------------------------------------------------
 
@@ -301,9 +324,19 @@ class DepthAttention(nnx.Module):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from the final site's mix of all rows."""
-        query = self._folded(final_site).reshape(1, -1)
-        h = self._partial(query, bank, self.num_rows)[0][0]
+        if self.mixer.output_site == "attention":
+            query = self._folded(final_site).reshape(1, -1)
+            h = self._partial(query, bank, self.num_rows)[0][0]
+        else:
+            h = self._without_attention(bank)
         return store.read(h, final_site, store.compute_dtype)
+
+    def _without_attention(self, bank: Bank) -> Row:
+        """Return what an output site without attention reads: the newest source, or the sum."""
+        if self.mixer.output_site == "newest" and not self.mixer.cumulative:
+            return bank[self.num_rows - 1]
+        wide = jnp.result_type(bank, jnp.float32)
+        return jnp.sum(bank[: self.num_rows], axis=0, dtype=wide).astype(bank.dtype)
 
     def read(
         self,
@@ -380,12 +413,18 @@ class DepthAttention(nnx.Module):
         final_site: nnx.Module,
     ) -> tuple[Read, list[Array]]:
         """Run all layers one by one, as in equations 2 to 6: see `protocols.BankMixer`."""
-        complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
-        running, recorded = jnp.zeros_like(complete[0]), []
+        embedding = store.write(store.hold(state), y, sublayers[0].site.writer)
+        complete, recorded = [self.embedding(embedding)], []
+        running = jnp.zeros_like(embedding)
 
         def read(k, site):
-            values = jnp.stack([[*complete, running][source] for source in self.seen(k)])
-            weights = self.plain_weights(k, site, values)
+            values = jnp.stack([*complete, running])
+            values = jnp.cumsum(values, axis=0) if self.mixer.cumulative else values
+            values = values[jnp.asarray(self.seen(k))]
+            if k == len(sublayers) and self.mixer.output_site != "attention":
+                weights = self._output_weights(values)
+            else:
+                weights = self.plain_weights(k, site, values)
             recorded.append(weights)
             parts = values.reshape(*weights.shape, -1)
             h = jnp.sum(weights[..., None] * parts, axis=0).reshape(running.shape)
@@ -397,6 +436,14 @@ class DepthAttention(nnx.Module):
                 complete.append(running)
                 running = jnp.zeros_like(running)
         return read(len(sublayers), final_site), recorded
+
+    def _output_weights(
+        self, values: Float[Array, "sources batch seq *shape"]
+    ) -> Float[Array, "sources batch seq 1"]:
+        """Return the weights of the sources at an output site without attention."""
+        newest = self.mixer.output_site == "newest" or self.mixer.cumulative
+        weights = jnp.ones((*values.shape[:3], 1), values.dtype)
+        return weights.at[:-1].set(0) if newest else weights
 
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]

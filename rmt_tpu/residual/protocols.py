@@ -376,6 +376,9 @@ class BankMixer(Protocol):
     keeps_sum: bool
     embedding_row: int
 
+    def embedding(self, row: Row) -> Row:
+        """Return the row of the embedding, as sites read it."""
+
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return the division of a stack of layers into groups.
 

@@ -25,6 +25,16 @@ MIXERS = {
     "scalars": ("vector", cfg.BlockAttention(sublayers_per_block=4, query="scalars")),
     "scalars of a window": ("vector", cfg.FullAttention(query="scalars", window=2)),
     "input query": ("vector", cfg.BlockAttention(sublayers_per_block=3, query="input")),
+    "open": (
+        "vector",
+        cfg.BlockAttention(
+            sublayers_per_block=4, newest_bias=3.0, cumulative=True, output_site="newest"
+        ),
+    ),
+    "marin": (
+        "matrix",
+        cfg.BlockAttention(sublayers_per_block=3, normed_embedding=True, output_site="sum"),
+    ),
     "mean": ("matrix", cfg.BlockAttention(sublayers_per_block=3, query="none")),
     "delta": ("matrix", cfg.DeltaAttention(sublayers_per_block=3, null_source=0.0)),
     "dense": ("matrix", cfg.Dense()),

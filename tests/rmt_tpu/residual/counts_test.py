@@ -41,6 +41,11 @@ OPTIONS = [
     cfg.FullAttention(query="none"),
     cfg.FullAttention(query="scalars", window=2),
     cfg.FullAttention(key_norm=False),
+    cfg.FullAttention(newest_bias=3.0),
+    cfg.FullAttention(newest_bias=3.0, query="none", output_site="sum"),
+    cfg.FullAttention(query="scalars", output_site="sum"),
+    cfg.BlockAttention(num_blocks=3, cumulative=True, output_site="newest", newest_bias=0.0),
+    cfg.BlockAttention(num_blocks=3, output_site="sum", normed_embedding=True),
     cfg.BlockAttention(sublayers_per_block=4, query="scalars"),
     cfg.BlockAttention(num_blocks=3, query="input"),
     cfg.DeltaAttention(num_blocks=3, null_source=0.0),
@@ -206,6 +211,12 @@ def test_flops_of_depth_attention():
     # Sites of 4 sublayers see 1 source more each time, and the first of a block no running sum.
     blocks = [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
     assert flops(cfg.BlockAttention(sublayers_per_block=4)) == 4 * D * sum(blocks)
+    # Additions make sources cumulative, and sum 4 rows at an output site without attention.
+    block = functools.partial(cfg.BlockAttention, sublayers_per_block=4)
+    assert flops(block(output_site="newest")) == 4 * D * sum(blocks[:-1])
+    assert flops(block(output_site="sum")) == 4 * D * sum(blocks[:-1]) + 4 * D
+    assert flops(block(cumulative=True)) == 5 * D * sum(blocks)
+    assert flops(block(cumulative=True, output_site="newest")) == 5 * D * sum(blocks[:-1]) + 4 * D
     # A term of the sum and a logit for each delta, and the gate.
     sites = 2 * L + 1
     deltas = sum(blocks) - sites

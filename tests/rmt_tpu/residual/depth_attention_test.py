@@ -49,16 +49,43 @@ OPTIONS = {
     "full mean": cfg.FullAttention(query="none"),
     "sigmoid mean": cfg.BlockAttention(sublayers_per_block=3, query="none", weights="sigmoid"),
 }
+# Of released models and other trainers. The last two are open-attention-residuals' and marin's.
+TRAINERS = {
+    "bias": cfg.FullAttention(newest_bias=3.0),
+    "blocks, bias": cfg.BlockAttention(sublayers_per_block=3, newest_bias=3.0),
+    "biases alone": cfg.BlockAttention(sublayers_per_block=3, newest_bias=1.0, query="none"),
+    "bias, sigmoid, heads": cfg.FullAttention(newest_bias=1.0, weights="sigmoid", num_heads=2),
+    "cumulative": cfg.BlockAttention(sublayers_per_block=3, cumulative=True),
+    "cumulative, window": cfg.FullAttention(cumulative=True, window=3),
+    "cumulative, input query": cfg.FullAttention(cumulative=True, query="input"),
+    "cumulative, output sum": cfg.FullAttention(cumulative=True, output_site="sum"),
+    "output sum": cfg.BlockAttention(sublayers_per_block=3, output_site="sum"),
+    "output newest": cfg.BlockAttention(sublayers_per_block=3, output_site="newest"),
+    "full, output newest": cfg.FullAttention(output_site="newest"),
+    "output sum, scalars": cfg.FullAttention(query="scalars", output_site="sum"),
+    "normed embedding": cfg.BlockAttention(sublayers_per_block=3, normed_embedding=True),
+    "full, normed embedding": cfg.FullAttention(normed_embedding=True),
+    "normed embedding, heads": cfg.FullAttention(normed_embedding=True, num_heads=2),
+    "open": cfg.BlockAttention(
+        num_blocks=2, newest_bias=3.0, cumulative=True, output_site="newest"
+    ),
+    "marin": cfg.BlockAttention(
+        num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
+    ),
+}
 
 
-ALL = FULL | BLOCKS | DENSE | ABLATIONS | OPTIONS
+ALL = FULL | BLOCKS | DENSE | ABLATIONS | OPTIONS | TRAINERS
 MATRIX = ["full", "3 sublayers", "6 sublayers, 2 left over", "dense", "input query", *OPTIONS]
+MATRIX += ["blocks, bias", "full, normed embedding", "open", "marin"]
 SYSTEMS = [("vector", name) for name in ALL] + [("matrix", name) for name in MATRIX]
 # Both stores and both backward schedules.
 FAST = [
     ("vector", "full", "full"),
     ("matrix", "6 sublayers, 2 left over", "full"),
     ("vector", "dense, dilated", "blocks"),
+    ("vector", "open", "full"),
+    ("vector", "marin", "full"),
 ]
 EVERY = [(*system, remat) for system in SYSTEMS for remat in ("full", "blocks")]
 
@@ -86,7 +113,9 @@ def test_a_stack_of_one_layer_may_end_with_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["6 sublayers, 2 left over", *later("2 sublayers", "full")])
+@pytest.mark.parametrize(
+    "name", ["6 sublayers, 2 left over", *later("2 sublayers", "full", "marin")]
+)
 def test_vectors_held_in_whole_tiles_are_the_same_vectors(name):
     """120 numbers held as 128; and means that are subtracted are of 120, which are held so."""
     with jax.enable_x64(True):
@@ -102,4 +131,4 @@ def test_vectors_held_in_whole_tiles_are_the_same_vectors(name):
         checks.assert_follows_equations(config, over_depth.reference)
     for changes in ({"norm": "layernorm"}, {"mixer": cfg.Sum()}, {"store": cfg.VectorStore(12)}):
         kept = whole_tiles.tiles(config.replace(**changes))
-        assert kept.size == kept.held
+        assert kept.size == kept.padded

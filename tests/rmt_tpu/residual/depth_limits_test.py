@@ -19,6 +19,12 @@ MIXERS = {
     "dense": cfg.Dense(),
     "input query": cfg.BlockAttention(num_blocks=2, query="input"),
     "mean": cfg.BlockAttention(layers_per_block=1, query="none"),
+    "open": cfg.BlockAttention(
+        num_blocks=2, newest_bias=3.0, cumulative=True, output_site="newest"
+    ),
+    "marin": cfg.BlockAttention(
+        num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
+    ),
 }
 CACHED = [("vector", "blocks of 2")]
 CACHED += later(
@@ -30,6 +36,10 @@ CACHED += later(
     ("matrix", "full"),
     ("vector", "mean"),
     ("matrix", "mean"),
+    ("vector", "open"),
+    ("vector", "marin"),
+    ("matrix", "open"),
+    ("matrix", "marin"),
 )
 
 
@@ -59,6 +69,25 @@ def test_the_first_query_is_never_used():
 @pytest.mark.parametrize(("store", "name"), CACHED)
 def test_cached_logits_equal_uncached(store, name):
     checks.assert_cached_equals_uncached(models.model(store, mixer=MIXERS[name]))
+
+
+@pytest.mark.parametrize("store", later("vector", "matrix"))
+def test_the_newest_cumulative_source_alone_is_the_plain_residual(store):
+    """With a bias of 60, in float64: other sources have weights below 1e-20."""
+    with jax.enable_x64(True):
+        mixer = cfg.BlockAttention(
+            sublayers_per_block=3, newest_bias=60.0, cumulative=True, output_site="newest"
+        )
+        plain, config = (
+            models.model(store, mixer=mixer, compute_dtype="float64")
+            for mixer in (cfg.Sum(), mixer)
+        )
+        params = models.random_parameters(config)
+        bias = lambda path, x: np.full_like(x, 60) if path[-1].key == "newest_bias" else x
+        params = jax.tree_util.tree_map_with_path(bias, params)
+        found = checks.normed_output(config, params)
+        expected = checks.normed_output(plain, checks.plain_parameters(params))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11 * np.abs(expected).max())
 
 
 def test_a_taken_slice_gives_its_gradient_to_the_stack():

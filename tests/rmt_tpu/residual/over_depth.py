@@ -30,6 +30,9 @@ def plain_weights(k, sources, site, params, mixer, depth, epsilon=1e-6):
         if "key_gain" in site["mix"]:
             keys = keys * site["mix"]["key_gain"].reshape(-1)
         logits = (query * keys).reshape(*v.shape[:-1], H, D // H).sum(-1)
+    if mixer.newest_bias is not None:
+        newest = np.arange(len(v)) == len(v) - 1
+        logits = logits + site["mix"]["newest_bias"] * newest[:, None, None, None]
     if mixer.weights == "sigmoid":
         return checks.sigmoid(logits)
     shown = np.ones(len(v), bool)
@@ -50,8 +53,16 @@ def attention_over_depth(mixer, params, depth):
 
     def mix(k, site, written):
         shape = written[0].shape
+        if mixer.normed_embedding:
+            axes = tuple(range(2, len(shape)))
+            square = np.mean(written[0] ** 2, axis=axes, keepdims=True)
+            written = [written[0] / np.sqrt(square + mixer.epsilon), *written[1:]]
         parts = plain_sources_of(k, of_blocks(mixer, depth))
+        if mixer.cumulative:
+            parts = [range(part.stop) for part in parts]
         sources = [sum(written[i] for i in part).reshape(*shape[:2], -1) for part in parts]
+        if k == depth and mixer.output_site != "attention":
+            return (sum(written) if mixer.output_site == "sum" else sources[-1]).reshape(shape)
         w = plain_weights(k, sources, site, params, mixer, depth)
         heads = w.shape[-1]
         v = np.stack(sources)

@@ -49,6 +49,9 @@ ATTENTION = {
     "scalars": cfg.FullAttention(query="scalars"),
     "sigmoid": cfg.FullAttention(weights="sigmoid"),
     "heads, no key norm": cfg.FullAttention(num_heads=2, key_norm=False),
+    "no key gain": cfg.BlockAttention(sublayers_per_block=3, key_gain=False),
+    "bias of zero": cfg.BlockAttention(sublayers_per_block=3, newest_bias=0.0),
+    "output sum": cfg.BlockAttention(sublayers_per_block=3, output_site="sum"),
 }
 OTHERS = {
     "delta, 3 sublayers": cfg.DeltaAttention(sublayers_per_block=3),
@@ -233,6 +236,10 @@ ANOTHER = {
     "scalars with x_0": cfg.ResidualScalars(embedding_scale=0.1),
     "delta as in its paper": cfg.DeltaAttention(sublayers_per_block=3, gate=1.0),
     "a window": cfg.FullAttention(window=2),
+    "a bias": cfg.FullAttention(newest_bias=3.0),
+    "cumulative": cfg.BlockAttention(sublayers_per_block=3, cumulative=True),
+    "output newest": cfg.BlockAttention(sublayers_per_block=3, output_site="newest"),
+    "normed embedding": cfg.FullAttention(normed_embedding=True),
     "highway": cfg.Highway(),
     "hierarchical": cfg.Hierarchical(hidden_dim=10),
 }

@@ -30,6 +30,12 @@ MIXERS = {
     "scalars": cfg.FullAttention(query="scalars", window=2),
     "heads": cfg.FullAttention(num_heads=2),
     "input query of heads": cfg.BlockAttention(num_blocks=2, query="input", num_heads=3),
+    "open": cfg.BlockAttention(
+        num_blocks=2, newest_bias=3.0, cumulative=True, output_site="newest"
+    ),
+    "marin": cfg.BlockAttention(
+        num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
+    ),
     "delta": cfg.DeltaAttention(num_blocks=2),
     "dense": cfg.Dense(),
     "mudd": cfg.Mudd(),

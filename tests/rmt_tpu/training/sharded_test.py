@@ -45,6 +45,12 @@ MIXERS = models.MIXERS | {
     "delta, null": cfg.DeltaAttention(sublayers_per_block=1, null_source=0.0),
     "mean": cfg.BlockAttention(num_blocks=2, query="none"),
     "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
+    "open": cfg.BlockAttention(
+        num_blocks=2, newest_bias=3.0, cumulative=True, output_site="newest"
+    ),
+    "marin": cfg.BlockAttention(
+        num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
+    ),
 }
 # One period of every core, on a plain residual.
 CORES = (
@@ -63,7 +69,7 @@ BIASED = (
     cfg.FeedForward(10, "swiglu", bias=True, normed="output"),
 )
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
-ON_MATRICES += ("delta", "delta, null", "mean", "mudd", "wide", "scalars")
+ON_MATRICES += ("delta", "delta, null", "mean", "mudd", "wide", "scalars", "open", "marin")
 WINDOWS = (
     cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, window=5),
     cfg.FeedForward(10),
@@ -88,7 +94,7 @@ FAST = {
     ("matrix", "sum"): ("tensor", "sequence", "key"),
 }
 # These do not go with stages: their blocks or backward passes are not of one chunk of layers.
-WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "reversible"}
+WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "reversible", "open"}
 
 
 def axes_of(store, name):
