@@ -132,7 +132,10 @@ def test_rate_factors_are_searched_at_two_depths_and_two_batch_sizes():
     }  # fmt: skip
     for search in tried.values():
         assert {point[plan.DEPTH_RATE] for point in search.points} == {1, 0.3, 0.1, 0.03, 0.01}
-    assert all(shared[name] == s for name, s in of.searches.items() if "large" not in name)
+    others = {name for name in of.searches if "large" not in name} - {*shared}
+    assert others == {"transformer-32-layers"}  # `plan` gives it the rate of 16 layers
+    assert all(shared[name] == s for name, s in of.searches.items() if name in shared)
+    assert len({*of.searches} & {*shared}) == 4
 
 
 def test_between_two_searches_is_their_geometric_mean():
