@@ -22,6 +22,10 @@ _RUN_FLAGS = [
      "and .arrow files and globs"),
     ("text_field", "data.text_field", str, "field of .jsonl files, or column of .parquet and "
      ".arrow files, that has the text of a document"),
+    ("format", "data.format", str, "what a document is: text; messages, a conversation with a loss "
+     "on the answers; or completion, a prompt and a completion with a loss on the completion"),
+    ("chat_template", "data.chat_template", str, "file with a chat template for --format=messages, "
+     "in place of the tokenizer's"),
     ("mixture", "data.mixture", str, "texts to mix, in place of --data, each with its share of the "
      "tokens, like runs/web=0.7,runs/books=0.3"),
     ("tokenizer", "data.tokenizer", str, "tokenizer: byte, a folder with encoder.json and "

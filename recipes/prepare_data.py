@@ -41,6 +41,15 @@ _TEXT_FIELD = flags.DEFINE_string(
     "text_field", "text", "field of .jsonl files, or column of .parquet and .arrow files, that has "
     "the text of a document",
 )  # fmt: skip
+_FORMAT = flags.DEFINE_enum(
+    "format", "text", ["text", "messages", "completion"],
+    "what a document is: text; messages, a conversation in the field messages, with a loss on the "
+    "answers; or completion, the fields prompt and completion, with a loss on the completion",
+)  # fmt: skip
+_CHAT_TEMPLATE = flags.DEFINE_string(
+    "chat_template", "", "file with a chat template for --format=messages, in place of the "
+    "tokenizer's",
+)  # fmt: skip
 members.define_distributed_flags()
 
 
@@ -98,6 +107,8 @@ def main() -> int:
             progress=progress.update,
             group=group,
             text_field=_TEXT_FIELD.value,
+            kind=_FORMAT.value,
+            chat_template=_CHAT_TEMPLATE.value,
         )
     if group.number:
         return 0

@@ -241,6 +241,10 @@ class DataConfig(Checked):
       eval_fraction: fraction of the text that is held out for evaluation, in whole documents.
       text_field: name of the field of .jsonl files, or of the column of .parquet and .arrow files,
         that has the text of a document. A token store ignores it.
+      format: what a document is: "text"; "messages", a conversation in the field `messages` that
+        the chat template renders, with a loss on what the assistant says; or "completion", the
+        fields `prompt` and `completion`, with a loss on the completion. A token store ignores it.
+      chat_template: path of a chat template in place of the tokenizer's.
       mixture: texts that are mixed in given shares, in place of `source`; () reads `source`.
     """
 
@@ -249,6 +253,8 @@ class DataConfig(Checked):
     seq_len: Size = 512
     eval_fraction: _HeldOut = 0.02
     text_field: str = free("text")
+    format: Literal["text", "messages", "completion"] = free("text")
+    chat_template: str = free("")
     mixture: tuple[MixtureSource, ...] = changeable(())
 
     def __post_init__(self):

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
+from rmt_tpu.data import marked
 from rmt_tpu.data.permutation import permute
 from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import UsageError
@@ -55,18 +56,21 @@ def split(
     )
 
 
-def pack(documents: list[str], tokenizer: Tokenizer) -> Int32[np.ndarray, " tokens"]:
+def pack(
+    documents: list[str], tokenizer: Tokenizer, kind: str = "text"
+) -> Int32[np.ndarray, " tokens"]:
     """Concatenate the tokens of all documents into one stream, with BOS before each document.
 
     Args:
       documents: the documents in order.
       tokenizer: the tokenizer with which the model is trained.
+      kind: what a document is; see `marked.Reading`.
 
     Returns:
-      The stream of tokens, int32 [tokens].
+      The stream of tokens, int32 [tokens]. Tokens without a loss have the bit `marked.CONTEXT`.
     """
-    bos = np.array([tokenizer.bos], np.int32)
-    encoded = tokenizer.encode_all(documents)
+    bos = np.array([marked.first_token(tokenizer, kind)], np.int32)
+    encoded = marked.encode_all(documents, tokenizer)
     return np.concatenate(
         [np.empty(0, np.int32), *(a for tokens in encoded for a in (bos, tokens))]
     )
@@ -81,7 +85,7 @@ class Batch(NamedTuple):
       inputs: int32 [batch, seq], the input tokens.
       targets: int32 [batch, seq], the next token after each input.
       segment_ids: int32 [batch, seq], the number of the document within the window, from 1.
-      weights: float32 [batch, seq], 1 where there is a target and else 0.
+      weights: float32 [batch, seq], 1 where there is a target that has a loss, and else 0.
       texts: int32 [batch, seq], the number of the text in a mixture; None without a mixture.
     """
 
@@ -104,7 +108,8 @@ class Stream(Protocol):
     ) -> Int32[np.ndarray, "rows length"]:
         """Return `length` tokens from each position in `starts` onwards, with 0 beyond the end.
 
-        Several threads may call this method concurrently.
+        Tokens without a loss have the bit `marked.CONTEXT`. Several threads may call this method
+        concurrently.
 
         Raises:
           RunError: the tokens cannot be read.
@@ -147,6 +152,9 @@ class Windows:
     A window has `seq_len` inputs and, for each input, the next token as its target. Window i starts
     at token `i * seq_len`, and the last window is padded. Therefore every token except the first is
     a target exactly once per epoch.
+
+    With the bounds of documents, a window has as many whole documents, in order, as fit, and is
+    padded. Only a document that is longer than a window is divided.
     """
 
     def __init__(
@@ -159,6 +167,7 @@ class Windows:
         seed: int,
         shuffle: bool,
         source: str = "",
+        bounds: Int64[np.ndarray, " documents_plus_1"] | None = None,
     ):
         """Create windows over a stream, which is not copied.
 
@@ -172,6 +181,8 @@ class Windows:
           shuffle: whether the windows are shuffled, differently in each epoch. Otherwise they have
             the order of the stream, which is used for held-out text.
           source: value of --data, for error messages.
+          bounds: the position of the first token of each document, and the end of the stream, if
+            documents are to be whole.
 
         Raises:
           UsageError: a size is below 1, or the stream has no more than `seq_len` tokens. Without
@@ -186,6 +197,7 @@ class Windows:
         self.bos = bos
         self.seq_len, self.batch_size = seq_len, batch_size
         self.seed, self.shuffle = seed, shuffle
+        self._bounds = None if bounds is None else whole_documents(bounds, seq_len)
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -195,6 +207,8 @@ class Windows:
     @property
     def num_windows(self) -> int:
         """Number of windows per epoch."""
+        if self._bounds is not None:
+            return len(self._bounds) - 1
         return -(-self.tokens_per_epoch // self.seq_len)
 
     def checksum(self) -> int:
@@ -260,19 +274,54 @@ class Windows:
         return self._gather(window, self.num_windows if end is None else end)
 
     def _gather(self, window: Int64[np.ndarray, " batch"], end: int) -> Batch:
-        starts = window * self.seq_len
-        real = starts[:, None] + np.arange(self.seq_len + 1) < len(self.stream)
+        if self._bounds is None:
+            starts = window * self.seq_len
+            ends = starts + self.seq_len
+        else:
+            number = np.minimum(window, self.num_windows - 1)
+            starts, ends = self._bounds[number], self._bounds[number + 1]
+        positions = starts[:, None] + np.arange(self.seq_len + 1)
+        # The token at the end of a window is only a target.
+        real = positions < np.minimum(ends + 1, len(self.stream))[:, None]
         # Mask rows beyond the last window: such a row may start at the last token of the stream,
         # which has no next token as its target.
         real &= (window < min(end, self.num_windows))[:, None]
-        tokens = np.where(real, self.stream.read(starts, self.seq_len + 1), 0).astype(np.int32)
+        stored = np.where(real, self.stream.read(starts, self.seq_len + 1), 0)
+        tokens, has_loss = marked.without_marks(stored), real & marked.have_loss(stored)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         begins = (inputs == self.bos) & real[:, :-1]
         # A window may begin within a document, so its first token starts segment 1 even if it is no
         # BOS.
         begins[:, 0] = True
         segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
-        return Batch(inputs, targets, segments.astype(np.int32), real[:, 1:].astype(np.float32))
+        weights = has_loss[:, 1:].astype(np.float32)
+        return Batch(inputs, targets, segments.astype(np.int32), weights)
+
+
+def whole_documents(
+    bounds: Int64[np.ndarray, " documents_plus_1"], seq_len: int
+) -> Int64[np.ndarray, " windows_plus_1"]:
+    """Return the bounds of windows that have as many whole documents as fit, in order.
+
+    Args:
+      bounds: the position of the first token of each document, and the end of the last.
+      seq_len: largest number of tokens in a window. A longer document begins a window and fills
+        several.
+    """
+    found, at, end = [], int(bounds[0]), int(bounds[-1])
+    while at < end:
+        found.append(at)
+        fits = int(bounds[np.searchsorted(bounds, at + seq_len, side="right") - 1])
+        at = fits if fits > at else min(at + seq_len, end)
+    return np.array([*found, end], np.int64)
+
+
+def bounds_of(
+    tokens: Int32[np.ndarray, " tokens"], bos: int
+) -> Int64[np.ndarray, " documents_plus_1"]:
+    """Return the bounds of the documents of a stream in memory, each of which begins with BOS."""
+    begins = np.flatnonzero(marked.without_marks(tokens) == bos)
+    return np.array([*begins.tolist(), len(tokens)], np.int64)
 
 
 def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:

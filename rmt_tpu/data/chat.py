@@ -7,6 +7,7 @@ template is compiled.
 import datetime
 import importlib.util
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,11 @@ from rmt_tpu.storage import Folder
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
+
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+# Characters around what a template marks: code points that Unicode reserves for a program's own
+# use, and that no text has.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
 
 _NEEDED = "chat templates need jinja2: pip install 'rmt_tpu[chat]'"
 _LONGEST_CONFIG = 2**26  # maximum size of tokenizer_config.json in bytes
@@ -74,6 +80,10 @@ class ChatTemplate:
           UsageError: the template refuses the messages, fails, or cannot be compiled, or jinja2 is
             not installed.
         """
+        return "".join(re.split(f"[{_BEGIN}{_END}]", self._rendered(messages, variables)))
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Return the text of a conversation, with characters around what the template marks."""
         template = self._compiled
         given = {"tools": None, "documents": None, **self._names, **variables}
         try:
@@ -82,6 +92,47 @@ class ChatTemplate:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
         except Exception as error:  # a template is a program, which may raise anything
             raise UsageError(f"the chat template fails: {one_line(error)}") from None
+
+    @staticmethod
+    def from_file(file: str, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Return the template in a local file, for a tokenizer without a folder.
+
+        Raises:
+          UsageError: the file cannot be read, or is not UTF-8.
+        """
+        return ChatTemplate(_decoded(_file_bytes(file), file), tokenizer, where=file)
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template marks what the model says, by its tag `generation`."""
+        return _GENERATION.search(self._source) is not None
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], **variables: Any
+    ) -> list[tuple[str, bool]]:
+        """Return the text of `render` in pieces, each with whether the template marks it.
+
+        Raises:
+          UsageError: see `render`.
+        """
+        rest, pieces = self._rendered(messages, variables), []
+        while rest:
+            plain, _, rest = rest.partition(_BEGIN)
+            marked, _, rest = rest.partition(_END)
+            pieces += [(plain, False), (marked, True)]
+        return [(text, is_marked) for text, is_marked in pieces if text]
+
+    def json(self) -> dict[str, str]:
+        """Return the template and its names as fields of a tokenizer_config.json."""
+        return {**self._names, "chat_template": self._source}
+
+    def save(self, folder: Folder) -> None:
+        """Write the template into a folder, from which `read_template` reads it.
+
+        Raises:
+          Fault: the file cannot be written.
+        """
+        folder.write(CONFIG_FILE, (json.dumps(self.json(), indent=2) + "\n").encode())
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Return the tokens of a conversation's text, in which names of special tokens count.
@@ -138,10 +189,7 @@ def read_template(
         if source is None:
             return None
     else:
-        try:
-            source = data.decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{where} is not UTF-8: {error.reason}") from None
+        source = _decoded(data, where)
     contents = {name: v["content"] if _is_added(v) else v for name, v in values.items()}
     names = {n: v for n, v in contents.items() if n.endswith("_token") and isinstance(v, str)}
     return ChatTemplate(source, tokenizer, names=names, starts=starts, where=where)
@@ -151,6 +199,17 @@ def _template_bytes(folder: Folder, file: str | None) -> bytes | None:
     if file is None:
         found = folder.read(TEMPLATE_FILE)
         return None if found is None else found.data
+    return _file_bytes(file)
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not UTF-8: {error.reason}") from None
+
+
+def _file_bytes(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
@@ -187,17 +246,22 @@ def _refuse(message: object) -> None:
 
 def _environment() -> Any:
     """Return the sandbox in which templates run, with what transformers adds to Jinja."""
+    from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation`, which marks the model's own words and does not change the text."""
+        """The tag `generation`, which marks the model's own words by characters around them."""
 
         tags = {"generation"}
 
         def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (
+                nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)
+            )
+            return [begin, *body, end]
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rmt_tpu.data import tables
+from rmt_tpu.data.chat import ChatTemplate
 from rmt_tpu.data.inputs import (
     COMPRESSED,
     BlockCallback,
@@ -19,6 +20,7 @@ from rmt_tpu.data.inputs import (
     read_errors,
     usage_errors,
 )
+from rmt_tpu.data.marked import USUAL_FIELD, Reading
 from rmt_tpu.errors import UsageError
 
 # Maximum sizes in bytes of a line and of a document. Memory holds a document several times: as
@@ -31,10 +33,22 @@ _MOST_REMOTE = 8 * 2**30
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
 _SKIP_BYTES = 2**20  # bytes to read at a time while a line is skipped
+# Examples of objects in .jsonl files.
+_LIKE = {
+    "messages": '{"messages": [{"role": "user", "content": "..."}]}',
+    "completion": '{"prompt": "...", "completion": "..."}',
+}
 _SIGN_OF_LIFE = 2**22  # decompressed bytes between two reports of progress
 
 
-def documents(source: str, flag: str = "data", text_field: str = "text") -> list[str]:
+def documents(
+    source: str,
+    flag: str = "data",
+    text_field: str = USUAL_FIELD,
+    *,
+    kind: str = "text",
+    template: ChatTemplate | None = None,
+) -> list[str]:
     """Return all documents of a corpus in order, except documents with only white space.
 
     Args:
@@ -47,6 +61,9 @@ def documents(source: str, flag: str = "data", text_field: str = "text") -> list
         given twice is read once.
       flag: name of the flag that gives the source, for error messages.
       text_field: name of the field or column that has the text.
+      kind: what a document is; see `marked.Reading`. Documents of other kinds than "text" have
+        marks (`marked.Marked`).
+      template: the chat template of messages.
 
     Returns:
       The documents, of which there is at least one.
@@ -65,7 +82,12 @@ def documents(source: str, flag: str = "data", text_field: str = "text") -> list
                 f"memory; legal: at most {_MOST_REMOTE / 2**30:.0f} GiB, or the token store that "
                 "recipes.prepare_data makes of them"
             )
-        found = [text for span in spans for text in read_span(span, text_field=text_field)]
+        reading = Reading(text_field, kind)
+        found = [
+            reading.document(raw, template)
+            for span in spans
+            for raw in read_span(span, text_field=text_field, kind=kind)
+        ]
     if not found:
         raise UsageError(f"--{flag}={source!r} has no text; legal: at least one non-empty document")
     return found
@@ -88,7 +110,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
         while start < size:
             file.seek(start + num_bytes)
             _skip(file, to_separator=False)  # the position is most likely within a line
-            if _kind(span.path) != ".jsonl":
+            if _suffix(span.path) != ".jsonl":
                 _skip(file, to_separator=True)
             stop = min(file.tell(), size)
             yield span._replace(start=start, stop=stop)
@@ -96,7 +118,11 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
 
 
 def read_span(
-    span: Span, on_block: BlockCallback = no_callback, *, text_field: str = "text"
+    span: Span,
+    on_block: BlockCallback = no_callback,
+    *,
+    text_field: str = USUAL_FIELD,
+    kind: str = "text",
 ) -> Iterator[str]:
     """Yield the documents in a span one at a time, except documents with only white space.
 
@@ -106,25 +132,32 @@ def read_span(
         exactly once. It is also called with b"" from time to time while a long document is
         decompressed. For a table see `BlockCallback`. An error that it raises stops the reading.
       text_field: name of the field of a .jsonl file, or of the column of a table, with the text.
+      kind: what a document is. Other kinds than "text" are yielded as JSON, from which
+        `Reading.document` makes a document.
 
     Raises:
       Problem: the file cannot be read, is not of the kind that its name states, or has a line of
         more than 256 MiB or a document of more than 1 GiB.
       RunError: the file was edited while it was read.
     """
-    kind = _kind(span.path)
+    suffix, reading = _suffix(span.path), Reading(text_field, kind)
     if tables.is_table(span.path):
-        texts = tables.read_span(span, text_field, on_block)
-    elif kind == ".py":
+        texts = tables.read_span(span, reading, on_block)
+    elif suffix == ".jsonl":
+        texts = _json_lines(span, on_block, reading)
+    elif reading.has_marks:
+        raise Problem(
+            f"{span.path!r} has no fields; legal for documents of the kind {kind}: .jsonl, "
+            ".parquet and .arrow files"
+        )
+    elif suffix == ".py":
         texts = _module(span, on_block)
-    elif kind == ".jsonl":
-        texts = _json_lines(span, on_block, text_field)
     else:
         texts = _separated(span, on_block)
     return (text for text in texts if text.strip())
 
 
-def _kind(path: str) -> str:
+def _suffix(path: str) -> str:
     """Return the suffix that states a file's format, such as ".jsonl" for `a.jsonl.gz`."""
     stem, ending = os.path.splitext(path.lower())
     return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
@@ -193,14 +226,14 @@ def _is_separator(line: bytes) -> bool:
     return line.startswith(_SEPARATOR) and line[len(_SEPARATOR) :] in (b"\n", b"\r\n", b"", b"\r")
 
 
-def _json_lines(span: Span, on_block: BlockCallback, text_field: str) -> Iterator[str]:
+def _json_lines(span: Span, on_block: BlockCallback, reading: Reading) -> Iterator[str]:
     # Lines are split as bytes, because str.splitlines would also split at characters such as
     # U+2028, which JSON strings may contain.
     for line in _lines(span, on_block):
         text = _decode(line.content, span, line.offset)
         if text.strip():
             try:
-                yield _json_text(text, text_field)
+                yield _json_text(text, reading)
             except Problem as problem:
                 number = _line_number(span, line.offset)
                 raise Problem(f"{span.path!r} line {number} {problem}") from None
@@ -257,22 +290,32 @@ def _line_number(span: Span, offset: int) -> int:
     return number
 
 
-def _json_text(line: str, field: str) -> str:
-    """Return the text field of the object on one line of a .jsonl file."""
-    name = json.dumps(field)
-    like = f'{{{name}: "..."}}'
+def _json_text(line: str, reading: Reading) -> str:
+    """Return the document of the object on one line of a .jsonl file, as `Reading.raw` gives it."""
+    like = _LIKE.get(reading.kind) or f'{{{json.dumps(reading.names[0])}: "..."}}'
     value, legal = _json_object(line, like), f"legal: an object like {like}"
-    if not isinstance(value.get(field), str):
+    values = [value.get(name) for name in reading.names]
+    if (wrong := reading.check(values)) is not None:
         shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
         fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
-        raise Problem(f"has no field {name} that is a string; fields: {fields}; {legal}")
+        raise Problem(f"has {wrong}; fields: {fields}; {legal}")
+    for name, text in zip(reading.names, values, strict=True):
+        if (character := _surrogate(text)) is not None:
+            where = f"at character {character} of " if isinstance(text, str) else "in "
+            raise Problem(
+                f"has an unpaired surrogate {where}{json.dumps(name)}; legal: Unicode text"
+            )
+    return reading.raw(values)
+
+
+def _surrogate(value: Any) -> int | None:
+    """Return the position of the first unpaired surrogate in a text or in JSON, or None."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
-        value[field].encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise Problem(
-            f"has an unpaired surrogate at character {error.start} of {name}; legal: Unicode text"
-        ) from None
-    return value[field]
+        return error.start
+    return None
 
 
 def _json_object(line: str, like: str) -> dict[str, Any]:

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
+from rmt_tpu.data.batches import bounds_of
+from rmt_tpu.data.marked import find_template
 from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import open_folder
 
 
 class MixedHeldOut(NamedTuple):
@@ -75,20 +79,18 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
 
 def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets:
     """Load one text."""
-    seed = config.train.seed
+    seed, bounds = config.train.seed, {}
     if data.is_store(source):
         store = data.open_store(source)
         store.check_tokenizer(tokenizer)
         train, held_out = store.train, store.held_out
+        if store.has_marks:
+            bounds = {True: train.bounds(), False: held_out.bounds()}
     else:
-        documents = data.documents(source, text_field=config.data.text_field)
-        parts = data.split(
-            documents,
-            eval_fraction=config.data.eval_fraction,
-            seed=seed,
-            source=source,
-        )
-        train, held_out = (data.pack(part, tokenizer) for part in parts)
+        train, held_out = _read(config, tokenizer, source)
+        if config.data.format != "text":
+            of_part = lambda tokens: bounds_of(tokens, tokenizer.bos)
+            bounds = {True: of_part(train), False: of_part(held_out)}
 
     def windows(tokens: np.ndarray | data.Stream, shuffle: bool) -> data.Windows:
         return data.Windows(
@@ -99,9 +101,45 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
             seed=seed,
             shuffle=shuffle,
             source=source,
+            bounds=bounds.get(shuffle),
         )
 
     return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))
+
+
+def _read(
+    config: RunConfig, tokenizer: data.Tokenizer, source: str
+) -> list[Int32[np.ndarray, " tokens"]]:
+    """Return the training tokens and the held-out tokens of text files."""
+    kind = config.data.format
+    template = find_template(kind, tokenizer, config.data.chat_template, "format")
+    documents = data.documents(
+        source, text_field=config.data.text_field, kind=kind, template=template
+    )
+    parts = data.split(
+        documents, eval_fraction=config.data.eval_fraction, seed=config.train.seed, source=source
+    )
+    return [data.pack(part, tokenizer, kind) for part in parts]
+
+
+def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatTemplate | None:
+    """Return the chat template of a run's conversations; None if it has none.
+
+    Raises:
+      UsageError: the template cannot be read.
+    """
+    sources = [each.source for each in config.data.mixture] or [config.data.source]
+    for source in sources:
+        if not data.is_store(source):
+            flags = tokenizer, config.data.chat_template, "format"
+            found = find_template(config.data.format, *flags)
+        else:
+            found = None
+            if data.open_store(source).has_marks:
+                found = data.read_template(open_folder(source), tokenizer)
+        if found is not None:
+            return found
+    return None
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from jaxtyping import Integer
 
 from rmt_tpu.data import tables
 from rmt_tpu.data.batches import cut, rank
+from rmt_tpu.data.chat import ChatTemplate, read_template
 from rmt_tpu.data.corpus import read_span
 from rmt_tpu.data.inputs import (
     BlockCallback,
@@ -37,6 +38,7 @@ from rmt_tpu.data.inputs import (
     new_digest,
     usage_errors,
 )
+from rmt_tpu.data.marked import Reading, encode_all, first_token
 from rmt_tpu.data.token_store import (
     MANIFEST,
     SHARD,
@@ -72,6 +74,7 @@ class StoreOptions(NamedTuple):
       eval_fraction: fraction of the documents to hold out.
       plan_id: checksum of the store's plan.
       text_field: name of the field or column that has the text.
+      kind: what a document is; see `marked.Reading`.
     """
 
     source: str
@@ -80,6 +83,7 @@ class StoreOptions(NamedTuple):
     eval_fraction: float
     plan_id: int
     text_field: str = "text"
+    kind: str = "text"
 
 
 class DocumentCut(NamedTuple):
@@ -158,7 +162,7 @@ def check_inputs(
     spans: tuple[Span, ...],
     digests: list[str],
     tick: Callable[[int], None],
-    text_field: str = "text",
+    reading: Reading,
 ) -> None:
     """Check that the input files of a part were not edited since the part was written.
 
@@ -170,7 +174,7 @@ def check_inputs(
       spans: the spans from which the part was made.
       digests: the digests of the spans when the part was written.
       tick: a function that is called with the number of bytes that were checked.
-      text_field: name of the field or column that has the text.
+      reading: the fields or columns that documents are read from.
 
     Raises:
       UsageError: a file was edited since then.
@@ -179,7 +183,7 @@ def check_inputs(
     for number, span in enumerate(spans):
         if span.in_bucket:
             tick(span.stop - span.start)
-        elif not same_number or _digest_of(span, text_field, tick) != digests[number]:
+        elif not same_number or _digest_of(span, reading, tick) != digests[number]:
             raise UsageError(
                 f"--output={url} is from another command: the content of "
                 f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
@@ -187,12 +191,13 @@ def check_inputs(
             )
 
 
-def _digest_of(span: Span, text_field: str, tick: Callable[[int], None]) -> str:
+def _digest_of(span: Span, reading: Reading, tick: Callable[[int], None]) -> str:
     """Return the digest of a span's bytes, or for a table that of the texts in the span."""
     if not tables.is_table(span.path):
         return digest_of(span, lambda block: tick(len(block)))
     digest = new_digest()
-    for _ in read_span(span, _digesting(digest, tick), text_field=text_field):
+    how = {"text_field": reading.field, "kind": reading.kind}
+    for _ in read_span(span, _digesting(digest, tick), **how):
         pass
     return digest.hexdigest()
 
@@ -219,6 +224,7 @@ class PartWriter:
             call. An error that it raises stops the work.
         """
         self._options, self._on_progress = options, tick
+        self._reading = Reading(options.text_field, options.kind)
         self._below = int(options.eval_fraction * 2**128)
         self._unreported, self._reported_at = 0, time.monotonic()
 
@@ -232,7 +238,15 @@ class PartWriter:
 
     @cached_property
     def _dtype(self) -> np.dtype:
-        return TokenizerOfStore.of(self._tokenizer).dtype
+        has_marks = self._reading.has_marks
+        return TokenizerOfStore.of(self._tokenizer).dtype(has_marks=has_marks)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        """The chat template of conversations, which is in the folder of the store."""
+        if self._options.kind != "messages":
+            return None
+        return read_template(self._folder, self._tokenizer)
 
     def write_part(self, job: PartJob) -> WrittenPart:
         """Write a part unless a valid one exists, and delete files that other attempts left."""
@@ -244,7 +258,7 @@ class PartWriter:
                     job.spans,
                     done.inputs,
                     self._tick,
-                    self._options.text_field,
+                    self._reading,
                 )
         else:
             done = self._write(job, _attempt(self._options.plan_id, job))
@@ -309,7 +323,7 @@ class PartWriter:
             split: _SplitWriter(
                 split_folder(self._folder, job.number, attempt, split),
                 self._dtype,
-                self._tokenizer.bos,
+                first_token(self._tokenizer, self._options.kind),
                 check,
             )
             for split in SPLITS
@@ -317,7 +331,7 @@ class PartWriter:
         statistics, inputs = _Statistics(), []
         for texts in self._batches(job.spans, inputs):
             divided = [item for text in texts for item in self._divide(text, job.cut, statistics)]
-            encoded = self._tokenizer.encode_all([text for _, text in divided])
+            encoded = encode_all([text for _, text in divided], self._tokenizer)
             for (split, _), tokens in zip(divided, encoded, strict=True):
                 writers[split].append(tokens)
         splits = {split: writer.finish() for split, writer in writers.items()}
@@ -346,7 +360,9 @@ class PartWriter:
             for span in spans:
                 digest = new_digest()
                 on_block = _digesting(digest, self._tick)
-                for text in read_span(span, on_block, text_field=self._options.text_field):
+                how = {"text_field": self._reading.field, "kind": self._reading.kind}
+                for raw in read_span(span, on_block, **how):
+                    text = self._reading.document(raw, self._template)
                     texts.append(text)
                     size += len(text)
                     if len(texts) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:

@@ -10,14 +10,14 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from rmt_tpu.data.chat import ChatTemplate
 from rmt_tpu.data.corpus import divide
 from rmt_tpu.data.inputs import Span
+from rmt_tpu.data.marked import USUAL_FIELD, Reading
 from rmt_tpu.data.token_store import TokenizerOfStore, seal
-from rmt_tpu.data.tokenizer import Tokenizer
+from rmt_tpu.data.tokenizer import Tokenizer, digest
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
-
-USUAL_FIELD = "text"  # default name of the field or column that has the text
 
 # Minimum and usual size of a part in bytes, and maximum number of parts. A part is small enough to
 # be written again after an interruption and to be assigned to any process, but large enough to keep
@@ -54,14 +54,19 @@ def plan_of(
     tokenizer: Tokenizer,
     eval_fraction: int | float,
     seed: int,
-    text_field: str = "text",
+    reading: Reading,
+    template: ChatTemplate | None,
 ) -> dict[str, Any]:
     """Return the content of plan.json.
 
     Digests of the input files are not included, because the manifests of the parts have them.
     """
-    # The usual field is left out, so that the plans of older stores are still the same.
-    field = {} if text_field == USUAL_FIELD else {"text_field": text_field}
+    # What is usual is left out, so that the plans of older stores are still the same.
+    field = {} if reading.field == USUAL_FIELD else {"text_field": reading.field}
+    if reading.has_marks:
+        field["format"] = reading.kind
+    if template is not None:
+        field["chat_template"] = digest(template.json())
     return {
         "tokenizer": TokenizerOfStore.of(tokenizer)._asdict(),
         "eval_fraction": eval_fraction,
@@ -104,6 +109,11 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
     fields = [each.get("text_field", USUAL_FIELD) for each in (old, new)]
     if fields[0] != fields[1]:
         different.append(f"text_field {fields[0]} is now {fields[1]}")
+    formats = [each.get("format", "text") for each in (old, new)]
+    if formats[0] != formats[1]:
+        different.append(f"format {formats[0]} is now {formats[1]}")
+    elif old.get("chat_template") != new.get("chat_template"):
+        different.append("the chat template has changed")
     if (tokenizer := old.get("tokenizer")) != new["tokenizer"]:
         tokenizer = tokenizer.get("name") if isinstance(tokenizer, dict) else None
         again = " with other files" if tokenizer == new["tokenizer"]["name"] else ""

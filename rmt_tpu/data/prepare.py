@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rmt_tpu.data import plan as plans
+from rmt_tpu.data.chat import ChatTemplate
 from rmt_tpu.data.inputs import Span, files, usage_errors
+from rmt_tpu.data.marked import USUAL_FIELD, Reading, find_template
 from rmt_tpu.data.part_writer import (
     DocumentCut,
     PartJob,
@@ -95,7 +97,9 @@ def prepare(
     part_bytes: int | None = None,
     progress: Progress = lambda done, total, what: None,
     group: ProcessGroup = _SINGLE_PROCESS,
-    text_field: str = plans.USUAL_FIELD,
+    text_field: str = USUAL_FIELD,
+    kind: str = "text",
+    chat_template: str = "",
 ) -> Totals:
     """Tokenise text into a token store, or resume an interrupted call with the same arguments.
 
@@ -125,6 +129,9 @@ def prepare(
         share.
       group: the processes that call this function with the same arguments.
       text_field: name of the field or column that has the text.
+      kind: what a document is; see `marked.Reading`. Of other kinds than "text", only parts have a
+        loss.
+      chat_template: path of a chat template for messages, in place of the tokenizer's.
 
     Returns:
       A summary of the store's content.
@@ -136,26 +143,26 @@ def prepare(
       RunError: the output cannot be written to any more, a process was lost, or the input was
         edited during the call.
     """
-    if not 0 < eval_fraction <= 0.5:
-        raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: 0 < x <= 0.5")
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
-    tokenizer = load_tokenizer(tokenizer_spec)
+    _check_numbers(eval_fraction, workers)
+    tokenizer, reading = load_tokenizer(tokenizer_spec), Reading(text_field, kind)
+    template = find_template(kind, tokenizer, chat_template, "format")
     with usage_errors("input", source):
         found = files(source)
         part_bytes = part_bytes or plans.usual_part_bytes(sum(file.stop for file in found))
         parts = list(plans.parts(found, part_bytes))
-    plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed, text_field)
+    plan = plans.plan_of(
+        found, len(parts), part_bytes, tokenizer, eval_fraction, seed, reading, template
+    )
     with flag_errors("output"):
         folder = open_folder(output)
     _check_same_plan(group, plan, parts)
     if group.number == 0:
-        _write_plan(folder, plan, tokenizer)
+        _write_plan(folder, plan, tokenizer, template)
     group.gather("", "writing the plan")
     _check_shared(folder, plan, group)
     workers = workers or os.cpu_count() or 1
     own = _share([sum(span.stop - span.start for span in part) for part in parts], group)
-    options = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan), text_field)
+    options = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan), *reading)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         _compare(options, parts, complete["inputs"], own, workers, progress)
         group.gather("", COMPARING)
@@ -183,8 +190,18 @@ def prepare(
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
 
 
-def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Write the plan and the tokenizer to a new store; for an existing store, check its plan.
+def _check_numbers(eval_fraction: int | float, workers: int | None) -> None:
+    """Raise UsageError if a number is out of range."""
+    if not 0 < eval_fraction <= 0.5:
+        raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: 0 < x <= 0.5")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
+
+
+def _write_plan(
+    folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> None:
+    """Write plan, tokenizer and template to a new store; for an existing store, check its plan.
 
     Raises:
       UsageError: the store cannot be written to, or has another plan.
@@ -197,6 +214,8 @@ def _write_plan(folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer) -> N
     if not folder.create(PLAN, seal(plan)):
         plans.check_same(folder, read_sealed(folder, PLAN), plan)
     tokenizer.save(folder)
+    if template is not None:
+        template.save(folder)
 
 
 # Agreement of all processes -------------------------------------------------------------------
@@ -212,7 +231,9 @@ def _check_same_plan(
     """
     own = {f"--{name}": digest(plan[name]) for name in ("tokenizer", "eval_fraction", "seed")}
     sizes = [[span[1:3] for span in part] for part in parts]
-    own["--text_field"] = digest(plan.get("text_field", plans.USUAL_FIELD))
+    own["--text_field"] = digest(plan.get("text_field", USUAL_FIELD))
+    own["--format"] = digest(plan.get("format"))
+    own["--chat_template"] = digest(plan.get("chat_template"))
     own["--input"] = digest([plan["sources"], plan["part_bytes"], sizes])
     first, *others = map(json.loads, group.gather(json.dumps(own), "comparing the plan"))
     for number, other in enumerate(others, 1):
@@ -352,7 +373,7 @@ def _compare(
     try:
         with usage_errors("input", options.source):
             check = lambda n: check_inputs(
-                options.url, parts[n], digests[n], tick, options.text_field
+                options.url, parts[n], digests[n], tick, Reading(options.text_field, options.kind)
             )
             for _ in pool.map(check, own):
                 pass

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rmt_tpu.data.inputs import BlockCallback, Problem, Span, open_stored, read_errors
+from rmt_tpu.data.marked import Reading
 from rmt_tpu.data.remote import EXTRA
 
 TABLES = (".parquet", ".arrow")
@@ -48,12 +49,12 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     yield span._replace(start=start)
 
 
-def read_span(span: Span, text_field: str, on_block: BlockCallback) -> Iterator[str]:
-    """Yield the texts of a column in the groups of a span, in order, without nulls.
+def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator[str]:
+    """Yield the documents in the groups of a span, in order, without rows that have a null.
 
     Args:
       span: a span of a table.
-      text_field: name of the column.
+      reading: the columns that a document is read from.
       on_block: a function that is called with the texts, encoded as bytes, and with the number of
         bytes of the span that they account for.
 
@@ -65,7 +66,7 @@ def read_span(span: Span, text_field: str, on_block: BlockCallback) -> Iterator[
     at = span.start
     with _opened(span) as file:
         read = _parquet if span.path.lower().endswith(".parquet") else _arrow
-        for stop, texts in read(span, file, text_field):
+        for stop, texts in read(span, file, reading):
             on_block(b"".join(map(_encoded, texts)), stop - at)
             at = stop
             for text in texts:
@@ -162,7 +163,7 @@ def _groups(span: Span, count: int) -> list[int]:
 _Texts = Iterator[tuple[int, list[str | None]]]
 
 
-def _parquet(span: Span, file: io.BufferedIOBase, text_field: str) -> _Texts:
+def _parquet(span: Span, file: io.BufferedIOBase, reading: Reading) -> _Texts:
     from pyarrow.parquet import ParquetFile
 
     # Without `pre_buffer`, pages are decoded as they are read. Otherwise memory would hold the
@@ -170,31 +171,31 @@ def _parquet(span: Span, file: io.BufferedIOBase, text_field: str) -> _Texts:
     table = ParquetFile(
         file, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
     )
-    _check_column(span, table.schema_arrow, text_field)
+    _check_columns(span, table.schema_arrow, reading)
     count = table.metadata.num_row_groups
     for group in _groups(span, count):
         start, stop = (_begin(span, g, count) for g in (group, group + 1))
         rows, done = table.metadata.row_group(group).num_rows, 0
-        options = {"row_groups": [group], "columns": [text_field], "use_threads": False}
+        options = {"row_groups": [group], "columns": [*reading.names], "use_threads": False}
         for batch in table.iter_batches(_ROWS, **options):
             where = f"row group {group + 1}, row {done + 1} or later"
             done += batch.num_rows
             yield (
                 start + (stop - start) * done // max(rows, 1),
-                _strings(span, batch.column(text_field), where),
+                _documents(span, batch, reading, where),
             )
 
 
-def _arrow(span: Span, file: io.BufferedIOBase, text_field: str) -> _Texts:
+def _arrow(span: Span, file: io.BufferedIOBase, reading: Reading) -> _Texts:
     import pyarrow
 
     is_file = _is_arrow_file(file)
     begin = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
     schema = begin(file).schema
-    _check_column(span, schema, text_field)
+    _check_columns(span, schema, reading)
     file.seek(0)
-    index = schema.get_field_index(text_field)
-    options = pyarrow.ipc.IpcReadOptions(included_fields=[index], use_threads=False)
+    indices = [schema.get_field_index(name) for name in reading.names]
+    options = pyarrow.ipc.IpcReadOptions(included_fields=sorted(indices), use_threads=False)
     table = begin(file, options=options)
     if is_file:
         count = table.num_record_batches
@@ -205,7 +206,7 @@ def _arrow(span: Span, file: io.BufferedIOBase, text_field: str) -> _Texts:
         position = lambda group: min(file.tell(), span.stop)
     for group, batch in batches:
         batch.validate(full=True)  # a damaged batch would otherwise crash the process
-        texts = _strings(span, batch.column(text_field), f"record batch {group + 1}")
+        texts = _documents(span, batch, reading, f"record batch {group + 1}")
         yield position(group), texts
 
 
@@ -215,21 +216,29 @@ def _is_arrow_file(file: io.BufferedIOBase) -> bool:
     return start == _ARROW_FILE
 
 
-def _check_column(span: Span, schema: Any, text_field: str) -> None:
-    """Check that a table has the text column.
+def _check_columns(span: Span, schema: Any, reading: Reading) -> None:
+    """Check that a table has the columns of a document.
 
     Raises:
-      Problem: the table has no column of this name, or several, or a column of another type.
+      Problem: the table has no column of a name, or several, or a column of another type.
     """
-    index = schema.get_field_index(text_field)
-    if index >= 0 and _is_text(schema.field(index).type):
-        return
-    shown = [f"{name[:40]!r} ({_type_name(schema, i)})" for i, name in enumerate(schema.names)]
-    columns = ", ".join(shown[:_SHOWN_COLUMNS] + ["..."] * (len(shown) > _SHOWN_COLUMNS))
-    raise Problem(
-        f"{span.path!r} has no column {text_field!r} of strings; columns: {columns or 'none'}; "
-        "legal: --text_field=NAME of a column of strings"
-    )
+    is_legal, kind = (_is_list, "lists") if reading.kind == "messages" else (_is_text, "strings")
+    for name in reading.names:
+        index = schema.get_field_index(name)
+        if index >= 0 and is_legal(schema.field(index).type):
+            continue
+        shown = [f"{n[:40]!r} ({_type_name(schema, i)})" for i, n in enumerate(schema.names)]
+        columns = ", ".join(shown[:_SHOWN_COLUMNS] + ["..."] * (len(shown) > _SHOWN_COLUMNS))
+        raise Problem(
+            f"{span.path!r} has no column {name!r} of {kind}; columns: {columns or 'none'}; "
+            f"legal: --text_field=NAME of a column of {kind}"
+        )
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind)
 
 
 def _type_name(schema: Any, index: int) -> str:
@@ -250,6 +259,29 @@ def _is_text(kind: Any) -> bool:
         types.is_binary_view,
     )
     return any(test(kind) for test in tests)
+
+
+def _documents(span: Span, batch: Any, reading: Reading, where: str) -> list[str | None]:
+    """Return the documents of some rows, as `Reading.raw` gives them; None for a row with a null.
+
+    Raises:
+      Problem: a text is not UTF-8, or a row is not a document.
+    """
+    if not reading.has_marks:
+        return _strings(span, batch.column(reading.names[0]), where)
+    if reading.kind == "completion":
+        columns = [_strings(span, batch.column(name), where) for name in reading.names]
+    else:
+        columns = [batch.column(name).to_pylist() for name in reading.names]
+    found = []
+    for values in zip(*columns, strict=True):
+        if any(value is None for value in values):
+            found.append(None)
+        elif (wrong := reading.check(values)) is not None:
+            raise Problem(f"{span.path!r} has {wrong}, in {where}")
+        else:
+            found.append(reading.raw(values))
+    return found
 
 
 def _strings(span: Span, column: Any, where: str) -> list[str | None]:

@@ -29,6 +29,7 @@ import tensorstore as ts
 from jaxtyping import Int32, Int64
 
 from rmt_tpu.data.inputs import SUFFIXES
+from rmt_tpu.data.marked import without_marks
 from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
@@ -116,10 +117,12 @@ class TokenizerOfStore(NamedTuple):
             tokenizer.bos,
         )
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of stored tokens: uint16, or uint32 for more than 65,536 tokens."""
-        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+    def dtype(self, *, has_marks: bool = False) -> np.dtype:
+        """Return the dtype of stored tokens.
+
+        It is uint16, or uint32 for more than 65,536 tokens and for tokens with marks.
+        """
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 and not has_marks else np.uint32)
 
 
 class TokenStore:
@@ -130,6 +133,7 @@ class TokenStore:
       tokenizer: what is recorded of the tokenizer with which the store was made.
       train: the stream of training documents.
       held_out: the stream of held-out documents.
+      has_marks: whether only parts of the documents have a loss.
     """
 
     def __init__(self, folder: Folder, content: dict[str, Any]):
@@ -140,12 +144,14 @@ class TokenStore:
             vocabulary, bos = self.tokenizer.vocab_size, self.tokenizer.bos
             if not (type(vocabulary) is type(bos) is int and 0 <= bos < vocabulary <= 2**31):
                 raise Fault("it lists an impossible tokenizer")
+            self.has_marks = "format" in content["plan"]
             if len(parts) != content["plan"]["num_parts"]:
                 raise Fault("it does not list all parts")
         except (Fault, KeyError, TypeError) as error:
             raise RunError(f"{folder.url}/{MANIFEST} is damaged: {error}") from None
-        self.train = TokenStream(folder, "train", parts, self.tokenizer)
-        self.held_out = TokenStream(folder, "eval", parts, self.tokenizer)
+        own = parts, self.tokenizer, self.has_marks
+        self.train = TokenStream(folder, "train", *own)
+        self.held_out = TokenStream(folder, "eval", *own)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Check that a tokenizer encodes text like the tokenizer of the store.
@@ -165,7 +171,12 @@ class TokenStream:
     """The token stream of one split, over all parts of a store; it implements `Stream`."""
 
     def __init__(
-        self, folder: Folder, split: str, parts: Sequence[Part], tokenizer: TokenizerOfStore
+        self,
+        folder: Folder,
+        split: str,
+        parts: Sequence[Part],
+        tokenizer: TokenizerOfStore,
+        has_marks: bool = False,
     ):
         """Create the stream without opening any array.
 
@@ -174,9 +185,11 @@ class TokenStream:
           split: "train" or "eval".
           parts: all parts of the store.
           tokenizer: the tokenizer of the store.
+          has_marks: whether tokens without a loss have the bit `marked.CONTEXT`.
         """
         self._folder, self._split, self._parts = folder, split, parts
-        self._dtype, self._vocab_size = tokenizer.dtype, tokenizer.vocab_size
+        self._dtype = tokenizer.dtype(has_marks=has_marks)
+        self._vocab_size, self._has_marks = tokenizer.vocab_size, has_marks
         of_parts = [getattr(part, split) for part in parts]
         # The position in the stream of the first token of each part, and the end of the last part.
         self._begins = np.cumsum([0, *(p.tokens for p in of_parts)], dtype=np.int64)
@@ -222,7 +235,8 @@ class TokenStream:
         for (row, at, number, a, b), read in zip(pieces, reads, strict=True):
             with faults(f"{self._name(number, 'tokens')}: "):
                 out[row, at : at + b - a] = read.result()
-        if out.size and not (0 <= out.min() and out.max() < self._vocab_size):
+        plain = without_marks(out) if self._has_marks else out
+        if out.size and not (0 <= out.min() and plain.max() < self._vocab_size):
             raise Fault(f"{self._folder.url} has tokens that are not in its vocabulary")
         return out
 
@@ -246,7 +260,26 @@ class TokenStream:
         if not 0 <= start < stop <= tokens:
             raise Fault(f"{name}: document {number} has impossible bounds, {start} to {stop}")
         start = np.array([start + self._begins[part]], np.int64)
-        return self.read(start, stop - int(start[0] - self._begins[part]))[0]
+        tokens = self.read(start, stop - int(start[0] - self._begins[part]))[0]
+        return without_marks(tokens)
+
+    def bounds(self) -> Int64[np.ndarray, " documents_plus_1"]:
+        """Return the position of the first token of each document, and the end of the stream.
+
+        Raises:
+          Fault: see `read`.
+        """
+        found = []
+        for number, part in enumerate(self._parts):
+            documents, name = getattr(part, self._split).documents, self._name(number, "offsets")
+            if documents:
+                with faults(f"{name}: "):
+                    offsets = self._array(number, "offsets")[:documents].read().result()
+                found.append(np.asarray(offsets) + self._begins[number])
+        bounds = np.concatenate([*found, [len(self)]]).astype(np.int64)
+        if (np.diff(bounds) <= 0).any() or bounds[0] != 0:
+            raise Fault(f"{self._folder.url} has documents with impossible bounds")
+        return bounds
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
         """Split a range of positions in the stream at the boundaries of parts.

@@ -12,6 +12,7 @@ from flax import nnx
 import rmt_tpu
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.data.datasets import load_datasets
+from rmt_tpu.data.marked import without_marks
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.evaluation.evaluate import Subject
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, fingerprint
@@ -93,6 +94,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
             for share, stream in train.streams
         ]
     )
+    tokens = without_marks(tokens)
     counts = (
         np.bincount(tokens, minlength=tokenizer.vocab_size) + 1.0
     )  # add one to each count, so that none is 0

@@ -67,6 +67,7 @@ class ExperimentText:
         if not self._is_there:
             source, share = self._config.source, self._config.eval_fraction
             how = {"eval_fraction": share, "workers": 1, "text_field": self._config.text_field}
+            how |= {"kind": self._config.format, "chat_template": self._config.chat_template}
             try:
                 prepare(source, self._config.tokenizer, self.store, **how)
             except UsageError as error:

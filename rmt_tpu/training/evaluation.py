@@ -78,7 +78,8 @@ class HeldOutLoss:
             batch = put_batch(read, shape, self._batch_sharding)
             sums.append(jax.tree.map(float, self._sums(params, batch)))
         *totals, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
-        return HeldOut(*jax.tree.map(lambda total: total / weight, totals))
+        # Held-out conversations may have no token with a loss.
+        return HeldOut(*jax.tree.map(lambda total: total / (weight or math.nan), totals))
 
 
 class MixedHeldOutLoss:

@@ -134,6 +134,7 @@ def make_gradients(
 
     def added_up(params: Any, batch: Batch) -> tuple[Any, Loss]:
         total = sharding.total(jnp.sum(batch.weights), sharding.RULES["batch"])
+        total = jnp.maximum(total, 1)  # a batch of conversations may have no token with a loss
 
         def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:
             loss = batch_loss(graphdef, params, part, **options)

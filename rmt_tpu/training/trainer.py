@@ -12,7 +12,7 @@ import sharding
 from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.data.datasets import load_datasets
+from rmt_tpu.data.datasets import chat_template_of, load_datasets
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import presence, text_ends, trackers, workdir
@@ -231,12 +231,14 @@ def _open(
 def _write_folder(
     folder: Folder, config: RunConfig, changes: workdir.ConfigChanges, tokenizer: data.Tokenizer
 ) -> None:
-    """Write the run's config and tokenizer into the folder, on the first process."""
+    """Write config, tokenizer and chat template into the folder, on the first process."""
     if changes.restarts:
         archive_metrics(folder)
     folder.delete(DIVERGED)  # an earlier start of the run may have diverged
     workdir.write_config(folder, config, [] if changes.restarts else changes.lines)
     tokenizer.save(folder)
+    if (template := chat_template_of(config, tokenizer)) is not None:
+        template.save(folder)  # the server uses it
     text_ends.save(folder, tokenizer)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rmt_tpu.data import ByteTokenizer, documents, open_store, pack
 from rmt_tpu.data.token_store import read_sealed, seal
-from rmt_tpu.runs.metrics import read_metrics
+from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import open_folder
 from tests import cli
 
@@ -252,3 +252,26 @@ def test_errors_are_one_line(store, source, tmp_path):
         ("train", [*run, f"--data={store}", f"--tokenizer={words}"], "encodes text differently"),
     ]:
         assert said in cli.fail(recipe, *command), command
+
+
+@pytest.mark.slow
+def test_completions_are_trained_on_alone(tmp_path):
+    """A step whose batch has no token with a loss changes little, and is not skipped."""
+    source = tmp_path / "sums.jsonl"
+    rows = ({"prompt": f"{n:070}", "completion": "yes"} for n in range(60))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--input={source}", "--format=completion", f"--output={tmp_path}/store"]
+    cli.succeed("prepare_data", *flags)
+    done = cli.run("prepare_data", *flags[:1], flags[2])
+    assert done.returncode == 2 and "format completion is now text" in done.stderr
+    tiny = [flag for flag in cli.TINY if not flag.startswith(("--data", "--batch_size"))]
+    found = []
+    for number, data in enumerate((f"{tmp_path}/store", str(source))):
+        workdir, more = tmp_path / f"run{number}", [f"--data={data}", "--batch_size=1"]
+        form = ["--format=completion"] if number else []
+        cli.succeed("train", "--preset=rmt-tiny", *tiny, *more, *form, f"--workdir={workdir}")
+        rows = read_metrics(workdir)
+        assert rows[-1]["train/skipped_steps"] == 0
+        found.append(series(rows, "train/loss")[1])
+        assert 0.0 in found[-1] and max(found[-1]) > 3
+    assert len(found[0]) == len(found[1]) == cli.STEPS

@@ -1,0 +1,252 @@
+"""Documents of which only some parts have a loss: conversations, and prompts with completions.
+
+A conversation has a loss on what the model answers, a completion on all of it. A stream of tokens
+marks a token without a loss by a bit of the stored number (`CONTEXT`). `Windows` removes the bit,
+and gives such a token the weight 0 as a target.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Bool, Int32, Integer
+
+from rmt_tpu.data.chat import ChatTemplate, read_template
+from rmt_tpu.data.inputs import Problem
+from rmt_tpu.data.tokenizer import BYTE, Tokenizer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import Folder, open_folder
+
+Kind = Literal["text", "messages", "completion"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+CONTEXT = 2**30  # the bit of a token that has no loss as a target
+
+USUAL_FIELD = "text"  # default name of the field or column that has the text
+_FIELDS = {"messages": "messages"}  # default names for other kinds
+
+
+class Piece(NamedTuple):
+    """A part of a document, and whether its tokens have a loss as targets."""
+
+    text: str
+    has_loss: bool
+
+
+class Marked(str):
+    """The text of a document with marked parts; a slice of it keeps the marks.
+
+    Attributes:
+      pieces: the parts, whose texts concatenate to the text.
+      special: whether names of special tokens in the text stand for these tokens.
+    """
+
+    pieces: tuple[Piece, ...]
+    special: bool
+
+    def __new__(cls, pieces: Sequence[Piece], *, special: bool) -> "Marked":
+        """Return the concatenation of some pieces."""
+        text = super().__new__(cls, "".join(piece.text for piece in pieces))
+        text.pieces, text.special = tuple(pieces), special
+        return text
+
+    def __getitem__(self, index: slice) -> "Marked":
+        """Return the characters of a slice, with their marks."""
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        found, at = [], 0
+        for text, has_loss in self.pieces:
+            found.append(Piece(text[max(0, start - at) : max(0, stop - at)], has_loss))
+            at += len(text)
+        return Marked(found, special=self.special)
+
+
+class Reading(NamedTuple):
+    """How the documents of a source are read from its files.
+
+    Attributes:
+      field: name of the field of .jsonl files, or of the column of tables, that has the document.
+        Completions have two fields, `prompt` and `completion`.
+      kind: "text"; "messages", a list of objects with a `role` and a `content`; or "completion".
+    """
+
+    field: str = USUAL_FIELD
+    kind: str = "text"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fields or columns that are read."""
+        if self.kind == "completion":
+            return "prompt", "completion"
+        return (_FIELDS.get(self.kind, self.field) if self.field == USUAL_FIELD else self.field,)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether only parts of a document have a loss."""
+        return self.kind != "text"
+
+    def document(self, raw: str, template: ChatTemplate | None) -> str:
+        """Return a document from what its file has.
+
+        Args:
+          raw: the text, or the JSON of the messages, or of a list of the prompt and the completion.
+          template: the chat template, for messages.
+
+        Raises:
+          Problem: the template cannot render the messages.
+        """
+        if self.kind == "completion":
+            prompt, completion = json.loads(raw)
+            return Marked([Piece(prompt, False), Piece(completion, True)], special=False)
+        if self.kind == "messages":
+            try:
+                return Marked(conversation(template, json.loads(raw)), special=True)
+            except UsageError as error:
+                raise Problem(f"the messages {raw[:80]} cannot be rendered: {error}") from None
+        return raw
+
+    def check(self, values: Sequence[object]) -> str | None:
+        """Return what is wrong with the values of the fields, or None if they are a document."""
+        if self.kind != "messages":
+            for name, value in zip(self.names, values, strict=True):
+                if not isinstance(value, str):
+                    return f"no field {json.dumps(name)} that is a string"
+            return None
+        (messages,) = values
+        known = isinstance(messages, list) and all(
+            isinstance(each, dict)
+            and isinstance(each.get("role"), str)
+            and isinstance(each.get("content"), str)
+            for each in messages
+        )
+        if known and messages:
+            return None
+        return (
+            f"no field {json.dumps(self.names[0])} that is a list of objects with a role and a "
+            "content"
+        )
+
+    def raw(self, values: Sequence[object]) -> str:
+        """Return the values of the fields as one text, from which `document` makes the document."""
+        if self.kind == "text":
+            return values[0]
+        return json.dumps(values[0] if self.kind == "messages" else list(values))
+
+
+def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
+    """Return the text of a conversation in pieces; what the assistant says has a loss.
+
+    If the template marks answers by its tag `generation`, these marks count. Otherwise an answer
+    begins where the template puts the model's answer (`add_generation_prompt`), and ends where the
+    text of the conversation up to this answer ends.
+
+    Raises:
+      UsageError: the template fails, or the text up to an answer is not the begin of the whole
+        text.
+    """
+    if template.marks_answers:
+        return [Piece(text, has_loss) for text, has_loss in template.render_marked(messages)]
+    whole, at, pieces = template.render(messages), 0, []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = template.render(messages[:number]) if number else ""
+        asked = template.render(messages[:number], add_generation_prompt=True) if number else ""
+        until = template.render(messages[: number + 1])
+        begin = _common(asked, whole)
+        if begin < len(before) or not whole.startswith(until) or begin > len(until):
+            raise UsageError(
+                "the chat template changes earlier messages as the conversation goes on; legal: a "
+                "template that marks answers with {% generation %}"
+            )
+        pieces += [Piece(whole[at:begin], False), Piece(whole[begin : len(until)], True)]
+        at = len(until)
+    return [*pieces, Piece(whole[at:], False)]
+
+
+def _common(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def encode_all(
+    documents: Sequence[str], tokenizer: Tokenizer
+) -> Iterator[Int32[np.ndarray, " tokens"]]:
+    """Yield the tokens of each document without BOS; tokens without a loss have the bit CONTEXT.
+
+    The pieces of a document are encoded one by one, as a model that answers reads a prompt.
+    """
+    for is_marked, group in groupby(documents, key=lambda text: isinstance(text, Marked)):
+        if is_marked:
+            yield from (_encode(document, tokenizer) for document in group)
+        else:
+            yield from tokenizer.encode_all(list(group))
+
+
+def _encode(document: Marked, tokenizer: Tokenizer) -> Int32[np.ndarray, " tokens"]:
+    encode = tokenizer.encode_special if document.special else tokenizer.encode
+    found = [np.empty(0, np.int32)]
+    for text, has_loss in document.pieces:
+        if text:
+            found.append(encode(text) | (0 if has_loss else CONTEXT))
+    tokens = np.concatenate(found)
+    # The stream has a BOS before each document, so a template's own is left out.
+    return tokens[1:] if len(tokens) and tokens[0] & ~CONTEXT == tokenizer.bos else tokens
+
+
+def first_token(tokenizer: Tokenizer, kind: str) -> int:
+    """Return the token before each document, whose prediction ends the document before it.
+
+    It has a loss, except before a conversation, in which the template ends an answer.
+    """
+    return tokenizer.bos | CONTEXT if kind == "messages" else tokenizer.bos
+
+
+def without_marks(tokens: Integer[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
+    """Return tokens of a stream without the bit CONTEXT."""
+    return (tokens & ~CONTEXT).astype(np.int32)
+
+
+def have_loss(tokens: Integer[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+    """Return for each token of a stream whether it has a loss as a target."""
+    return tokens & CONTEXT == 0
+
+
+def find_template(kind: str, tokenizer: Tokenizer, file: str, flag: str) -> ChatTemplate | None:
+    """Return the chat template with which conversations are rendered; None for another kind.
+
+    Args:
+      kind: the kind of the documents.
+      tokenizer: the tokenizer, in whose folder the template is.
+      file: the path of a template that replaces it, or "".
+      flag: name of the flag that sets the kind, for error messages.
+
+    Raises:
+      UsageError: there is no template, it is damaged, or jinja2 is not installed.
+    """
+    if kind != "messages":
+        return None
+    folder = _folder_of(tokenizer)
+    template = folder and read_template(folder, tokenizer, file=file or None)
+    if template is None and file:
+        template = ChatTemplate.from_file(file, tokenizer)
+    if template is None:
+        raise UsageError(
+            f"--{flag}=messages: the tokenizer {tokenizer.name} has no chat template; legal: a "
+            "tokenizer with chat_template.jinja or a chat_template in its tokenizer_config.json, "
+            "or --chat_template=FILE"
+        )
+    template.check()
+    return template
+
+
+def _folder_of(tokenizer: Tokenizer) -> Folder | None:
+    """Return the folder of the files of a tokenizer, or None if it has none."""
+    if tokenizer.name == BYTE:
+        return None
+    folder = open_folder(tokenizer.name)
+    local = folder.local_path
+    return open_folder(local.parent) if local is not None and local.is_file() else folder

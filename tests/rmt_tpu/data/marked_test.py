@@ -1,0 +1,257 @@
+"""Conversations and completions: which tokens have a loss, how they are packed, and stored."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from rmt_tpu.config import overrides, presets
+from rmt_tpu.data import ByteTokenizer, ChatTemplate, Windows, open_store, read_template
+from rmt_tpu.data.batches import bounds_of, cut, pack, whole_documents
+from rmt_tpu.data.corpus import documents
+from rmt_tpu.data.datasets import chat_template_of, load_datasets
+from rmt_tpu.data.marked import (
+    CONTEXT,
+    Marked,
+    Piece,
+    conversation,
+    encode_all,
+    find_template,
+    first_token,
+    have_loss,
+    without_marks,
+)
+from rmt_tpu.data.prepare import prepare
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import open_folder
+
+BYTE = ByteTokenizer()
+PLAIN = """\
+{%- for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}
+{%- if add_generation_prompt %}a:{% endif %}"""
+MARKING = """\
+{%- for message in messages %}{{ message.role[0] }}:
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content }};{% endgeneration %}
+{%- else %}{{ message.content }};{% endif %}{% endfor %}"""
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "Go"},
+    {"role": "assistant", "content": "No"},
+    {"role": "user", "content": "Oh"},
+]
+
+
+def loss_text(tokens):
+    """The bytes that have a loss, with a bar before each run of them."""
+    has_loss, text = have_loss(tokens), ""
+    for n, token in enumerate(without_marks(tokens)):
+        if has_loss[n]:
+            text += ("" if n and has_loss[n - 1] else "|") + BYTE.decode([int(token)])
+    return text
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKING])
+def test_what_the_assistant_says_has_a_loss(source):
+    pieces = conversation(ChatTemplate(source, BYTE), TALK)
+    assert "".join(text for text, _ in pieces) == "u:Hi;a:Yes?;u:Go;a:No;u:Oh;"
+    assert [text for text, has_loss in pieces if has_loss and text] == ["Yes?;", "No;"]
+    (tokens,) = encode_all([Marked(pieces, special=True)], BYTE)
+    assert loss_text(tokens) == "|Yes?;|No;"
+    assert BYTE.decode(without_marks(tokens)) == "u:Hi;a:Yes?;u:Go;a:No;u:Oh;"
+
+
+def test_a_conversation_may_begin_with_the_assistant():
+    pieces = conversation(ChatTemplate(PLAIN, BYTE), TALK[1:3])
+    assert [text for text, has_loss in pieces if has_loss] == ["a:Yes?;"]
+
+
+def test_a_template_that_changes_what_was_said_must_mark_answers():
+    forgets = "{% for m in messages %}{{ m.content if loop.last else '-' }};{% endfor %}"
+    with pytest.raises(UsageError, match="changes earlier messages .* {% generation %}"):
+        conversation(ChatTemplate(forgets, BYTE), TALK[:4])
+    thinks = PLAIN.replace("a:{% endif %}", "a:<think>{% endif %}")  # the answer does not
+    pieces = conversation(ChatTemplate(thinks, BYTE), TALK[:2])
+    assert [text for text, has_loss in pieces if has_loss] == ["Yes?;"]
+
+
+def test_marks_of_a_template_are_no_part_of_its_text():
+    template = ChatTemplate(MARKING, BYTE)
+    assert template.render(TALK) == ChatTemplate(PLAIN, BYTE).render(TALK)
+
+
+def test_a_slice_keeps_its_marks():
+    text = Marked([Piece("ab", False), Piece("cd", True), Piece("ef", False)], special=False)
+    assert text == "abcdef" and text[1:4].pieces == (("b", False), ("cd", True), ("", False))
+    head, tail = cut(Marked([Piece("a b ", False), Piece("c d e", True)], special=True), 0.4)
+    assert (head + tail, tail.pieces[-1].has_loss, head.special) == ("a b c d e", True, True)
+
+
+def test_a_template_s_own_first_token_is_left_out():
+    document = Marked([Piece("a", False), Piece("b", True)], special=True)
+    bos = BYTE.bos
+
+    class Starting(ByteTokenizer):
+        def encode_special(self, text):
+            return np.array([bos, *super().encode(text)], np.int32)
+
+    (tokens,) = encode_all([document], Starting())
+    assert tokens.tolist() == [ord("a") | CONTEXT, bos, ord("b")]
+
+
+def test_windows_have_whole_documents_unless_one_is_too_long():
+    bounds = np.array([0, 3, 5, 9, 20, 21], np.int64)
+    assert whole_documents(bounds, 5).tolist() == [0, 5, 9, 14, 19, 21]
+    generator = random.Random(0)
+    for _ in range(50):
+        lengths = [generator.randint(1, 12) for _ in range(generator.randint(1, 30))]
+        bounds, longest = np.cumsum([0, *lengths]), generator.randint(1, 10)
+        found = whole_documents(bounds, longest)
+        assert found[0] == 0 and found[-1] == bounds[-1]
+        assert (np.diff(found) > 0).all() and (np.diff(found) <= longest).all()
+        for begin, end in zip(bounds, bounds[1:], strict=False):
+            within = [f for f in found if begin < f < end]
+            assert not within or end - begin > longest, "a document that fits is divided"
+
+
+def test_every_token_is_a_target_once_and_only_marked_ones_have_a_weight():
+    texts = [
+        Marked([Piece("p" * n, False), Piece("c" * (n % 5 + 1), True)], special=False)
+        for n in range(1, 40)
+    ]
+    tokens = pack(texts, BYTE, "completion")
+    windows = Windows(
+        tokens,
+        seq_len=24,
+        batch_size=4,
+        bos=BYTE.bos,
+        seed=0,
+        shuffle=True,
+        bounds=bounds_of(tokens, BYTE.bos),
+    )
+    targets, total, begins = [], 0, 0
+    for position in range(0, windows.num_windows, 4):
+        batch = windows.batch_at(position, slice(0, min(4, windows.num_windows - position)))
+        real = batch.weights > 0
+        assert {*np.unique(batch.targets[real])} <= {ord("c"), BYTE.bos}
+        assert batch.inputs.max() <= 256 and batch.targets.max() <= 256
+        total += int(real.sum())
+        begins += int((batch.inputs[:, 0] == BYTE.bos).sum())
+        targets += batch.targets[batch.segment_ids > 0].tolist()
+    completions = sum(n % 5 + 1 for n in range(1, 40))
+    assert total == completions + len(texts) - 1  # and the BOS after each but the last
+    assert sorted(set(targets) - {0}) == [ord("c"), ord("p"), BYTE.bos]
+    divided = sum(len(text) + 1 > 24 for text in texts)
+    assert begins >= windows.num_windows - 2 * divided
+
+
+def test_the_token_after_a_conversation_has_no_loss():
+    assert first_token(BYTE, "messages") == BYTE.bos | CONTEXT
+    assert first_token(BYTE, "completion") == first_token(BYTE, "text") == BYTE.bos
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def completions(count=60):
+    return [{"prompt": f"{n} is ", "completion": "even" if n % 2 else "odd"} for n in range(count)]
+
+
+def conversations(count=60):
+    return [{"messages": [{"role": "user", "content": str(n)}, TALK[1]]} for n in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["messages", "completion"])
+def test_a_store_has_the_tokens_of_a_run_in_memory(kind, tmp_path):
+    """Equal documents and marks, whole windows, and the template for the server."""
+    rows = {"messages": conversations, "completion": completions}[kind]()
+    source = write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "chat.jinja").write_text(MARKING)
+    template = str(tmp_path / "chat.jinja") if kind == "messages" else ""
+    how = {"kind": kind, "chat_template": template, "eval_fraction": 0.2}
+    prepare(source, "byte", tmp_path / "store", workers=1, part_bytes=500, **how)
+    store = open_store(str(tmp_path / "store"))
+    assert store.has_marks and store.train.num_documents + store.held_out.num_documents == 60
+    found = documents(source, kind=kind, template=find_template(kind, BYTE, template, "format"))
+    texts = set(found)
+    for stream in (store.train, store.held_out):
+        tokens = stream.read(np.array([0]), len(stream))[0]
+        bounds = stream.bounds()
+        assert bounds.tolist() == bounds_of(tokens, BYTE.bos).tolist()
+        own = [BYTE.decode(stream.document(n)) for n in range(stream.num_documents)]
+        assert set(own) <= texts
+        ordered = [text for text in found if text in set(own)]
+        np.testing.assert_array_equal(tokens, pack(ordered, BYTE, kind))
+    changes = {"data.source": store.url, "data.seq_len": 32, "train.batch_size": 2}
+    config = overrides.apply(presets.run("rmt-tiny"), changes | {"model.vocab_size": 257})
+    batch = load_datasets(config, BYTE).train.batch_at(0)
+    assert (batch.inputs[:, 0] == BYTE.bos).all() and 0 < batch.weights.mean() < 0.7
+    if kind == "messages":
+        saved = chat_template_of(config, BYTE)
+        assert saved.render(TALK) == read_template(open_folder(tmp_path / "store"), BYTE).render(
+            TALK
+        )
+        (tmp_path / "chat.jinja").write_text(PLAIN)
+        with pytest.raises(UsageError, match="the chat template has changed"):
+            prepare(source, "byte", tmp_path / "store", workers=1, part_bytes=500, **how)
+    else:
+        with pytest.raises(UsageError, match="format completion is now text"):
+            prepare(source, "byte", tmp_path / "store", workers=1, text_field="prompt")
+
+
+def test_tables_have_the_same_documents(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    template = ChatTemplate(PLAIN, BYTE)
+    for kind, rows in (("messages", conversations(5)), ("completion", completions(5))):
+        lines = documents(write(tmp_path / "a.jsonl", rows), kind=kind, template=template)
+        with_null = [*rows, dict.fromkeys(rows[0])]
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(with_null), tmp_path / "a.parquet", row_group_size=2
+        )
+        found = documents(str(tmp_path / "a.parquet"), kind=kind, template=template)
+        assert found == lines and [t.pieces for t in found] == [t.pieces for t in lines]
+    with pytest.raises(UsageError, match="no column 'messages' of lists; columns: 'prompt' "):
+        documents(str(tmp_path / "a.parquet"), kind="messages", template=template)
+
+
+WRONG = {
+    '{"text": "a"}': 'no field "messages" that is a list of objects with a role and a content',
+    '{"messages": []}': 'no field "messages"',
+    '{"messages": [{"role": "user"}]}': 'no field "messages"',
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': "an unpaired surrogate",
+    "[": "is not JSON",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_lines_that_are_no_conversations(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UsageError, match=WRONG[line]):
+        documents(str(path), kind="messages", template=ChatTemplate(PLAIN, BYTE))
+
+
+def test_sources_and_templates_that_do_not_fit(tmp_path):
+    with pytest.raises(UsageError, match="has no fields; legal .* completion: .jsonl"):
+        documents("stdlib", kind="completion")
+    source = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": 3}])
+    with pytest.raises(UsageError, match='no field "completion" that is a string'):
+        documents(source, kind="completion")
+    with pytest.raises(UsageError, match="--format=messages: the tokenizer byte has no chat"):
+        find_template("messages", BYTE, "", "format")
+    with pytest.raises(UsageError, match="/x cannot be read"):
+        find_template("messages", BYTE, f"{tmp_path}/x", "format")
+    refuses = ChatTemplate("{{ raise_exception('no') }}", BYTE)
+    source = write(tmp_path / "b.jsonl", conversations(1))
+    with pytest.raises(UsageError, match="cannot be rendered: the chat template refuses"):
+        documents(source, kind="messages", template=refuses)
+    renamed = write(tmp_path / "c.jsonl", [{"talk": conversations(1)[0]["messages"]}])
+    found = documents(
+        renamed, text_field="talk", kind="messages", template=ChatTemplate(PLAIN, BYTE)
+    )
+    assert found == ["u:0;a:Yes?;"]
