@@ -69,7 +69,7 @@ def tpu_call(
         blocks = (*inputs.values(), *outputs.values())
         moved = sum(_moved(array, spec, bool(tables)) for array, spec in blocks)
     arrays = {k: array for k, (array, _) in inputs.items()}
-    shapes = _declared({k: x for k, (x, _) in outputs.items()}, (arrays, tables))
+    shapes = declared({k: x for k, (x, _) in outputs.items()}, (arrays, tables))
     position = lambda names, name: sorted(names).index(name)
 
     def body(*refs):
@@ -187,7 +187,7 @@ def gpu_call(
         grid=grid,
         in_specs=[pl.no_block_spec] * len(inputs),
         out_specs=[pl.no_block_spec] * len(outputs),
-        out_shape=list(_declared(outputs, inputs).values()),
+        out_shape=list(declared(outputs, inputs).values()),
         input_output_aliases={
             index(inputs, a): index(outputs, b) for a, b in (aliased or {}).items()
         },
@@ -261,7 +261,7 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
     return pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=transcendentals)
 
 
-def _declared(outputs: Mapping[str, Shaped], operands: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def declared(outputs: Mapping[str, Shaped], operands: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the outputs' shapes, marked as varying over every mesh axis that `operands` vary over.
 
     The marks are those that `jax.shard_map` checks.

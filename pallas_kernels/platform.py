@@ -72,9 +72,14 @@ def choose(
     return jax.lax.platform_dependent(*args, **branches, default=portable)
 
 
-Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
+Implementation = Literal["xla", "mosaic_tpu", "triton", "mosaic_gpu", "pallas"]
 # Maps the name of each kernel implementation to its platform.
-_PLATFORMS: dict[str, Platform] = {"mosaic_tpu": "tpu", "triton": "cuda", "cudnn": "cuda"}
+_PLATFORMS: dict[str, Platform] = {
+    "mosaic_tpu": "tpu",
+    "triton": "cuda",
+    "cudnn": "cuda",
+    "mosaic_gpu": "cuda",
+}
 
 
 _EPSILONS = {"epsilon", "norm_epsilon"}
@@ -87,7 +92,9 @@ _preferred = jax.make_user_context(default_value=None)
 def preferring(implementation: str) -> Iterator[None]:
     """Make `implementation` the default in this context, for every op that has it.
 
-    The default is what `implementation=None` selects.
+    The default is what `implementation=None` selects. If `implementation` is one of the
+    `Implementations.on_request`, it is the default only for calls that it supports. Other calls of
+    such an op are computed as with "pallas".
     """
     with _preferred(implementation):
         yield
@@ -189,17 +196,20 @@ class Implementations:
         `portable`.
       by_default: the platforms whose kernels are known to be faster and are used by default.
       name: the name of the group, which `taking_plain` takes.
+      on_request: maps names to further kernel implementations, which only their names select. Each
+        has a function `unsupported` as those in `kernels` do.
     """
 
     portable: Any
     kernels: Mapping[str, Any]
     by_default: tuple[Platform, ...]
     name: str = ""
+    on_request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
         """Maps each implementation name to the platforms of the kernels that it selects."""
-        single = {name: (_PLATFORMS[name],) for name in self.kernels}
+        single = {name: (_PLATFORMS[name],) for name in (*self.kernels, *self.on_request)}
         return {"xla": (), **single, "pallas": tuple(self._on)}
 
     @property
@@ -217,8 +227,15 @@ class Implementations:
             (raised during lowering) belongs to another platform than the one lowered for.
           TypeError: the result is differentiated, although a kernel may have computed it.
         """
+        if implementation in self.on_request:
+            return self._with(implementation).run(implementation, op, *args, **options)
         if implementation is None and self.name in _plain.value:
             implementation = "xla"
+        elif implementation is None and _preferred.value in self.on_request:
+            kernel = self.on_request[_preferred.value]
+            refused = _symbolic(args) or kernel.unsupported(op, *args)
+            group = self if refused else self._with(_preferred.value)
+            return group.run("pallas", op, *args, **options)
         elif implementation is None and _preferred.value in self.names:
             implementation = _preferred.value
         elif implementation is None and self.name in _kernels.value:
@@ -258,6 +275,12 @@ class Implementations:
             return kernel(platform)(*_with_first(named, args))
         kernels = {p: kernel(p) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
+
+    def _with(self, name: str) -> "Implementations":
+        """Return the group with `on_request[name]` as the kernels of its platform."""
+        others = {k: x for k, x in self.kernels.items() if _PLATFORMS[k] != _PLATFORMS[name]}
+        kernels = others | {name: self.on_request[name]}
+        return dataclasses.replace(self, kernels=kernels, on_request={})
 
     def chosen(self, op: str, *args: Any) -> dict[Platform, tuple[str, str | None]]:
         """Return what `run(None, op, *args)` uses on each platform for which there is a kernel.

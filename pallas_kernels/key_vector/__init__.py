@@ -7,9 +7,10 @@ calls such a place a *site*. `store_norm_retrieve` computes a whole site at once
 implementation can read and write the large residual only once.
 
 Implementations: "xla" is plain JAX and runs on every platform; "mosaic_tpu" has TPU kernels;
-"triton" has GPU kernels; "pallas" uses the kernels for the platform that the program is lowered
-for, and plain JAX on platforms without kernels. The default, None, selects the TPU kernels on a TPU
-and "xla" elsewhere. GPU kernels must be requested, because they have not been measured yet.
+"triton" has GPU kernels; "mosaic_gpu" has kernels for GPUs of compute capability 9.0; "pallas" uses
+the kernels for the platform that the program is lowered for ("triton" on a GPU), and plain JAX on
+platforms without kernels. The default, None, selects the TPU kernels on a TPU and "xla" elsewhere.
+GPU kernels must be requested.
 
 `store_norm_retrieve`, `store` and `norm_retrieve` support reverse-mode differentiation (jax.grad,
 jax.vjp, jax.jacrev) with respect to all array arguments. Second derivatives are supported only by
@@ -170,7 +171,7 @@ def store_norm_retrieve_at(
       store_keys, gain, read_keys: the parameters of all L layers, stacked.
       size_major: whether the data and the retrieved vectors are stored in memory as [V, R] and
         [V, P], as the vectors of a feed-forward network are. This does not change the result.
-      implementation: as in `store_norm_retrieve`, but this op has no "triton".
+      implementation: as in `store_norm_retrieve`, but this op has no GPU kernels.
 
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.

@@ -18,14 +18,18 @@ from pallas_kernels.arguments import (
     check_norm,
     read_slices,
 )
-from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
+from pallas_kernels.key_vector import mosaic_gpu, mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, SiteBackward, SiteOperands
 from pallas_kernels.platform import Implementations
 
 # A platform's kernels become the default once they are measured to be faster than plain JAX; see
 # docs/benchmarks/kernels.md.
 _IMPLEMENTATIONS = Implementations(
-    xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",), name="key_vector"
+    xla,
+    {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu},
+    ("tpu",),
+    name="key_vector",
+    on_request={"mosaic_gpu": mosaic_gpu},
 )
 
 

@@ -31,6 +31,7 @@ _CALLS = {
     "tpu_custom_call": "mosaic_tpu",
     "xla.gpu.triton": "triton",
     "triton_kernel_call": "triton",
+    "mosaic_gpu": "mosaic_gpu",
     "__cudnn": "cudnn",
 }
 

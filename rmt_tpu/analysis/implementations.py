@@ -347,14 +347,14 @@ def _usual(row: ImplementationRow, platform: str) -> str:
     (name,) = names
     if name != "xla":
         return f"`{name}`"
-    kernel_name = _on_request(groups()[row.group], platform.lower())
-    return f"{_PLAIN}; `{kernel_name}` on request" if kernel_name else _PLAIN
+    kernels = " or ".join(f"`{k}`" for k in _on_request(groups()[row.group], platform.lower()))
+    return f"{_PLAIN}; {kernels} on request" if kernels else _PLAIN
 
 
-def _on_request(group: Implementations, platform: str) -> str | None:
-    """Return the name of an op's kernel implementation for a platform, or None without one."""
+def _on_request(group: Implementations, platform: str) -> list[str]:
+    """Return the names of an op's kernel implementations for a platform."""
     kernels = {n: k for n, k in group.kernels.items() if k is not group.portable}
-    return next((name for name in kernels if group.names[name] == (platform,)), None)
+    return [k for k in (*kernels, *group.on_request) if group.names[k] == (platform,)]
 
 
 def _others(row: ImplementationRow) -> Iterator[str]:

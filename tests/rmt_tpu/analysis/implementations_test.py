@@ -34,7 +34,7 @@ def test_every_op_and_group_has_a_row():
 
 def test_a_kernel_that_is_the_default_on_no_platform_is_on_request():
     text = implementations.tables()
-    assert "| `store_norm_retrieve`, " in text and "; `triton` on request" in text
+    assert "| `store_norm_retrieve`, " in text and "; `triton` or `mosaic_gpu` on request" in text
     (line,) = (line for line in text.splitlines() if line.startswith("| `grouped_matmul` "))
     assert [cell.strip() for cell in line.split("|")[2:5]] == [
         "`mosaic_tpu`",

@@ -1,0 +1,375 @@
+"""Bodies of the Mosaic GPU kernels of the key-vector ops; `mosaic_gpu` describes the algorithm."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.call import round_up
+from pallas_kernels.key_vector.interface import LEAST_STEPS
+from pallas_kernels.mosaic_gpu import PROGRAMS, buffer, load_matrix, plgpu
+
+# The number of rows of a matrix instruction. Residuals with fewer rows are padded on chip.
+ROWS = 64
+_LARGEST = 2**15 - 1
+
+
+class Sizes(NamedTuple):
+    """The static parameters of a call: B x N tokens, K x V residuals, R stored and P read vectors.
+
+    R is 0 if the call stores nothing, and P is 0 if it reads nothing.
+    """
+
+    B: int
+    N: int
+    K: int
+    V: int
+    R: int
+    P: int
+    residual: jnp.dtype
+    norm: str
+    fraction_bits: int
+
+    @classmethod
+    def of(cls, site, norm, fraction_bits):
+        """Return the static parameters of a call with the operands of `site`."""
+        R, P = (0 if keys is None else keys.shape[0] for keys in (site.store_keys, site.read_keys))
+        return cls(*site.residual.shape, R, P, jnp.dtype(site.residual.dtype), norm, fraction_bits)
+
+    @property
+    def T(self) -> int:
+        """The number of tokens."""
+        return self.B * self.N
+
+    @property
+    def steps(self) -> float:
+        """The reciprocal of an int16 residual's step: the stored integer that represents 1."""
+        return 2.0**self.fraction_bits
+
+
+def store_width(R: int, V: int) -> int:
+    """Return the width in bytes of the tiles of the operands of a forward pass's write.
+
+    A product sums over a multiple of `width / 2` vectors, and a row of a tile is at most V numbers.
+    The width is the largest for which R is such a multiple, or else the largest.
+    """
+    widths = [width for width in (128, 64, 32) if width <= 2 * V]
+    return next((width for width in widths if R % (width // 2) == 0), widths[0])
+
+
+def stored_count(R: int, V: int) -> int:
+    """Return the number of vectors, with those that are zeros, that a write sums over.
+
+    It is R, or else ROWS, because only that many rows of zeros can be filled in.
+    """
+    return R if R % (store_width(R, V) // 2) == 0 else ROWS
+
+
+# Steps of a program ----------------------------------------------------------------------------
+
+
+def _each_token(sizes, prefetch, body, carry=None):
+    """Run `carry = body(i, t, carry)` for each token t of this program, and return the carry.
+
+    `prefetch(i, t)` starts the copies of the program's token number i. It is called here for the
+    first tokens, and must be called by `body` for the others with the function that it is passed.
+    """
+    program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
+    count = (sizes.T - program + programs - 1) // programs
+    stages, start = prefetch
+
+    def ahead(i):
+        @pl.when(i < count)
+        def _():
+            start(jax.lax.rem(i, stages), program + i * programs)
+
+    for i in range(stages - 1):
+        ahead(jnp.int32(i))
+
+    def step(i, carry):
+        slot, t = jax.lax.rem(i, stages), program + i * programs
+        return body(slot, t, lambda: ahead(i + stages - 1), carry)
+
+    return jax.lax.fori_loop(0, count, step, carry)
+
+
+def _product(a, b, *, add_to=None):
+    """Return `a @ b` in float32, of matrices in shared memory."""
+    shape = a.shape[0], b.shape[1]
+
+    def multiply(sums):
+        plgpu.wgmma(sums, a, b)
+        return sums[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _total(values):
+    """Return the sum of all entries of a matrix."""
+    return jnp.sum(jnp.sum(values, axis=1))
+
+
+def _inside(sizes, values, other=0.0):
+    """Return `values`, with `other` in the rows that pad a residual."""
+    if sizes.K == ROWS:
+        return values
+    rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    return jnp.where(rows < sizes.K, values, other)
+
+
+def _clear(ref):
+    """Fill every matrix of a buffer [stages, ROWS, columns] with zeros."""
+    zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], ref.dtype), plgpu.Layout.WGMMA)
+    for stage in range(ref.shape[0]):
+        ref[stage] = zeros
+
+
+def _copy_rows(source, target, rows, barrier):
+    """Start to copy a matrix to the first rows of a buffer in shared memory."""
+    plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], barrier)
+
+
+def _values(sizes, x):
+    """Return a residual in float32, multiplied by the step if it is int16."""
+    values = x.astype(jnp.float32)
+    return values * (1 / sizes.steps) if x.dtype == jnp.int16 else values
+
+
+def _steps(sizes, written):
+    """Return `written` as a number of steps of an int16 residual, rounded to int32.
+
+    NaN is converted to an integer that overflows int16.
+    """
+    limit = 2.0**21
+    steps = sizes.steps * written
+    outside = jnp.where(steps < 0, -limit, limit)
+    return jnp.round(jnp.where(jnp.abs(steps) <= limit, steps, outside)).astype(jnp.int32)
+
+
+# Forward ---------------------------------------------------------------------------------------
+
+
+def forward_scratch(sizes, stages):
+    """Return the scratch buffers of `forward_kernel`."""
+    bf16, width = jnp.bfloat16, store_width(sizes.R, sizes.V)
+    R, P = stored_count(sizes.R, sizes.V), round_up(sizes.P, ROWS)
+    scratch = {
+        "x": buffer((stages, ROWS, sizes.V), sizes.residual),
+        "ready": plgpu.Barrier(num_arrivals=1 + bool(sizes.R), num_barriers=stages),
+        "once": plgpu.Barrier(num_arrivals=bool(sizes.R) + bool(sizes.P)),
+    }
+    if sizes.R:
+        scratch |= {
+            "y": buffer((stages, R, sizes.V), bf16, width),
+            "w": buffer((R, ROWS), bf16, width),
+        }
+    if sizes.P:
+        scratch |= {
+            "r": buffer((P, ROWS), bf16, min(128, 2 * sizes.V)),
+            "scaled": buffer((ROWS, sizes.V), bf16),
+            "z": buffer((P, sizes.V), bf16),
+        }
+    return scratch
+
+
+def forward_kernel(sizes, stages, epsilon, scale, ref):
+    """Store, normalise and retrieve for every token of a program.
+
+    A store writes `ref.stored`; a read writes `ref.statistics` and `ref.retrieved`. With `scale`,
+    the retrieved vectors are multiplied by rstd.
+    """
+    if sizes.K < ROWS:
+        _clear(ref.x)
+    if sizes.R:
+        if sizes.R < ref.y.shape[1]:
+            _clear(ref.y)
+        plgpu.copy_gmem_to_smem(ref.store_keys, ref.w, ref.once)
+    if sizes.P:
+        plgpu.copy_gmem_to_smem(ref.read_keys, ref.r, ref.once)
+        gain = load_matrix(ref.gain)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(ref.once)
+
+    def start(slot, t):
+        _copy_rows(ref.residual.at[t], ref.x.at[slot], sizes.K, ref.ready.at[slot])
+        if sizes.R:
+            _copy_rows(ref.data.at[t], ref.y.at[slot], sizes.R, ref.ready.at[slot])
+
+    def token(slot, t, prefetch, _):
+        plgpu.barrier_wait(ref.ready.at[slot])
+        x, overflows = _stored(sizes, ref, slot)
+        # The buffers of the token before are free once its results have been copied from them.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        prefetch()
+        if sizes.R:
+            ref.x[slot] = x
+        if sizes.P:
+            values = _values(sizes, x)
+            normalised = _normalised_anew(sizes, ref, t, values, overflows, epsilon, scale)
+            ref.scaled[...] = (normalised * gain).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        if sizes.R:
+            plgpu.copy_smem_to_gmem(ref.x.at[slot, pl.ds(0, sizes.K)], ref.stored.at[t])
+        if sizes.P:
+            ref.z[...] = _product(ref.r, ref.scaled).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(ref.z.at[pl.ds(0, sizes.P)], ref.retrieved.at[t])
+
+    _each_token(sizes, (stages, start), token)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _stored(sizes, ref, slot):
+    """Return a token's residual after the store, and a mask of the int16 entries that overflow."""
+    x = ref.x[slot]
+    if not sizes.R:
+        return x, None
+    written = _product(ref.w.T, ref.y.at[slot])
+    if x.dtype != jnp.int16:
+        return (x.astype(jnp.float32) + written).astype(x.dtype), None
+    total = x.astype(jnp.int32) + _steps(sizes, written)
+    clipped = jnp.minimum(jnp.maximum(total, -_LARGEST), _LARGEST)
+    return clipped.astype(jnp.int16), total != clipped
+
+
+def _normalised_anew(sizes, ref, t, values, overflows, epsilon, scale):
+    """Compute and write the statistics of a token, and return its normalised residual.
+
+    The rstd is NaN if int16 entries overflow, or with `scale` if they are too small.
+    """
+    size = sizes.K * sizes.V
+    mean = jnp.float32(0)
+    if sizes.norm == "layernorm":
+        mean = _total(values) * (1 / size)
+        values = _inside(sizes, values - mean)
+    squares = values * values
+    if overflows is not None:
+        squares = jnp.where(overflows, jnp.nan, squares)
+    variance = _total(squares) * (1 / size)
+    rstd = jax.lax.rsqrt(variance + epsilon)
+    if sizes.residual == jnp.int16 and scale:
+        rstd = jnp.where(variance >= (LEAST_STEPS / sizes.steps) ** 2, rstd, jnp.nan)
+    _write_statistics(sizes, ref, t, mean, rstd)
+    return values * rstd if scale else values
+
+
+def _write_statistics(sizes, ref, t, mean, rstd):
+    row, column = t // sizes.N, jax.lax.rem(t, sizes.N)
+    ref.statistics[row, 0, column] = mean
+    ref.statistics[row, 1, column] = rstd
+
+
+# Backward --------------------------------------------------------------------------------------
+
+
+def backward_scratch(sizes, stages):
+    """Return the scratch buffers of `backward_kernel`."""
+    bf16, V = jnp.bfloat16, sizes.V
+    width = min(128, 2 * V)
+    return {
+        "x": buffer((stages, ROWS, V), sizes.residual),
+        "dx": buffer((stages, ROWS, V), bf16),
+        "y": buffer((stages, ROWS, V), bf16),
+        "dz": buffer((stages, ROWS, V), bf16),
+        "w": buffer((ROWS, ROWS), bf16, width),
+        "r": buffer((ROWS, ROWS), bf16, width),
+        "gains": buffer((ROWS, V), jnp.float32),
+        # For the normalised and scaled residual, and then for the data's cotangent.
+        "work": buffer((ROWS, V), bf16),
+        "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        "once": plgpu.Barrier(num_arrivals=3),
+    }
+
+
+def backward_kernel(sizes, stages, rebuild, ref):
+    """Compute the backward pass for every token of a program.
+
+    The program's sums of the parameters' gradients are written to `ref.sums`: dgain [K, V], then dw
+    [K, R] and dr [K, P], side by side.
+    """
+    rows = {"x": sizes.K, "dx": sizes.K, "y": sizes.R, "dz": sizes.P}
+    for name in (name for name, count in rows.items() if count < ROWS):
+        _clear(getattr(ref, name))
+    plgpu.copy_gmem_to_smem(ref.store_keys, ref.w, ref.once)
+    plgpu.copy_gmem_to_smem(ref.read_keys, ref.r, ref.once)
+    plgpu.copy_gmem_to_smem(ref.gain, ref.gains, ref.once)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(ref.once)
+    pl.run_scoped(
+        lambda dw, dr: _backward_tokens(sizes, stages, rebuild, ref, dw, dr),
+        plgpu.ACC((ROWS, sizes.R), jnp.float32),
+        plgpu.ACC((ROWS, sizes.P), jnp.float32),
+    )
+
+
+def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
+    def start(slot, t):
+        ready = ref.ready.at[slot]
+        _copy_rows(ref.stored.at[t], ref.x.at[slot], sizes.K, ready)
+        _copy_rows(ref.d_stored.at[t], ref.dx.at[slot], sizes.K, ready)
+        _copy_rows(ref.data.at[t], ref.y.at[slot], sizes.R, ready)
+        _copy_rows(ref.d_retrieved.at[t], ref.dz.at[slot], sizes.P, ready)
+
+    def token(slot, t, prefetch, carry):
+        d_gain, mean, rstd = carry
+        plgpu.barrier_wait(ref.ready.at[slot])
+        x = ref.x[slot]
+        n = _inside(sizes, (_values(sizes, x) - mean) * rstd)
+        if rebuild:
+            ref.x[slot] = _undone(sizes, x, _product(ref.w.T, ref.y.at[slot]))
+        d_scaled = _product(ref.r.T, ref.dz.at[slot])
+        d_gain = d_gain + d_scaled * n
+        gain = ref.gains[...]
+        a = d_scaled * gain
+        # The buffers of the token before are free once its results have been copied from them.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        prefetch()
+        of_next = statistics_of(t + jax.lax.axis_size(PROGRAMS))
+        ref.work[...] = (n * gain).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.wgmma(dr, ref.work, ref.dz.at[slot, pl.ds(0, sizes.P)].T)
+        dx = ref.dx[slot].astype(jnp.float32) + rstd * _through_norm(sizes, ref, t, a, n)
+        ref.dx[slot] = _inside(sizes, dx).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(ref.dx.at[slot, pl.ds(0, sizes.K)], ref.d_residual.at[t])
+        if rebuild:
+            plgpu.copy_smem_to_gmem(ref.x.at[slot, pl.ds(0, sizes.K)], ref.rebuilt.at[t])
+        plgpu.wgmma(dw, ref.dx.at[slot], ref.y.at[slot, pl.ds(0, sizes.R)].T)
+        dy = _product(ref.w, ref.dx.at[slot])
+        plgpu.wgmma_wait(0)
+        ref.work[...] = dy.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(ref.work.at[pl.ds(0, sizes.R)], ref.d_data.at[t])
+        return d_gain, *of_next
+
+    def statistics_of(t):
+        t = jnp.minimum(t, sizes.T - 1)
+        row, column = t // sizes.N, jax.lax.rem(t, sizes.N)
+        return ref.statistics[row, 0, column], ref.statistics[row, 1, column]
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, sizes.V), jnp.float32), plgpu.Layout.WGMMA)
+    carry = zeros, *statistics_of(jax.lax.axis_index(PROGRAMS))
+    d_gain, *_ = _each_token(sizes, (stages, start), token, carry)
+    first = 0
+    for sums in (d_gain, dw[...], dr[...]):
+        columns = sums.shape[1]
+        target = ref.sums.at[jax.lax.axis_index(PROGRAMS), :, pl.ds(first, columns)]
+        target[...] = sums
+        first += columns
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _through_norm(sizes, ref, t, a, n):
+    """Return `a - mean(a) - n mean(a n)`, with the means over all of K that the caller may pass."""
+    size, passed = sizes.K * sizes.V, hasattr(ref, "mean_an")
+    of_residual = a - n * (ref.mean_an[t] if passed else _total(a * n) * (1 / size))
+    if sizes.norm == "layernorm":
+        of_residual = of_residual - (ref.mean_a[t] if passed else _total(a) * (1 / size))
+    return of_residual
+
+
+def _undone(sizes, stored, written):
+    if stored.dtype == jnp.int16:
+        return (stored.astype(jnp.int32) - _steps(sizes, written)).astype(jnp.int16)
+    return (stored.astype(jnp.float32) - written).astype(stored.dtype)

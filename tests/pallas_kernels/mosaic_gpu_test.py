@@ -1,0 +1,246 @@
+"""The Mosaic GPU kernels of the key-vector ops: interpreted numbers, and their code for an H100."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import store_norm_retrieve
+from pallas_kernels.key_vector import calls, mosaic_gpu, xla
+from pallas_kernels.key_vector.interface import (
+    Means,
+    Reread,
+    SiteBackward,
+    SiteOperands,
+    Statistics,
+)
+from pallas_kernels.key_vector.mosaic_gpu import Blocks
+from pallas_kernels.mosaic_gpu import plgpu
+from pallas_kernels.platform import UnsupportedImplementation, preferring
+from pallas_kernels.shapes import RMT_305M
+from pallas_kernels.target import lowering_for
+from rmt_tpu.estimator.tuning import parse_usage
+from tests import cuda
+from tests.closeness import assert_close
+from tests.pallas_kernels.key_vector_battery import (
+    TOLERANCE,
+    Battery,
+    Case,
+    arguments,
+    cotangents_of,
+)
+
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason=f"jax {jax.__version__} has no interpreter of Mosaic GPU kernels",
+)
+
+# Two programs, of three tokens and of two; residuals with and without rows that pad them.
+WHOLE = Case(1, 5, 64, 64, 16, 48, "int16", "bfloat16", "layernorm", Blocks(2, 3), Blocks(2, 2))
+PADDED = Case(2, 2, 24, 32, 8, 40, "bfloat16", "bfloat16", "rmsnorm", Blocks(3, 2), Blocks(3, 3))
+SMALL = Case(1, 2, 16, 32, 8, 8, "int16", "bfloat16", "layernorm", Blocks(1, 2), Blocks(1, 2))
+
+
+on_device = functools.partial(jax.tree.map, jnp.asarray)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@pytest.mark.slow
+@pytest.mark.xdist_group("key-vector kernels in Mosaic GPU")
+class TestKernels(Battery):
+    """In JAX's interpreter, which fails where two threads race."""
+
+    module = mosaic_gpu
+    cases = (
+        WHOLE,
+        PADDED,
+        WHOLE._replace(residual="bfloat16", norm="rmsnorm", R=64),
+        PADDED._replace(residual="int16", norm="layernorm", bits=17),
+    )
+    halves = (WHOLE, PADDED)
+    shifted = (PADDED._replace(norm="layernorm"),)
+    exact = (SMALL,)
+    held = (SMALL._replace(N=3),)
+    repeated = (WHOLE,)
+    # Of float32 residuals, which have no kernel.
+    spreads = ()
+    test_small_spread_on_a_large_mean = None
+
+    def options(self, case, op):
+        blocks = case.blocks if op == "forward" else case.undone
+        return {"interpret": True, "blocks": blocks}
+
+    @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+    def test_reads_again_in_the_kernel(self, norm):
+        case = WHOLE._replace(norm=norm)
+        site, cotangents = arguments(case), cotangents_of(case)
+        rng = np.random.default_rng(3)
+        draw = lambda *size: rng.normal(size=size).astype("float32")
+        stored, _, statistics = self.forward(case, site)
+        mean = 0.3 * (norm == "layernorm") + np.zeros((1, 5))
+        both = np.float32(np.stack([mean, 0 * mean + 2], 1))
+        again = Reread(draw(64, 64), draw(8, 64) / np.float32(8), Statistics(both))
+        given = SiteBackward(site._replace(residual=stored), statistics, *cotangents, None, again)
+        got = self.backward(case, *given).retrieved
+        want = xla.backward(on_device(given), norm=norm, rebuild=True).retrieved
+        assert_close(got, want, TOLERANCE["bfloat16"])
+
+    @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+    def test_takes_means_over_all_slices_of_the_keys(self, norm):
+        case = PADDED._replace(norm=norm)
+        site, cotangents = arguments(case), cotangents_of(case)
+        stored, _, statistics = self.forward(case, site)
+        a, an = np.random.default_rng(4).normal(size=(2, 2, 2)).astype("float32")
+        means = Means(a if norm == "layernorm" else None, an)
+        given = SiteBackward(site._replace(residual=stored), statistics, *cotangents, means)
+        got = self.backward(case, *given)
+        want = xla.backward(on_device(given), norm=norm)
+        assert_close(got.residual, want.residual, TOLERANCE["bfloat16"])
+
+    @pytest.mark.parametrize("programs", [1, 3, 5])
+    def test_gradients_are_the_same_for_any_grid(self, programs):
+        site, cotangents = arguments(WHOLE), cotangents_of(WHOLE)
+        stored, _, statistics = self.forward(WHOLE, site)
+        site = site._replace(residual=stored)
+        run = lambda case: self.backward(case, site, statistics, *cotangents)
+        got, want = run(WHOLE._replace(undone=Blocks(programs, 3))), run(WHOLE)
+        for name in ("residual", "data", "rebuilt"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        # Those of parameters are added up in another order.
+        for name in ("store_keys", "gain", "read_keys"):
+            assert_close(getattr(got, name), getattr(want, name), 1e-5)
+
+    def test_vmap_is_a_loop(self):
+        site = on_device(arguments(SMALL))
+        other = jax.tree.map(lambda x: -x, site)
+        run = lambda site: mosaic_gpu.forward(site, blocks=Blocks(1, 2), interpret=True)
+        both = jax.vmap(run)(jax.tree.map(lambda *x: jnp.stack(x), site, other))
+        one_by_one = jax.tree.map(lambda *x: jnp.stack(x), run(site), run(other))
+        jax.tree.map(np.testing.assert_array_equal, both, one_by_one)
+
+
+# Which calls it supports -------------------------------------------------------------------------
+
+
+def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def shapes(case=WHOLE):
+    return jax.tree.map(lambda x: array(x.dtype, *x.shape), arguments(case))
+
+
+def test_what_is_unsupported_is_said():
+    X, w, y, gain, r = shapes()
+    reason = lambda *arrays: mosaic_gpu.unsupported("forward", SiteOperands(*arrays))
+    assert reason(X, w, y, gain, r) is None
+    assert "float32" in reason(array("float32", *X.shape), w, y)
+    assert "float32" in reason(X, w, array("float32", *y.shape))
+    assert "12" in reason(X, array("float32", 12, 64), array("bfloat16", 1, 5, 12, 64))
+    assert "72" in reason(X, None, None, gain, array("float32", 72, 64))
+    assert "48 entries" in reason(array("int16", 1, 5, 64, 48), w, array("bfloat16", 1, 5, 16, 48))
+    assert "128 entries" in reason(array("int16", 1, 5, 128, 64), w, y)
+    assert "empty" in reason(array("int16", 0, 5, 64, 64), w, array("bfloat16", 0, 5, 16, 64))
+    given = RMT_305M.backward((16, 512), "bfloat16", "int16")
+    assert mosaic_gpu.unsupported("backward", given) is None
+    wide = given._replace(d_retrieved=array("float32", *given.d_retrieved.shape))
+    assert "float32" in mosaic_gpu.unsupported("backward", wide)
+    with pytest.raises(UnsupportedImplementation, match="dtype"):
+        read = functools.partial(mosaic_gpu.forward, dtype=jnp.float32)
+        jax.eval_shape(read, SiteOperands(X, gain=gain, read_keys=r))
+
+
+@pytest.mark.parametrize(
+    "kind, runs",
+    [(H100, True), ("NVIDIA H200", True), ("NVIDIA GH200 480GB", True), ("cpu", True)]
+    + [(A100, False), ("NVIDIA B200", False), ("NVIDIA H1000", False)],
+)
+def test_gpus_without_wgmma_are_refused(kind, runs):
+    with lowering_for(kind):
+        why = mosaic_gpu.unsupported("forward", shapes())
+    assert why is None if runs else kind in why and "9.0" in why
+
+
+# Which implementation runs -----------------------------------------------------------------------
+
+
+def lowered(implementation, case):
+    """The program for a GPU, and whether it has Mosaic GPU's kernels or Triton's."""
+    f = functools.partial(store_norm_retrieve, implementation=implementation)
+    program = cuda.lowered(f, *shapes(case))
+    return "mosaic_gpu" in program, "triton" in program
+
+
+OTHER = PADDED._replace(R=12)  # Triton has kernels for these sizes, and Mosaic GPU has not
+
+
+def test_runs_only_on_request():
+    assert lowered(None, PADDED) == (False, False)
+    assert lowered("pallas", PADDED) == (False, True)
+    assert lowered("mosaic_gpu", PADDED) == (True, False)
+    with pytest.raises(UnsupportedImplementation, match="'mosaic_gpu' does not support.*12"):
+        lowered("mosaic_gpu", OTHER)
+    with pytest.raises(UnsupportedImplementation, match="runs on cuda only"):
+        jax.jit(functools.partial(store_norm_retrieve, implementation="mosaic_gpu")).lower(
+            *arguments(PADDED)
+        )
+
+
+def test_is_preferred_where_it_supports_a_call():
+    with preferring("mosaic_gpu"):
+        assert lowered(None, PADDED) == (True, False)
+        assert lowered(None, OTHER) == (False, True)
+        assert lowered("xla", PADDED) == (False, False)
+        stored, _ = jax.jit(store_norm_retrieve)(*arguments(PADDED))  # on this CPU
+    assert stored.shape == (2, 2, 24, 32)
+
+
+def test_the_default_names_no_kernel_on_request():
+    group = calls._IMPLEMENTATIONS
+    assert group.names["mosaic_gpu"] == ("cuda",)
+    with lowering_for(H100):
+        assert group.chosen("forward", shapes())["cuda"][0] == "xla"
+
+
+# Compilation -------------------------------------------------------------------------------------
+
+
+def usage_of(function, args, patch, capfd):
+    """Registers and spills of each kernel, as the compiler prints them."""
+    patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    capfd.readouterr()
+    cuda.compiled(function, *args, target="sm_90")
+    out = capfd.readouterr()
+    usage = parse_usage("", out.out + out.err)
+    return {re.sub("_mosaic_gpu_kernel$|_kernel$", "", name): use for name, use in usage.items()}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("residual", ["int16", "bfloat16"])
+@pytest.mark.parametrize("size", [RMT_305M, RMT_305M.before_feed_forward])
+def test_compiles_for_an_h100_without_spilling(size, residual, monkeypatch, capfd):
+    given = size.backward((16, 512), "bfloat16", residual)
+    forward = functools.partial(mosaic_gpu.forward, norm="layernorm", epsilon=1e-6)
+    undo = functools.partial(mosaic_gpu.backward, norm="layernorm", rebuild=residual == "int16")
+    usage = usage_of(forward, (given.site,), monkeypatch, capfd)
+    usage |= usage_of(undo, (given,), monkeypatch, capfd)
+    assert sorted(usage) == ["key_vector_backward", "key_vector_forward"]
+    assert all(not use.spilled for use in usage.values()), usage
+    # Two backward programs of 128 threads share the 65536 registers of a multiprocessor.
+    assert usage["key_vector_backward"].registers <= 255
+
+
+@pytest.mark.compile
+def test_halves_compile_without_spilling(monkeypatch, capfd):
+    site = RMT_305M.site((1, 4096), "bfloat16", "bfloat16")
+    read = functools.partial(mosaic_gpu.forward, epsilon=1e-6, dtype=jnp.bfloat16)
+    written = SiteOperands(*site[:3])
+    usage = usage_of(mosaic_gpu.forward, (written,), monkeypatch, capfd)
+    usage |= usage_of(read, (site._replace(store_keys=None, data=None),), monkeypatch, capfd)
+    assert sorted(usage) == ["key_vector_read", "key_vector_store"]
+    assert all(not use.spilled for use in usage.values()), usage
