@@ -2,7 +2,7 @@
 
 from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown
-from rmt_tpu.experiments import counts, depth, moments, plan, residual_size, trained
+from rmt_tpu.experiments import counts, depth, moments, plan, residual_size, trained, wide_residuals
 from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
@@ -198,6 +198,12 @@ EXPERIMENTS = {
             "learning-rate factors of attention over depth at two depths and two batch sizes",
             "in neither paper",
             plan=depth.rates,
+        ),
+        Experiment(
+            "wide-residuals",
+            "wide streams and RMT at equal bytes of residual, equal weights and equal FLOPs",
+            "in neither paper",
+            plan=wide_residuals.plan,
         ),
         Experiment(
             "growth",

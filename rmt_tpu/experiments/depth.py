@@ -16,7 +16,7 @@ from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points
 
 _LAYERS = (4, 8, 16, 32)
 _SEARCHED = (4, 16)
-_SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
+SEEDS, SEARCH_SEEDS = tuple(range(10)), (100, 101)
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
 # With a matrix residual, a logit is a sum of four times as many terms, so the factors are divided
 # by 4.
@@ -39,7 +39,7 @@ class _Size:
         return self.heads * self.head_dim
 
 
-_SIZES = {
+SIZES = {
     "tiny": _Size(3, 8, 16, 64, 540, (0.02, 0.04, 0.08)),
     "paper": _Size(8, 64, 256, 1024, 4000, (1e-3, 2e-3, 4e-3)),
 }
@@ -57,9 +57,9 @@ def _mixer(system: str, layers: int) -> Mixer:
     return Sum()
 
 
-def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
+def config_of(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
     """Return the run config of a system; `changes` maps config paths to values."""
-    size = _SIZES[scale]
+    size = SIZES[scale]
     matrix = system.startswith("rmt")
     base = run("rmt-tiny" if matrix else "gpt2-tiny")
     store = {"store.key_dim": 4 * size.heads} if matrix else {"store.dim": size.width}
@@ -91,10 +91,10 @@ def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
 
 
 def _search(scale: Scale, system: str, layers: int, **changes) -> Search:
-    tried = {"rate": _SIZES[scale].rates}
+    tried = {"rate": SIZES[scale].rates}
     if "attnres" in system:
         tried["depth_rate"] = _OF_MATRIX if system.startswith("rmt") else _FACTORS
-    return Search(_config(scale, system, layers, **changes), points(**tried), _SEARCH_SEEDS)
+    return Search(config_of(scale, system, layers, **changes), points(**tried), SEARCH_SEEDS)
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def plan(scale: Scale) -> Plan:
     Neither paper varies the depth alone. Therefore the sizes at the papers' scale are those of
     small runs that others published.
     """
-    size = _SIZES[scale]
+    size = SIZES[scale]
     searches = {
         f"{system}-{layers}-layers": _search(scale, system, layers)
         for system in _SYSTEMS
@@ -129,7 +129,7 @@ def plan(scale: Scale) -> Plan:
     arms = [
         Arm(
             f"{system}-{layers}-layers",
-            _config(scale, system, layers),
+            config_of(scale, system, layers),
             system,
             against and f"{against}-{layers}-layers",
             x=layers,
@@ -144,7 +144,7 @@ def plan(scale: Scale) -> Plan:
     arms += [
         Arm(
             f"{system}-16-layers-again",
-            _config(scale, system, 16, **{"train.accumulate": 2}),
+            config_of(scale, system, 16, **{"train.accumulate": 2}),
             f"{system}, sums in a different order",
             f"{system}-16-layers",
             searches=_searches(system, 16),
@@ -162,7 +162,7 @@ def plan(scale: Scale) -> Plan:
         "held-out text is evaluated."
     )
     registered = tuple(f"attnres-{layers}-layers" for layers in _LAYERS)
-    return Plan(tuple(arms), searches, _SEEDS, registered, x="layers", notes=(note,))
+    return Plan(tuple(arms), searches, SEEDS, registered, x="layers", notes=(note,))
 
 
 def rates(scale: Scale) -> Plan:
@@ -172,7 +172,7 @@ def rates(scale: Scale) -> Plan:
     have half as many steps, so they read twice as many tokens. One more search is over the rate of
     the deepest Transformer, because `plan` gives it the rate of the Transformer of half its depth.
     """
-    size, systems = _SIZES[scale], ("transformer", "attnres")
+    size, systems = SIZES[scale], ("transformer", "attnres")
     large = {"train.batch_size": 4 * size.batch_size, "train.steps": size.steps // 2}
     searches = {}
     for layers in _SEARCHED:
@@ -182,12 +182,12 @@ def rates(scale: Scale) -> Plan:
             searches[f"{name}-large-batch"] = _search(scale, system, layers, **large)
     deepest = max(_LAYERS)
     slower = points(rate=(size.rates[0] / 2, *size.rates[:2]))
-    config = _config(scale, "transformer", deepest)
-    searches[f"transformer-{deepest}-layers"] = Search(config, slower, _SEARCH_SEEDS)
+    config = config_of(scale, "transformer", deepest)
+    searches[f"transformer-{deepest}-layers"] = Search(config, slower, SEARCH_SEEDS)
     note = (
         f"Batches of {size.batch_size} sequences for {size.steps} steps and, in the rows named "
         f"large-batch, of {4 * size.batch_size} sequences for {size.steps // 2} steps. Everything "
         f"else is as in the experiment depth, where the Transformer of {deepest} layers has the "
         "rate of the one of 16. Nothing is trained with the result of these searches."
     )
-    return Plan((), searches, _SEEDS, notes=(note,))
+    return Plan((), searches, SEEDS, notes=(note,))

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rmt_tpu.experiments import catalog, depth, plan, residual_size, trained
+from rmt_tpu.experiments import catalog, depth, plan, residual_size, trained, wide_residuals
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from rmt_tpu.training import run
 from tests import models
@@ -136,6 +136,35 @@ def test_rate_factors_are_searched_at_two_depths_and_two_batch_sizes():
     assert others == {"transformer-32-layers"}  # `plan` gives it the rate of 16 layers
     assert all(shared[name] == s for name, s in of.searches.items() if name in shared)
     assert len({*of.searches} & {*shared}) == 4
+
+
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+def test_wide_residuals_are_equal_in_what_their_names_say(scale):
+    """Bytes exactly; weights and FLOPs to what half of a hidden unit per layer changes."""
+    of = wide_residuals.plan(scale)
+    by_name = {arm.name: arm for arm in of.arms}
+    for width in wide_residuals.WIDTHS:
+        name = f"{{}}-{width}x-8-layers".format
+        wide = by_name[name("wide")].config
+        streams = wide.model.mixer.streams * wide.model.residual_size
+        assert streams == width * wide.model.width
+        rmts = {n: by_name[name(n)] for n in ("rmt", "rmt-equal-weights", "rmt-equal-flops")}
+        assert {arm.against for arm in rmts.values()} == {name("wide")}
+        for arm in rmts.values():
+            assert arm.config.model.residual_size == streams
+            assert arm.config.train == wide.train and arm.config.data == wide.data
+        a_unit = 2 * 8 * wide.model.width  # the weights of a hidden unit in every layer
+        weights, flops = (
+            {n: size(arm.config) - size(wide) for n, arm in rmts.items()}
+            for size in (wide_residuals.weights, wide_residuals.flops)
+        )
+        assert abs(weights["rmt-equal-weights"]) <= a_unit / 2
+        assert abs(flops["rmt-equal-flops"]) <= 2 * a_unit / 2
+        assert weights["rmt"] < -0.2 * wide_residuals.weights(wide)
+        assert flops["rmt-equal-weights"] > 0
+    plain = by_name["transformer-8-layers"]
+    assert plain.config == next(a.config for a in depth.plan(scale).arms if a.name == plain.name)
+    assert of.registered == tuple(f"rmt-equal-flops-{k}x-8-layers" for k in (1, 2, 4, 8))
 
 
 def test_between_two_searches_is_their_geometric_mean():

@@ -1,0 +1,142 @@
+"""An experiment that compares two ways to a residual K times as wide as the model.
+
+Wide streams keep K residual vectors of the model's width d. An RMT keeps a matrix `D_k x D_v`, here
+with `D_k D_v = K d`, so that a token's residual has as many bytes. Neither makes the weight
+matrices of sublayers larger. An RMT has key vectors in place of the projections of attention, so at
+the same shape it has fewer weights and FLOPs. Therefore each K has three RMTs:
+
+- of the same shape;
+- with as many weights outside of the embeddings, by a larger hidden size of the feed-forward
+  layers;
+- with as many FLOPs per token, by another hidden size.
+
+Systems have a search of the learning rate at the smallest and at the largest K. In between, models
+use the geometric mean of the two. The difference that was chosen for a test before any training is
+that of an RMT and wide streams of the same K with equal bytes and FLOPs.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rmt_tpu import cost
+from rmt_tpu.config import RunConfig, WideStreams, overrides
+from rmt_tpu.experiments import depth
+from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points
+
+WIDTHS = (1, 2, 4, 8)
+LAYERS = 8
+_HIDDEN = "model.feed_forward.hidden_dim"
+# The largest share of a stream that a site forgets in the arm that forgets (c), as in the source of
+# wide streams.
+_FORGET = 0.1
+
+
+def weights(config: RunConfig) -> int:
+    """Return the number of a model's weights outside of the embedding and the unembedding."""
+    parts = cost.parameters(config.model)
+    return sum(parts.values()) - parts["embedding"] - parts["unembedding"]
+
+
+def flops(config: RunConfig) -> int:
+    """Return a model's forward FLOPs per token."""
+    return cost.flops_per_token(config.model, config.data.seq_len)
+
+
+def _wide(scale: Scale, streams: int, forget: float = 0.0) -> RunConfig:
+    config = depth.config_of(scale, "transformer", LAYERS)
+    model = config.model.replace(mixer=WideStreams(streams=streams, forget=forget))
+    return replace(config, model=model)
+
+
+def _rmt(scale: Scale, width: int) -> RunConfig:
+    """Return an RMT whose residual has `width` times as many numbers as the model is wide."""
+    key_dim = {"model.store.key_dim": width * depth.SIZES[scale].heads}
+    return depth.config_of(scale, "rmt", LAYERS, **key_dim)
+
+
+def _matched(config: RunConfig, other: RunConfig, size: Callable[[RunConfig], int]) -> RunConfig:
+    """Return `config` with the hidden size at which its `size` is nearest to that of `other`.
+
+    `size` is a linear function of the hidden size.
+    """
+    hidden = overrides.value_at(config, _HIDDEN)
+    at = lambda hidden: overrides.apply(config, {_HIDDEN: hidden})
+    slope = size(at(hidden + 1)) - size(config)
+    return at(hidden + round((size(other) - size(config)) / slope))
+
+
+_RMTS = {  # maps each RMT's name to the label of its system and what is made equal
+    "rmt": ("rmt, same shape", None),
+    "rmt-equal-weights": ("rmt, equal weights", weights),
+    "rmt-equal-flops": ("rmt, equal FLOPs", flops),
+}
+
+
+def _config(scale: Scale, system: str, width: int) -> RunConfig:
+    if system == "wide":
+        return _wide(scale, width)
+    _, size = _RMTS[system]
+    config = _rmt(scale, width)
+    return config if size is None else _matched(config, _wide(scale, width), size)
+
+
+def _name(system: str, width: int) -> str:
+    return f"{system}-{width}x-{LAYERS}-layers"
+
+
+def _search(scale: Scale, system: str, width: int) -> Search:
+    rates = points(rate=depth.SIZES[scale].rates)
+    return Search(_config(scale, system, width), rates, depth.SEARCH_SEEDS)
+
+
+def _searches(system: str, width: int) -> tuple[str, ...]:
+    """Return the names of the searches of the arms of a system."""
+    ends = WIDTHS[0], WIDTHS[-1]
+    return tuple(_name(system, end) for end in ((width,) if width in ends else ends))
+
+
+def plan(scale: Scale) -> Plan:
+    """Return the plan of the experiment's runs at a scale.
+
+    The plain Transformer is the arm of the experiment `depth`, with its searches and runs.
+    """
+    size, of_depth = depth.SIZES[scale], depth.plan(scale)
+    plain = f"transformer-{LAYERS}-layers"
+    (arm,) = (arm for arm in of_depth.arms if arm.name == plain)
+    arms, searches = [replace(arm, x=1)], {name: of_depth.searches[name] for name in arm.searches}
+    labels = {"wide": "wide streams"} | {name: label for name, (label, _) in _RMTS.items()}
+    for system, label in labels.items():
+        for width in WIDTHS:
+            config = _config(scale, system, width)
+            against = plain if system == "wide" else _name("wide", width)
+            name, of_arm = _name(system, width), _searches(system, width)
+            arms.append(Arm(name, config, label, against, x=width, searches=of_arm))
+            if name in of_arm:
+                searches[name] = _search(scale, system, width)
+    forgetting = Arm(
+        f"wide-4x-forgetting-{LAYERS}-layers",
+        _wide(scale, 4, _FORGET),
+        "wide streams that forget",
+        _name("wide", 4),
+        x=4,
+        searches=_searches("wide", 4),
+    )
+    ends = f"{WIDTHS[0]} and {WIDTHS[-1]}"
+    note = (
+        f"Width {size.width}, {LAYERS} layers, RMSNorm, windows of {size.seq_len}, batches of "
+        f"{size.batch_size} and {size.steps} steps. A residual has 1 to {WIDTHS[-1]} times as many "
+        "numbers as the model is wide: in streams, or as the D_k D_v of an RMT. Equal weights "
+        "(outside of embeddings) and equal FLOPs are reached by the hidden size of the RMT's "
+        f"feed-forward layers, to the nearest whole number. Learning rates are searched at {ends} "
+        "times the width with two seeds that no arm uses; in between they are the geometric mean. "
+        f"Streams that forget may lose up to {_FORGET:g} of themselves at each site."
+    )
+    registered = tuple(_name("rmt-equal-flops", width) for width in WIDTHS)
+    return Plan(
+        (*arms, forgetting),
+        searches,
+        depth.SEEDS,
+        registered,
+        x="numbers in a token's residual, divided by the width",
+        notes=(note,),
+    )
