@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import Checked, LogDecay, Size
+from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
 from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Heads, Normed, Port, Softmax
 from rmt_tpu.config.experts import Experts
 from rmt_tpu.config.positions import Alibi, Learned, NoPositions, Positions, Rope
@@ -36,6 +36,8 @@ class Attention(Heads):
         writes ("output"), or to "both".
       window: the number of tokens that each token attends to: itself and those directly before it
         in its document. None means all earlier tokens. Layers may have different windows.
+      scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim)`, or
+        muP's factor.
 
     With a bias or a norm of what is written, W_O is a parameter of the core, which then needs a
     vector store.
@@ -52,6 +54,7 @@ class Attention(Heads):
     output_bias: bool = False
     normed: Normed = "input"
     window: Size | None = None
+    scale: Positive | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -92,6 +92,7 @@ class ModelConfig(Checked):
       norm: norm over a token's whole residual, applied before every read, with a gain.
       norm_epsilon: constant added to the variance or mean square.
       norm_bias: whether these norms also have a bias (only for a vector store).
+      embedding_scale: factor of the embeddings of tokens, besides muP's.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
         sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
       parametrization: how learning rates and multipliers depend on the width.
@@ -120,6 +121,7 @@ class ModelConfig(Checked):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_epsilon: Positive = 1e-6
     norm_bias: bool = False
+    embedding_scale: Positive = 1.0
     init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
     compute_dtype: DType = changeable("auto")
@@ -260,6 +262,12 @@ class ModelConfig(Checked):
             model.mixer.kind,
             *([core.kind for core in stack.cores] for stack in model.stacks),
         ]
+        scaled = isinstance(self.parametrization, MuP)
+        if scaled and any(getattr(core, "scale", None) is not None for core in self.cores):
+            raise UsageError(
+                "ModelConfig.attention.scale is a factor of logits, which muP has itself; legal: "
+                "null, or parametrization=standard"
+            )
         if kinds(self.base_model) != kinds(self):
             raise UsageError(
                 "ModelConfig.parametrization.base has another store, mixer or cores than the "

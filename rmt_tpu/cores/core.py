@@ -148,8 +148,11 @@ def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float
     """Return the factor by which attention multiplies the products of queries and keys.
 
     In the standard parametrisation the factor is `1 / sqrt(size)`, where `size` is the size of a
-    query. In muP the factor is `attention_multiplier * sqrt(base size) / size`.
+    query. In muP the factor is `attention_multiplier * sqrt(base size) / size`. A core may have a
+    factor of its own.
     """
+    if (own := getattr(core, "scale", None)) is not None:
+        return own
     size = core.query_dim
     match config.parametrization:
         case cfg.MuP(attention_multiplier=multiplier):

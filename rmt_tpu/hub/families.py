@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 # Which layers have a sliding window if config.json has one: "all"; all unless `layer_types` lists
 # them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); or
-# all but every fourth ("most"). For all but the first, `layer_types` may list other layers.
+# all but every fourth, or every one that `sliding_window_pattern` says ("most"). For all but the
+# first, `layer_types` may list other layers.
 Windows = Literal["all", "listed", "late", "unrotated", "most"]
 
 
@@ -25,6 +26,7 @@ class Family(NamedTuple):
       base: what the names of all tensors but W_U begin with, unless the files are of the model
         without an unembedding.
       windows: which layers have a sliding window; None if the kind has no windows.
+      activation: the name of the field with the activation of feed-forward layers.
       ropes: whether layers with a window have a RoPE of their own, in `rope_parameters`.
     """
 
@@ -36,6 +38,7 @@ class Family(NamedTuple):
     base: str = "model."
     windows: Windows | None = None
     ropes: bool = False
+    activation: str = "hidden_act"
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
@@ -47,6 +50,9 @@ PARTIAL_ROPE = "rope of a part"
 EXPERTS = "experts"
 # What sublayers write is normed and not what they read, and a norm of queries is over all heads.
 NORMS_AFTER = "norms of outputs"
+# What sublayers read and what they write is normed; stored gains are less by one; embeddings are
+# multiplied by the square root of the width; and logits have a factor of their own.
+GEMMA = "norms of inputs and outputs"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"
 # Any model of this package.
@@ -154,6 +160,26 @@ FAMILIES = {
         },
         frozenset({QUERY_KEY_NORM, EXPERTS}),
         windows="all",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+        },
+        frozenset({GEMMA, QUERY_KEY_NORM}),
+        end=1,
+        windows="most",
+        ropes=True,
+        activation="hidden_activation",
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

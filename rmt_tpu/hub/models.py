@@ -3,6 +3,7 @@
 This module imports no jax.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from rmt_tpu.hub.families import (
     BIAS,
     EXPERTS,
     FAMILIES,
+    GEMMA,
     GPT2,
     NORMS_AFTER,
     OWN,
@@ -127,6 +129,10 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     config_fields.only("mlp_bias", False)
     config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
+    if GEMMA in family.traits:
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            config_fields.only(name, None)
+        config_fields.only("use_bidirectional_attention", False, None)
     cores = _attention(config_fields, family)
     seconds = _feed_forward(config_fields, family, len(cores))
     return cfg.ModelConfig(
@@ -135,6 +141,7 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
         vocab_size=config_fields.size("vocab_size"),
         norm="rmsnorm",
         norm_epsilon=config_fields.positive("rms_norm_eps", 1e-6),
+        embedding_scale=_embedding_scale(family, config_fields.size("hidden_size")),
     )
 
 
@@ -167,6 +174,9 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
         "query_key_norm": QUERY_KEY_NORM in family.traits,
         "bias": BIAS in family.traits,
     }
+    if GEMMA in family.traits:
+        inverse_square = config_fields.positive("query_pre_attn_scalar")
+        options["scale"] = None if inverse_square == size else inverse_square**-0.5
     windows = read_windows(config_fields, family, rotated)
 
     def layer(turned: bool, window: int | None) -> cfg.Attention:
@@ -179,7 +189,7 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
 
 def _feed_forward(config_fields: Fields, family: Family, layers: int) -> list[cfg.Core]:
     """Return the feed-forward core of each layer, or its experts."""
-    activation = config_fields.lookup("hidden_act", _ACTIVATIONS)
+    activation = config_fields.lookup(family.activation, _ACTIVATIONS)
     hidden = config_fields.size("intermediate_size")
     dense = cfg.FeedForward(hidden, activation, normed=_normed(family))
     if EXPERTS not in family.traits:
@@ -204,7 +214,13 @@ def _feed_forward(config_fields: Fields, family: Family, layers: int) -> list[cf
 
 
 def _normed(family: Family) -> str:
+    if GEMMA in family.traits:
+        return "both"
     return "output" if NORMS_AFTER in family.traits else "input"
+
+
+def _embedding_scale(family: Family, width: int) -> float:
+    return width**0.5 if GEMMA in family.traits else 1.0
 
 
 def config_values(
@@ -256,7 +272,7 @@ def config_values(
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": activations.get(feed_forward.activation, "silu"),
+        family.activation: activations.get(feed_forward.activation, "silu"),
         "rms_norm_eps": model.norm_epsilon,
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
@@ -270,12 +286,22 @@ def config_values(
         dims, size = ropes.full.dims, attention.head_dim
         rounded = int(size * (dims / size)) < dims
         values["partial_rotary_factor"] = (dims + 0.5 * rounded) / size
+    if GEMMA in family.traits:
+        values["query_pre_attn_scalar"] = _inverse_square(attention)
     if EXPERTS in family.traits:
         values |= _expert_values(layers, dense)
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
     _check_expressed(model, model_config(values, CONFIG))
     return values
+
+
+def _inverse_square(attention: cfg.Attention) -> int | float:
+    """Return the number whose square root divides the products of queries and keys."""
+    if attention.scale is None:
+        return attention.head_dim
+    exact = attention.scale**-2
+    return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-12) else exact
 
 
 def _expert_values(layers: Sequence[tuple], dense: list[int]) -> dict[str, Any]:
@@ -310,6 +336,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
         GPT2: layernorm,
         BIAS: not layernorm and any(core.bias for core in cores),
         NORMS_AFTER: any(core.normed == "output" for core in cores),
+        GEMMA: any(core.normed == "both" for core in cores),
         QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
         UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
         EXPERTS: any(core.kind == cfg.Experts.kind for core in seconds),
@@ -378,6 +405,9 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
 
     So no field that the hub's format lacks is dropped silently.
     """
+    if model.embedding_scale != found.embedding_scale:
+        given, legal = model.embedding_scale, found.embedding_scale
+        raise _not_in_hub_format("model.embedding_scale", given, legal)
     for core, other in zip(model.sublayers, found.sublayers, strict=True):
         for name in (field.name for field in fields(core)):
             value, legal = getattr(core, name), getattr(other, name)

@@ -31,6 +31,7 @@ class Piece(NamedTuple):
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
       part: the part of the tensor that the slice is; None if it is the whole tensor. The pieces of
         a tensor follow each other.
+      offset: how much larger the numbers of the parameter are.
       as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes.
     """
 
@@ -40,6 +41,7 @@ class Piece(NamedTuple):
     transposed: bool = False
     part: Part | None = None
     as_it_is: bool = False
+    offset: float = 0.0
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rmt_tpu import config as cfg
 from rmt_tpu.hub import gpt2, own
-from rmt_tpu.hub.families import EXPERTS, GPT2, NORMS_AFTER, OWN, PARTIAL_ROPE, Family
+from rmt_tpu.hub.families import EXPERTS, GEMMA, GPT2, OWN, PARTIAL_ROPE, Family
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
@@ -30,6 +30,9 @@ def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
         name = f"model.layers.{layer}."
         tensors += _attention_pieces(name, attention, dim, family)
         tensors += _mlp_pieces(name, mlp, attention, dim, family)
+    if GEMMA in family.traits:
+        is_gain = lambda piece: piece.name.endswith("norm.weight")
+        tensors = [piece._replace(offset=1.0) if is_gain(piece) else piece for piece in tensors]
     return tensors
 
 
@@ -37,9 +40,8 @@ def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Ite
     """Yield the tensors of an attention sublayer, but for W_O."""
     core, size = place.core, place.core.head_dim
     equal = core.num_heads == core.kv_heads
-    after = NORMS_AFTER in family.traits
-    norm = ("post_attention", "core/output_gain") if after else ("input", "site/gain")
-    yield place.piece(f"{layer}{norm[0]}_layernorm.weight", norm[1], (0, dim))
+    norms = {"input": "site/gain", "post_attention": "core/output_gain"}
+    yield from _norm_pieces(layer, place, norms, dim)
     begin, projections = 0, []
     for number, (letter, count) in enumerate(zip("qkv", core.reads.heads, strict=True)):
         name, fewer = f"{layer}self_attn.{letter}", number > 0 and not equal
@@ -71,9 +73,9 @@ def _mlp_pieces(
     core, width = place.core, attention.core.num_heads * attention.core.head_dim
     owner, path = (attention, "core/w_out") if attention.core.projects else (place, "site/write")
     yield owner.piece(f"{layer}self_attn.o_proj.weight", path, *full(width, dim))
-    after = NORMS_AFTER in family.traits
-    norm = ("feedforward", "core/output_gain") if after else ("attention", "site/gain")
-    yield place.piece(f"{layer}post_{norm[0]}_layernorm.weight", norm[1], (0, dim))
+    first = "pre_feedforward" if GEMMA in family.traits else "post_attention"
+    norms = {first: "site/gain", "post_feedforward": "core/output_gain"}
+    yield from _norm_pieces(layer, place, norms, dim)
     if EXPERTS in family.traits and hasattr(core, "num_experts"):
         yield from _expert_pieces(layer, place, dim)
         return
@@ -88,6 +90,15 @@ def _mlp_pieces(
     yield from projections
     down = full(core.hidden_dim, dim)
     yield place.piece(f"{layer}mlp.down_proj.weight", "core/w_2", *down)
+
+
+def _norm_pieces(layer: str, place: Place, norms: dict[str, str], dim: int) -> Iterator[Piece]:
+    """Yield the gains of the norms that a sublayer has: of what it reads, and of what it writes."""
+    normed = getattr(place.core, "normed", "input")
+    has = {"site/gain": normed != "output", "core/output_gain": normed != "input"}
+    for name, path in norms.items():
+        if has[path]:
+            yield place.piece(f"{layer}{name}_layernorm.weight", path, (0, dim))
 
 
 def _expert_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:

@@ -157,6 +157,7 @@ def reader(
                 # No warning if a float64 value overflows float32: `check_finite` raises an error.
                 with np.errstate(over="ignore"):
                     part[target] = value[tuple(source)]
+                    part[target] += np.float32(piece.offset)
                 tensors.check_finite(piece.name, part[target])
         return part
 
@@ -249,6 +250,6 @@ def _tensor(parts: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
     tensor = np.empty(parts[0].shape, dtype)
     for piece in parts:
         shape = piece.own_shape[::-1] if piece.transposed else piece.own_shape
-        part = value(piece).reshape(shape)
+        part = value(piece).reshape(shape) - np.float32(piece.offset)
         tensor[piece.index] = part.T if piece.transposed else part
     return tensor

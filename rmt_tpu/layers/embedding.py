@@ -19,6 +19,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         self.vectors = config.data_shape[0]
         self.multiplier = getattr(config.parametrization, "input_multiplier", 1.0)
+        self.scale = config.embedding_scale
         self.tokens = parameter(
             seed / "tokens",
             (config.vocab_size, config.width),
@@ -45,7 +46,8 @@ class Embedding(nnx.Module):
         # Each device looks up its own columns of the table for the tokens of all devices along
         # `fsdp`. The swap then gives each device complete rows for its own tokens. Less data moves
         # between devices than if each device gathered the complete table.
-        rows = self._look_up(self.tokens[...], sharding.gather(tokens, "fsdp", axis=0), dtype)
+        tokens = sharding.gather(tokens, "fsdp", axis=0)
+        rows = self._look_up(self.tokens[...], tokens, dtype, self.scale)
         tokens = separate(sharding.swap(rows, "fsdp", split=0, join=2), self.vectors)
         if self.positions is None:
             return tokens, None
@@ -61,11 +63,11 @@ class Embedding(nnx.Module):
             axes=("position", "embed"),
         )
 
-    def _look_up(self, table, indices, dtype):
+    def _look_up(self, table, indices, dtype, scale=1.0):
         # An index outside the table gives NaN. By default, JAX would clamp an index that is too
         # large to the last row, and count a negative index from the end.
         indices = jnp.where(indices < 0, table.shape[0], indices)
-        rows = self.multiplier * jnp.take(table, indices, axis=0, mode="fill")
+        rows = self.multiplier * scale * jnp.take(table, indices, axis=0, mode="fill")
         return rows.astype(dtype)
 
 

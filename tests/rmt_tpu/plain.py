@@ -163,6 +163,8 @@ def attention_core(core, params, store, site, x, index, config):
     each = core.num_heads // core.kv_heads
     k, v = (a.repeat(each, axis=2) for a in (k, v))
     divisor = index // 2 + 1 if core.inverse_layer_scaling else 1
+    if core.scale is not None:
+        q = q * core.scale * np.sqrt(core.head_dim)
     y = attention(q, k, v, divisor, core.window)
     if "w_out" not in params:
         return y
@@ -295,7 +297,7 @@ def model(params, tokens, config, mix=plain_sum, values=lambda site, v: v):
 
 def _embedded(params, tokens, first_site, store, config):
     embedding = params["embedding"]
-    rows = embedding["tokens"][np.asarray(tokens)]
+    rows = config.embedding_scale * embedding["tokens"][np.asarray(tokens)]
     if config.learned_positions is None:
         return store.write(rows, first_site)
     positions = embedding["positions"][: tokens.shape[1]][None]

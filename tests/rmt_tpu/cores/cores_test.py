@@ -45,7 +45,9 @@ AFTER = (
 WINDOWED = (
     cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=4),
     GATED,
-    cfg.Attention(4, 4, cfg.NoPositions(), num_kv_heads=1, query_key_norm=True, window=1),
+    cfg.Attention(
+        4, 4, cfg.NoPositions(), num_kv_heads=1, query_key_norm=True, window=1, scale=0.7
+    ),
     GATED,
     GROUPED,
     SQUARED,
@@ -137,7 +139,7 @@ def test_biases_and_norms_of_outputs_follow_their_equations(stacks, changes):
 )
 def test_windows_in_some_layers_follow_their_equations(store, name):
     with jax.enable_x64(True):
-        config = model(store, name, stacks=(cfg.Stack(WINDOWED, 2),))
+        config = model(store, name, stacks=(cfg.Stack(WINDOWED, 2),), embedding_scale=1.5)
         checks.assert_follows_equations(config, reference)
 
 
@@ -295,6 +297,12 @@ def test_a_list_of_layers_becomes_stacks():
             "query_key_norm_over='heads' needs query_key_norm; legal without: head",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
+        (
+            lambda: model(
+                "vector", "sum", stacks=(cfg.Stack(WINDOWED),), parametrization=cfg.MuP()
+            ),
+            "attention.scale is a factor of logits, which muP has itself; legal: null, or param",
+        ),
         (
             lambda: model("matrix", "sum", stacks=(cfg.Stack(BIASED[:2]),)),
             "ModelConfig.attention.output_bias=True needs a vector store; legal: vector",

@@ -52,6 +52,17 @@ LAYER_TYPES = [f"{name}_attention" for name in ("full", "sliding", "full", "slid
 WINDOWS = {"sliding_window": 7, "use_sliding_window": True}
 CONFIGS = {
     "gpt2": GPT2,
+    "gemma3_text": {key: x for key, x in COMMON.items() if key != "hidden_act"}
+    | {
+        "hidden_activation": "silu",
+        "hidden_size": 24,  # whose square root is no whole number
+        "query_pre_attn_scalar": 11,
+        "rope_local_base_freq": 50.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        "sliding_window": 7,
+        "sliding_window_pattern": 3,
+        "tie_word_embeddings": False,
+    },
     "mistral": COMMON | {"num_attention_heads": 8, "sliding_window": 7},
     "ministral": COMMON
     | {"num_attention_heads": 8, "sliding_window": 7, "layer_types": LAYER_TYPES},
@@ -192,6 +203,7 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
 
 ENDS = dict.fromkeys(CONFIGS) | {
     "gpt2": 50_256,
+    "gemma3_text": 1,
     "mistral": 2,
     "ministral": 2,
     "olmo2": 50_279,
@@ -242,6 +254,14 @@ REFUSED = {
     "rope of no kind of layer": (
         {"model_type": "olmo3", "rope_parameters": {"rope_type": "default"}},
         "rope_parameters=.* legal: null, or an object with full_attention and sliding_attention$",
+    ),
+    "caps of logits": (
+        {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+        "final_logit_softcapping=30.0 is not supported; legal: null$",
+    ),
+    "later tokens": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "use_bidirectional_attention=True is not supported; legal: false or null$",
     ),
     "magnitudes of yarn": (
         {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "mscale": 1.0}},
@@ -369,6 +389,16 @@ def test_windows_are_written_as_a_kind_that_has_them(window):
     written = config_values(model, max_length=64, bos=0, ends=[0])
     assert written["model_type"] == ("mistral" if all(window) else "ministral")
     assert model_config(written, "x") == model
+
+
+def test_factors_that_a_kind_does_not_have_are_refused():
+    llama = model_config(COMMON | {"model_type": "llama"}, "x")
+    with pytest.raises(UsageError, match="model.embedding_scale=2.0 cannot be .* legal: 1.0, or"):
+        config_values(llama.replace(embedding_scale=2.0), max_length=1, bos=0, ends=[0])
+    layer = [dataclasses.replace(core, scale=2.0) for core in llama.cores[:1]] + [llama.cores[1]]
+    with pytest.raises(UsageError, match="model.attention.scale=2.0 cannot be .* legal: None, or"):
+        model = llama.replace(stacks=(cfg.Stack(tuple(layer), 5),))
+        config_values(model, max_length=1, bos=0, ends=[0])
 
 
 def test_what_one_kind_has_and_no_other_is_not_mixed():

@@ -64,6 +64,19 @@ DEFAULTS = {
         "rope_theta": 500_000.0,
         "sliding_window": 4096,
     },
+    "gemma3_text": {
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": None,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
     "phi3": {
         "max_position_embeddings": 4096,
         "partial_rotary_factor": 1.0,
@@ -126,7 +139,7 @@ def shapes(config):
         layer[f"self_attn.{letter}_proj.weight"] = (count * size, width)
         if kind == "qwen2":
             layer[f"self_attn.{letter}_proj.bias"] = (count * size,)
-        if kind in ("qwen3", "qwen3_moe") and letter != "v":
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text") and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (size,)
         if kind in AFTER and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (count * size,)
@@ -137,7 +150,9 @@ def shapes(config):
         for name, parts in fused.items():
             of_parts = [layer.pop(f"{name.split('.')[0]}.{part}_proj.weight") for part in parts]
             layer[name] = (sum(rows for rows, _ in of_parts), width)
-    norms = ("post_attention", "post_feedforward" if kind in AFTER else "input")
+    norms = ["post_attention", "post_feedforward" if kind in AFTER else "input"]
+    if kind == "gemma3_text":
+        norms += ["pre_feedforward", "post_feedforward"]
     layer |= {f"{n}_layernorm.weight": (width,) for n in norms}
     found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
@@ -195,6 +210,8 @@ def drawn(config, seed=0):
     def draw(name, shape):
         x = rng.normal(size=shape) * shape[-1] ** -0.5
         is_gain = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+        if is_gain and config["model_type"] == "gemma3_text":
+            return np.float32(np.round(1024 * x) / 1024)  # one more has no rounding in float32
         return np.float32(1 + x if is_gain else x)
 
     return {name: draw(name, shape) for name, shape in shapes(config).items()}
@@ -206,6 +223,8 @@ def logits(tensors, config, tokens):
     if c["model_type"] == "gpt2":
         return gpt2_logits(t, c, tokens)
     h = t["model.embed_tokens.weight"][tokens]
+    if c["model_type"] == "gemma3_text":
+        h = h * np.sqrt(c["hidden_size"])
     for number in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{number}."
         own = {n.removeprefix(prefix): x for n, x in t.items() if n.startswith(prefix)}
@@ -215,7 +234,12 @@ def logits(tensors, config, tokens):
             attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
         )
         post = own["post_attention_layernorm.weight"]
-        if c["model_type"] in AFTER:
+        if c["model_type"] == "gemma3_text":
+            of = lambda name, own=own: own[f"{name}_layernorm.weight"]
+            h = h + norm(attended(norm(h, of("input"), c)), of("post_attention"), c)
+            y = mlp(norm(h, of("pre_feedforward"), c), own, c)
+            h = h + norm(y, of("post_feedforward"), c)
+        elif c["model_type"] in AFTER:
             h = h + norm(attended(h), post, c)
             h = h + norm(mlp(h, own, c), own["post_feedforward_layernorm.weight"], c)
         else:
@@ -237,6 +261,8 @@ def separate(own, c):
 
 
 def norm(x, gain, c):
+    if c["model_type"] == "gemma3_text":
+        gain = 1 + gain
     return gain * x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c["rms_norm_eps"])
 
 
@@ -250,14 +276,15 @@ def attention(x, own, c, layer):
         if c["model_type"] in AFTER and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         y = y.reshape(len(x), -1, size)
-        if c["model_type"] in ("qwen3", "qwen3_moe") and letter != "v":
+        if c["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text") and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         if letter != "v" and rotates(c, layer):
             dims = int(size * c.get("partial_rotary_factor", 1))
             part = turned(y[..., :dims], places, *rope(c, layer, dims))
             y = np.concatenate([part, y[..., dims:]], -1)
         qkv[letter] = np.repeat(y, heads // y.shape[1], axis=1)
-    return attended(*qkv.values(), window=window(c, layer))
+    divisor = np.sqrt(c.get("query_pre_attn_scalar", size) / size)
+    return attended(*qkv.values(), divisor, window(c, layer))
 
 
 def attended(q, k, v, divisor=1, window=None):
@@ -292,18 +319,21 @@ def window(c, layer):
         slides = not rotates(c, layer)
     if kind == "olmo3":
         slides = layer % 4 != 3
+    if kind == "gemma3_text":
+        slides = (layer + 1) % c["sliding_window_pattern"] != 0
     return size if slides else None
 
 
 def rope(c, layer, dims):
     """The frequencies of RoPE in a layer, and the factor of what it turns.
 
-    OLMo 3 scales them in layers without a window alone, if `rope_scaling` says so.
+    OLMo 3 and Gemma 3 scale them in layers without a window alone, if `rope_scaling` says so.
     """
     base = c["rope_theta"]
     scaling = c.get("rope_scaling") or {}
-    if c["model_type"] == "olmo3":
+    if c["model_type"] in ("olmo3", "gemma3_text"):
         slides = window(c, layer) is not None
+        base = c.get("rope_local_base_freq", base) if slides else base
         own = c.get("rope_parameters") or {}
         own = own.get("sliding_attention" if slides else "full_attention", {})
         base, scaling = own.get("rope_theta", base), own if slides else own | scaling
@@ -381,7 +411,8 @@ def gpt2_logits(t, c, tokens):
 
 def mlp(x, own, c, name="mlp."):
     gate, up = (x @ own[f"{name}{matrix}_proj.weight"].T for matrix in ("gate", "up"))
-    return (ACTIVATIONS[c["hidden_act"]](gate) * up) @ own[f"{name}down_proj.weight"].T
+    activation = ACTIVATIONS[c.get("hidden_activation", c["hidden_act"])]
+    return (activation(gate) * up) @ own[f"{name}down_proj.weight"].T
 
 
 def experts(x, own, c):
