@@ -29,6 +29,7 @@ PROGRAMS = [
     "preflight",
     "prepare_data",
     "serve",
+    "speedrun",
     "storage_report",
     "sweep",
     "train",

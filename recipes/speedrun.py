@@ -1,0 +1,85 @@
+"""Train entries of a speedrun: seconds and FLOPs to a stated loss on a fixed text.
+
+    pip download --no-deps django==5.2.8
+    python -m recipes.speedrun --track=cpu --text=django-5.2.8-py3-none-any.whl \
+        --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir=runs/speedrun
+
+Each preset trains in <workdir>/<preset>/seed-<n>; an interrupted command resumes when it is
+repeated. --list prints the tracks, and docs/guides/speedrun.md has the rules. The flags of
+recipes.train change all entries, except what the track fixes. The command writes speedrun.json,
+with every run, and the table speedrun.md.
+"""
+
+import dataclasses
+
+from absl import flags
+
+from recipes import common, program, several
+from rmt_tpu.config.presets import presets
+from rmt_tpu.errors import UsageError, flag_errors, unknown
+from rmt_tpu.storage import open_folder
+
+
+def _list() -> str:
+    from rmt_tpu.experiments.speedrun import list_tracks
+
+    return list_tracks()
+
+
+_TRACK = flags.DEFINE_enum("track", "cpu", ["cpu", "tpu", "gpu"], "the track; see --list")
+_PRESETS = flags.DEFINE_list("presets", None, "names of presets; default the track's first entry")
+_TEXT = flags.DEFINE_string(
+    "text", None, "wheel with the text of the track cpu; not needed once the text is prepared"
+)
+several.define_seeds_flag()
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/speedrun", "folder for the text and the run folders"
+)
+flags.DEFINE_flag(program.PrintAndExit("list", "list the tracks, and exit", _list))
+common.define_run_flags()
+
+
+def main() -> int:
+    """Train the entries of --presets with each seed, print the table, and return the exit code."""
+    from rmt_tpu.experiments import speedrun
+    from rmt_tpu.training.trainer import train
+
+    track = speedrun.TRACKS[_TRACK.value]
+    names = _PRESETS.value or [track.preset]
+    for name in names:
+        if name not in presets():
+            raise UsageError(unknown("--presets", name, presets()))
+    speedrun.check_fixed(track, common.given_paths())
+    seeds = several.seeds()
+    with flag_errors("workdir"):
+        folder = open_folder(_WORKDIR.value)
+    if track.text is not None:
+        source = speedrun.prepare_text(track, _TEXT.value, folder)
+    elif flags.FLAGS.data is None:
+        raise UsageError(f"--track={track.name} needs --data, a token store of {track.source}")
+    else:
+        source = flags.FLAGS.data
+    trials = []
+    for name in names:
+        config = speedrun.entry(track, common.base_config(name, None), source)
+        config = common.run_config(config)
+        # Samples take time, and say nothing here.
+        training = dataclasses.replace(config.train, sample_tokens=0)
+        config = dataclasses.replace(config, train=training)
+        trials += [
+            (name, trial) for trial in several.seed_trials(name, config, folder.child(name), seeds)
+        ]
+    if (code := several.train_all([trial for _, trial in trials], train)) is not None:
+        return code
+    results = [speedrun.measure(track, name, trial.folder) for name, trial in trials]
+    print(speedrun.write_results(track, results, folder))
+    return 0
+
+
+def run() -> None:
+    """Run `main` as a program; `rmt-speedrun` calls this function."""
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()
