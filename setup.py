@@ -69,7 +69,7 @@ LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of t
 WANDB = ["wandb>=0.19"]  # the tracker wandb
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
-# What tests of the night need besides "test".
+# What nightly tests need in addition to "test".
 NIGHT = (
     LM_EVAL
     + WANDB

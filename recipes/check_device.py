@@ -6,7 +6,7 @@
 Run this command first on a new machine. Every kernel that programs use on this device runs at two
 model sizes. Its results and all its gradients are compared with its equations in float32, and what
 it restores from int16 is compared bit for bit. Each kernel is timed, and so are a matrix product
-and a copy, for comparison. The exit code is 1 if anything differs or fails. The file --output is
+and a copy, for comparison. The exit code is 1 if anything differs or fails. The file of --output is
 written after every case, so that an interrupted check keeps its results. On a CPU, which has no
 kernels, the plain JAX forms are checked at small sizes.
 """

@@ -30,8 +30,8 @@ _KIND = flags.DEFINE_enum(
     "kind",
     "hub",
     ["hub", "rmt_tpu"],
-    "hub: the kind of the hub that has all that the model has; rmt_tpu: any model, for this "
-    "package alone",
+    "hub: a kind of the hub that can hold the model; rmt_tpu: any model, in a folder that only "
+    "this package opens",
 )
 
 

@@ -68,10 +68,10 @@ def active_parameters(config: ModelConfig) -> int:
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return the forward FLOPs per token in a window of `seq_len` tokens, for each part of a model.
 
-    Every token is counted as attending to the whole window, as in the RMT paper, although the mask
-    is causal; or to as many tokens as the sliding window of its attention has. The part
-    "embedding" counts the look-up as a matrix product, as in the paper's Figure 1, although the
-    look-up is not computed in this way.
+    Every token is counted as attending to all `seq_len` tokens, as in the RMT paper, although the
+    mask is causal. In attention with a shorter sliding window, it is counted as attending to as
+    many tokens as that window has. The part "embedding" counts the look-up as a matrix product, as
+    in the paper's Figure 1, although the look-up is not computed in this way.
     """
     width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
     parts: dict[str, int] = {}
@@ -110,9 +110,9 @@ def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
     The model FLOPs utilisation (MFU) is computed from this number.
 
-    The FLOPs of a token are linear in the number of tokens before it, up to the number where a
-    sliding window of attention is full. The mean over the tokens between two such numbers equals
-    the mean of the first and the last of them.
+    The FLOPs of a token are linear in its position, except at positions where a sliding window of
+    some layer becomes full. Between two such positions, the mean over all tokens therefore equals
+    the mean of the first and the last token.
     """
     windows = {core.softmax.window for core in config.cores if core.softmax is not None}
     ends = sorted({1, seq_len} | {w for w in windows if w is not None and w < seq_len})

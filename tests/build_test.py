@@ -23,8 +23,8 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "xdist": "pytest-xdist",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
-# For one command of developers, for an extra of some hundred megabytes, and for a tracker: each
-# says so where it is missing.
+# Needed only by one command for developers, by an extra of some hundred megabytes, and by a
+# tracker. Each says so if its package is missing.
 OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb"}
 
 

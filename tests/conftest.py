@@ -56,7 +56,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)  # else it is an error where xdist is switched off
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs a file, so that its fixtures and programs are made once."""
+    """Run all tests of a file on one worker, so that its fixtures and programs are made once."""
     from tests import workers
 
     return workers.scheduler(config, log)

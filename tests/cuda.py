@@ -37,7 +37,7 @@ def lowered(function, *args, target: str = "sm_90") -> str:
 
 
 def cudnn_calls(function, *args) -> list[tuple[str, str]]:
-    """Names of cuDNN's calls in a program, with all that XLA is told of them."""
+    """Return the names of cuDNN's calls in a program, each with its attributes for XLA."""
     return _CUDNN_CALL.findall(lowered(function, *args))
 
 

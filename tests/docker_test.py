@@ -62,7 +62,7 @@ def test_hadolint_finds_nothing(path):
         [program, "--no-color", ROOT / path], capture_output=True, encoding="utf-8"
     )
     assert (done.returncode, done.stdout) == (0, "")
-    # It is one that would find something.
+    # The program does find a fault where there is one.
     text = "FROM python\nRUN cd /x && sudo true\n"
     bad = subprocess.run([program, "-"], input=text, capture_output=True, encoding="utf-8")
     assert bad.returncode == 1 and "DL3004" in bad.stdout
@@ -72,7 +72,7 @@ def test_hadolint_finds_nothing(path):
 @pytest.mark.xdist_group("wheel")
 @pytest.mark.parametrize("path", FILES)
 def test_an_image_can_install_its_wheel(path, tmp_path):
-    """Run what the image runs, except that pip only looks for the requirements."""
+    """Run the image's commands, except that pip resolves the requirements without installing."""
     wheel = wheels.build(tmp_path)
     (line,) = (rest for name, rest in instructions(path) if name == "RUN" and "EXTRAS" in rest)
     line = line[line.index("pip install") :].replace("/wheels/", f"{tmp_path}/")

@@ -16,7 +16,7 @@ def test_a_group_is_named_to_the_workers(request):
 
 
 def test_a_file_is_one_workers():
-    """Its fixtures and programs are made once; `xdist_group` moves a test to a group of its own."""
+    """A file is one group, unless `xdist_group` moves a test to another."""
     options = {"dist": "loadgroup", "tx": ["popen"]}
     split = workers.scheduler(SimpleNamespace(getvalue=options.get), None)._split_scope
     assert split("tests/a_test.py::TestB::test_c[d@e]") == "tests/a_test.py"

@@ -29,9 +29,9 @@ def install(folder: Path, *requirements: str) -> Path:
 def succeed(
     *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> str:
-    """Return what a command that must end well prints.
+    """Run a command, assert that it succeeds, and return what it prints.
 
-    Its environment has no variables of the tests' Python, and has `env`.
+    Its environment has `env`, and lacks variables that set options of Python or XLA.
     """
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA_"))}
     variables |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_QUIET": "1"} | (env or {})

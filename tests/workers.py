@@ -1,14 +1,14 @@
-"""Which worker of several runs which tests."""
+"""The assignment of tests to the workers that run them in parallel."""
 
 
 def scheduler(config, log):
-    """Tests of one `xdist_group`, and the others of one file, run on one worker.
+    """Return a scheduler that runs each `xdist_group`, and the rest of each file, on one worker.
 
     A worker forgets what a module compiled when it leaves the module, and makes the module's
     fixtures itself. Spread over three workers, a file would be traced and set up three times.
 
     Returns:
-      None unless `--dist loadgroup` is asked for: then xdist makes one.
+      The scheduler, or None without `--dist loadgroup`, so that xdist makes its own.
     """
     if config.getvalue("dist") != "loadgroup":
         return None

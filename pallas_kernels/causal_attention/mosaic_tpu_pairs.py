@@ -25,8 +25,8 @@ def count(call: Any) -> int:
 def seen(call: Any, block: int) -> range:
     """Return the blocks of keys in which some query of a block of queries sees a key.
 
-    There is at least one block, so that the results of all queries are written. Queries see none of
-    its keys if a window ends before all keys.
+    There is at least one block, so that the results of all queries are written. If all keys are
+    before the window, it is the last block, and the queries see none of its keys.
     """
     bq, bk, _ = call.blocks
     end = call.keys // bk

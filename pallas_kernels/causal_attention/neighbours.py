@@ -1,9 +1,9 @@
-"""Attention within windows with tokens sharded over devices: each device asks its predecessors.
+"""Attention within windows with tokens sharded over devices: neighbours send their keys.
 
-A device holds consecutive tokens, N of them. With windows of W tokens, its queries see keys of its
-own and of the `ceil((W - 1) / N)` devices before it. These devices send their keys and values, and
-get the gradients back. All devices but the first ones have the same work, so that parts need not be
-exchanged to balance it, as `divided` does.
+A device holds N consecutive tokens. With windows of W tokens, its queries see its own keys and
+those of the `ceil((W - 1) / N)` devices before it. These devices send their keys and values, and
+get the gradients back. All devices but the first ones have the same work. Therefore parts of the
+sequence need not be exchanged to balance it, unlike in `divided`.
 """
 
 from typing import Any
@@ -94,7 +94,7 @@ class _Line:
 
     @property
     def hops(self) -> range:
-        """How far away the devices are that have keys within the window, this one excluded."""
+        """The distances of the earlier devices that have keys within this device's windows."""
         most = -(-(self._operands.window - 1) // self._length)
         return range(1, min(most, self._count - 1) + 1)
 

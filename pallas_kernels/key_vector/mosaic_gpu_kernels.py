@@ -49,19 +49,21 @@ class Sizes(NamedTuple):
 
 
 def store_width(R: int, V: int) -> int:
-    """Return the width in bytes of the tiles of the operands of a forward pass's write.
+    """Return the width, in bytes, of the tiles that hold the operands of a forward pass's write.
 
-    A product sums over a multiple of `width / 2` vectors, and a row of a tile is at most V numbers.
-    The width is the largest for which R is such a multiple, or else the largest.
+    A product sums over a multiple of `width / 2` vectors, and a row of a tile has at most V
+    numbers. The result is the largest width such that R is a multiple of `width / 2`; if there is
+    none, it is the largest width.
     """
     widths = [width for width in (128, 64, 32) if width <= 2 * V]
     return next((width for width in widths if R % (width // 2) == 0), widths[0])
 
 
 def stored_count(R: int, V: int) -> int:
-    """Return the number of vectors, with those that are zeros, that a write sums over.
+    """Return the number of vectors that a write sums over, including vectors of zeros.
 
-    It is R, or else ROWS, because only that many rows of zeros can be filled in.
+    It is R if the tiles permit that (see `store_width`), and else ROWS, because zeros can only be
+    filled in up to ROWS.
     """
     return R if R % (store_width(R, V) // 2) == 0 else ROWS
 
@@ -70,10 +72,11 @@ def stored_count(R: int, V: int) -> int:
 
 
 def _each_token(sizes, prefetch, body, carry=None):
-    """Run `carry = body(i, t, carry)` for each token t of this program, and return the carry.
+    """Run `carry = body(slot, t, ahead, carry)` for each token t, and return the last carry.
 
-    `prefetch(i, t)` starts the copies of the program's token number i. It is called here for the
-    first tokens, and must be called by `body` for the others with the function that it is passed.
+    `prefetch` is a pair (stages, start), where `start(slot, t)` starts the copies of token t to a
+    slot of the buffers. The copies of the program's first tokens are started here. `body` must call
+    `ahead()` once, which starts those of a later token.
     """
     program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
     count = (sizes.T - program + programs - 1) // programs
@@ -361,7 +364,7 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
 
 def _through_norm(sizes, ref, t, a, n):
-    """Return `a - mean(a) - n mean(a n)`, with the means over all of K that the caller may pass."""
+    """Return `a - mean(a) - n mean(a n)`; the means are over all of K, or those that are passed."""
     size, passed = sizes.K * sizes.V, hasattr(ref, "mean_an")
     of_residual = a - n * (ref.mean_an[t] if passed else _total(a * n) * (1 / size))
     if sizes.norm == "layernorm":

@@ -81,7 +81,7 @@ def steps(*sources: Reports) -> str:
 def measured_steps(reports: Reports) -> str:
     """Return a table of measured train steps, from reports of `recipes.kernel_report --step`.
 
-    Parts are devices; all have the same steps.
+    Each part is a device. The reports of all devices have the same steps.
     """
     lines = [["train step", *(f"{title}, {d}" for d in reports for title in ("ms", "tokens/s"))]]
     lines[0] += ["launches", "temporary, MiB"]
@@ -97,8 +97,8 @@ def measured_steps(reports: Reports) -> str:
 def measured_ops(reports: Reports) -> str:
     """Return a table of measured ops, kernel and plain JAX, forward and backward.
 
-    Parts are implementations ("kernels" and "plain") of one device; a part's rows have an op, a
-    size, the seconds of a call and the bytes that it moves at least.
+    The parts are the implementations "kernels" and "plain" on one device. A row of a part has an
+    op, a size, the seconds of a call, and the least number of bytes that the call moves.
     """
     lines = [["op", "size", "kernels, us", "plain JAX, us", "ratio", "least bytes over 3 TB/s, us"]]
     kernels, plain = reports["kernels"], reports["plain"]

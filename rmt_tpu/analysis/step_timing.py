@@ -35,7 +35,7 @@ class StepTime(NamedTuple):
       rounds: the mean time of a step in each round, in seconds.
       compile_seconds: the time to trace and compile the step.
       temporary_bytes: the memory that the step needs in addition to its arguments.
-      busy_seconds: the time of a step in which the device computes; 0 if no profile has a device.
+      busy_seconds: the time in a step during which the device computes; 0 if the profile has none.
       instructions: for each kernel or fusion of the compiled step, its name, how many times a step
         runs it, and its seconds in a step, largest first.
       losses: the loss of the first step and of the last one.
@@ -113,7 +113,7 @@ def time_step(step: TrainStep, log: Callable[[str], None] = lambda line: None) -
 
 
 def table(times: Sequence[StepTime]) -> str:
-    """Return a Markdown table with one row per step; ratios are to the last step of the table."""
+    """Return a Markdown table with one row per step, and its time over that of the last row."""
     lines = [
         "| train step | ms | times the last row | tokens/s | launches | temporary memory, MiB | "
         "compiled in, s |",

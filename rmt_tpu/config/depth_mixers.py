@@ -85,7 +85,7 @@ class _DepthAttention(BankedSystem):
         if window is not None and window < model.num_sublayers:
             return PlainStart(False, f"window={window} excludes earlier outputs from sums")
         if self.cumulative:
-            return PlainStart(False, "cumulative sources have earlier outputs more often")
+            return PlainStart(False, "cumulative sources contain earlier outputs more often")
         if self.newest_bias:
             return PlainStart(False, f"newest_bias={self.newest_bias:g} weighs the newest output")
         if self.normed_embedding:

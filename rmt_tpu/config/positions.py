@@ -1,4 +1,4 @@
-"""Configs of positions: how the model is given the order of tokens.
+"""Configs of positions, which give a model the order of tokens.
 
 `rmt_tpu.config` re-exports these classes.
 """
@@ -72,20 +72,20 @@ class YarnScaling(Checked):
     """A reduction of RoPE's low frequencies for long texts, and an increase of logits (YaRN).
 
     A frequency that makes fewer than `slow` turns within `original_length` tokens is divided by
-    `factor`. A frequency that makes more than `fast` turns is unchanged. In between, the share of
-    each falls linearly with the number of the frequency. Rotated queries and keys are multiplied
-    by `magnitude`, and their products by its square.
+    `factor`. A frequency that makes more than `fast` turns is unchanged. A frequency in between
+    becomes a weighted mean of both values, whose weights change linearly with the frequency's
+    number. Rotated queries and keys are multiplied by `magnitude`, and thus logits by its square.
 
     Peng et al. 2023, YaRN: Efficient Context Window Extension of Large Language Models.
 
     Attributes:
       factor: the factor of the lowest frequencies.
       original_length: the length of the training texts.
-      fast, slow: the numbers of turns.
+      fast, slow: the numbers of turns between which frequencies are weighted means.
       magnitude: the factor of queries and keys; None means `0.1 log(factor) + 1`, or 1 if the
         factor is below 1.
-      whole: whether the frequencies where the shares begin and end to change are rounded to whole
-        numbers, outwards.
+      whole: whether the weights begin and end to change at whole numbers of frequencies, which
+        are rounded outwards.
     """
 
     kind: ClassVar[str] = "yarn"

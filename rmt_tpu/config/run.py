@@ -42,8 +42,8 @@ class AdamW(Checked):
       learning_rate: peak learning rate. A linear warmup over `warmup_fraction` of the steps leads
         to the peak, and a decay leads to `final_fraction` of the peak.
       schedule: "cosine" decays from the end of the warmup on. "wsd" (warmup, stable, decay) keeps
-        the peak, and decays linearly in the last `decay_fraction` of the steps (Hu et al. 2024), so
-        that a run can go on from before its decay for more steps.
+        the peak, and decays linearly in the last `decay_fraction` of the steps (Hu et al. 2024). A
+        run with "wsd" can be continued for more steps from a checkpoint before its decay.
       weight_decay: coefficient of the weight decay, which is multiplied by the learning rate unless
         `independent_weight_decay` is True.
       independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`
@@ -114,7 +114,8 @@ class TrainConfig(Checked):
         of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate` for a new run.
       freeze: patterns of paths of parameters that stay as they are, such as `stacks/0/1/core/*`; a
         pattern with a leading `!` excepts what it matches (see `rmt_tpu.training.freeze`).
-      freeze_steps: number of first steps for which they stay so; None stands for the whole run.
+      freeze_steps: number of first steps in which these parameters stay as they are; None means the
+        whole run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
         parameters. Once the run has a checkpoint, this folder is not read any more and the option

@@ -43,7 +43,7 @@ def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array
 
 
 def _yarn_range(base: float, dims: int, yarn: cfg.YarnScaling) -> tuple[float, float]:
-    """Return the numbers of the frequencies where the scaled share begins to rise, and is whole."""
+    """Return the frequencies' numbers at which the share of the scaled value leaves 0 and is 1."""
     number = lambda turns: (
         dims * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
     )

@@ -1,4 +1,4 @@
-"""Documents of which only some parts have a loss: conversations, and prompts with completions.
+"""Documents in which only some parts have a loss: conversations, and prompts with completions.
 
 A conversation has a loss on what the model answers, a completion on all of it. A stream of tokens
 marks a token without a loss by a bit of the stored number (`CONTEXT`). `Windows` removes the bit,
@@ -143,7 +143,7 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
     text of the conversation up to this answer ends.
 
     Raises:
-      UsageError: the template fails, or the text up to an answer is not the begin of the whole
+      UsageError: the template fails, or the text up to an answer is not the beginning of the whole
         text.
     """
     if template.marks_answers:

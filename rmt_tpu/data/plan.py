@@ -61,7 +61,7 @@ def plan_of(
 
     Digests of the input files are not included, because the manifests of the parts have them.
     """
-    # What is usual is left out, so that the plans of older stores are still the same.
+    # Default values are left out, so that the plans of older stores are still the same.
     field = {} if reading.field == USUAL_FIELD else {"text_field": reading.field}
     if reading.has_marks:
         field["format"] = reading.kind

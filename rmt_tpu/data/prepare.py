@@ -129,8 +129,8 @@ def prepare(
         share.
       group: the processes that call this function with the same arguments.
       text_field: name of the field or column that has the text.
-      kind: what a document is; see `marked.Reading`. Of other kinds than "text", only parts have a
-        loss.
+      kind: what a document is; see `marked.Reading`. In documents of other kinds than "text", only
+        parts have a loss.
       chat_template: path of a chat template for messages, in place of the tokenizer's.
 
     Returns:

@@ -142,7 +142,8 @@ class Fields:
     def switches(self, name: str, default: list[bool]) -> list[bool]:
         """Return the first values of a field that holds a list of zeros and ones.
 
-        As many are returned as `default`, which is returned if the field is absent or null, has.
+        The result has as many values as `default`, which is returned if the field is absent or
+        null.
 
         Raises:
           UsageError: the field is no such list, or it is too short.

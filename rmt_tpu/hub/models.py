@@ -248,7 +248,7 @@ def config_values(
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
         **special_tokens(bos, ends),
-        # Without this, some kinds have one, which need not be in the vocabulary.
+        # Without null here, some kinds have a default token, which may be outside the vocabulary.
         "pad_token_id": None,
     }
     if kind == own.KIND:
@@ -347,7 +347,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
     windows = [core.window for core in cores]
     fitting = [kind for kind in kinds if _has_windows(FAMILIES[kind], windows)]
     if kinds:
-        # If no kind fits, the caller finds the field that the first one does not have.
+        # If no kind fits, the caller names the field that the first kind cannot express.
         return (fitting or kinds)[0]
     families = [f.traits for f in FAMILIES.values() if f.traits and OWN not in f.traits]
     several = sorted({" and ".join(sorted(traits)) for traits in families})
@@ -355,7 +355,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
 
 
 def _has_windows(family: Family, windows: list[int | None]) -> bool:
-    """Return whether a kind may have a window in just those layers that have one."""
+    """Return whether models of a kind can have windows in exactly these layers."""
     if not any(windows):
         return True
     return family.windows is not None and (family.windows != "all" or all(windows))
@@ -364,7 +364,7 @@ def _has_windows(family: Family, windows: list[int | None]) -> bool:
 def _ropes(layers: list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]) -> Ropes:
     """Return the RoPE of the first layer without a window and of the first layer with one.
 
-    If there is no such layer, it is that of any layer.
+    If there is no layer of one sort, the RoPE of the other sort takes its place.
     """
     rotated = [core for core, _ in layers if isinstance(core.positions, cfg.Rope)]
     any_rope = rotated[0].positions if rotated else cfg.Rope()

@@ -1,7 +1,7 @@
 """The kind `rmt_tpu`, which holds any model of this package in the form of the hub's folders.
 
-config.json has the model's config in the field `model`, in the form that run folders have it, and
-every parameter is a tensor of its own shape, named by its path: `stacks.0.1.core.w_1`. Only this
+config.json has the model's config in the field `model`, in the same form as run folders. Every
+parameter is a tensor of its own shape, named by its path: `stacks.0.1.core.w_1`. Only this
 package opens such a folder. The transformers library refuses its `model_type`, so that nobody takes
 the weights of another residual for those of a plain model.
 
@@ -40,8 +40,8 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
 def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     """Return the fields of config.json, without those of start and end tokens.
 
-    What a run chose for its device, such as the compute dtype, is left to the device that opens the
-    folder.
+    Choices that a run made for its device, such as the compute dtype, are written as "auto", so
+    that they are made again for the device on which the folder is opened.
 
     Args:
       model: the model's config.

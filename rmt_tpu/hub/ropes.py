@@ -28,7 +28,7 @@ def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
 
     Files of newer versions of transformers have `rope_parameters`, which contains both the base
     and the scaling. If layers with a window have a RoPE of their own, it contains one such object
-    for each of the two kinds of layers. `rope_scaling` is then of layers without a window.
+    for each of the two kinds of layers. `rope_scaling` then applies to layers without a window.
 
     Raises:
       UsageError: a field has a value that is not supported.
@@ -39,7 +39,7 @@ def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
         return Ropes(rope, rope)
     newer = fields.holds("rope_parameters", FULL, SLIDING)
     if not newer and fields.has("rope_parameters"):
-        value = "an object without them"
+        value = "another object"
         raise fields.wrong(
             "rope_parameters", value, f"null, or an object with {FULL} and {SLIDING}"
         )
@@ -98,12 +98,12 @@ def _rope(
 
 
 def _rotated(fields: Fields, head_dim: int) -> int:
-    """Return how many numbers of a head `partial_rotary_factor`, by default 1, lets rotate."""
+    """Return how many numbers of a head are rotated: its size times `partial_rotary_factor`."""
     name = "partial_rotary_factor"
     factor = fields.positive(name, 1.0) if fields.has(name) else 1.0
     dims = int(head_dim * factor)
     if dims % 2 or not 0 < dims <= head_dim:
-        legal = f"a number of which head_dim={head_dim} times it is even, and at most 1"
+        legal = f"a number up to 1 whose product with head_dim={head_dim} is even"
         raise fields.wrong(name, factor, legal)
     return dims
 

@@ -9,9 +9,9 @@ from rmt_tpu.hub.families import Family
 from rmt_tpu.hub.fields import Fields
 from rmt_tpu.hub.ropes import FULL, SLIDING
 
-# Kinds whose layers are these ignore `layer_types`.
+# Kinds with one of these values of `Family.windows` do not choose layers by `layer_types`.
 _UNLISTED = (None, "all")
-# Kinds that have a window only if `use_sliding_window` says so.
+# A field with which some kinds say whether `sliding_window` is used.
 _ON_REQUEST = "use_sliding_window"
 
 
@@ -62,8 +62,8 @@ def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[boo
 def window_values(family: Family, windows: list[int | None]) -> dict[str, Any]:
     """Return the fields of config.json that describe the windows of all layers.
 
-    A window that another layer does not have cannot be described, nor can layers that the kind does
-    not let choose. The caller compares what the fields describe with the model.
+    The fields describe a single size of windows, and for some kinds no choice of layers. The caller
+    therefore compares what the fields describe with the model.
     """
     window = next((size for size in windows if size is not None), None)
     if window is None or family.windows is None:

@@ -34,7 +34,7 @@ class Restart(Exception):
 
 
 class SideFiles:
-    """A writer of metrics, the loss curve, text samples and a list of starts, and of trackers.
+    """A writer of metrics, loss curve, text samples and list of starts, also to trackers.
 
     If a file cannot be written, one line is printed once, and the run continues. Only the first
     process writes files. On other processes the methods do nothing, except `sample`, which all

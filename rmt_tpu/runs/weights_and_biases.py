@@ -52,7 +52,7 @@ class WeightsAndBiases:
             name=folder.name,
             resume="allow",
             dir=os.environ.get("WANDB_DIR") or folder.local_path,
-            # The run prints its own lines, and its output is no file.
+            # The run prints its own lines, so wandb neither prints lines nor records the output.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("step")

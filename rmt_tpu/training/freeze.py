@@ -1,9 +1,9 @@
 """Parameters that stay as they are, for the first steps of a run or for all of it.
 
 `train.freeze` lists patterns of parameter paths, such as `stacks/0/1/core/*`, and
-`train.freeze_steps` is the number of steps F for which they hold; None holds for the whole run. A
-model that takes over trained weights and gets another residual can so train what is new alone at
-first.
+`train.freeze_steps` is the number of steps F for which they hold; with None they hold for the whole
+run. In this way, a model that takes over trained weights and gets another residual can first train
+only what is new.
 
 While a parameter is frozen, its gradient is replaced by zero before the norm of all gradients is
 clipped, and its update by zero after weight decay, so that its value stays the same bit for bit.
@@ -59,7 +59,7 @@ class Freeze(NamedTuple):
     def updates(self, updates: Any, step: jax.Array) -> Any:
         """Return the updates, with -0.0 for the parameters that are frozen at this step.
 
-        Adding -0.0 leaves all bits of a number. The sum of -0.0 and 0.0 would be 0.0.
+        Adding -0.0 leaves all bits of a number. Adding 0.0 would change -0.0 to 0.0.
         """
         return self._replace_frozen(updates, step, -0.0)
 
@@ -169,7 +169,7 @@ def describe(config: TrainConfig, params: Any) -> str:
     when = "" if config.freeze_steps is None else f" for the first {config.freeze_steps:,} steps"
     return (
         f"{len(leaves) - len(free)} of {len(leaves)} arrays, {count:,} parameters, are "
-        f"frozen{when}; others: {', '.join(names)}{f' and {more} more' if more > 0 else ''}"
+        f"frozen{when}; these learn: {', '.join(names)}{f' and {more} more' if more > 0 else ''}"
     )
 
 

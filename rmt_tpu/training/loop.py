@@ -259,7 +259,7 @@ class Loop:
             )
 
     def _watch_gradient_norm(self, norm: float) -> dict[str, float]:
-        """Count the gradient norm of a step; return by how much it is above its spread."""
+        """Count a step's gradient norm; return its deviations above the running mean, by name."""
         deviations = self.spikes.spread.deviations(norm)
         self.spikes = self.spikes._replace(spread=self.spikes.spread.counting(norm))
         return {} if deviations is None else {"optim/grad_norm_deviations": deviations}
@@ -284,7 +284,7 @@ class Loop:
         """
         most, restarts = self.config.train.spike_restarts, self.spikes.restarts
         if restarts >= most:
-            again = f"; the run has gone back {restarts} times already" if most else ""
+            again = f"; train.spike_restarts={most} is reached" if most else ""
             self.progress.log(f"step {self.step}: {why}{again}")
             return
         with self._naming_last_checkpoint():

@@ -142,8 +142,8 @@ def _unembedding(kernel, dtype):
     """Return all rows of W_U in `dtype`, on GPUs padded with columns of zeros.
 
     A matrix product for a GPU's tensor cores needs rows that begin at a multiple of 16 bytes. With
-    GPT-2's 50,257 words, products of padded matrices take a quarter to a half of the time
-    (docs/benchmarks/gpus.md).
+    GPT-2's 50,257 words, products of padded matrices take a quarter to a half of the time on an
+    H100.
     """
     kernel = sharding.gather(kernel.astype(dtype), "fsdp", axis=0)
     missing = -kernel.shape[1] % _GPU_COLUMNS if target().platform == "cuda" else 0
@@ -155,8 +155,9 @@ def _for_two_products(d_logits, log_z):
 
     XLA for TPUs fuses the computation of an operand into a matrix product. There the gradient is
     computed twice, because an array that both products share would be written to memory and read
-    back. On GPUs, a product with such a fusion takes three times as long as a product of two arrays
-    (docs/benchmarks/gpus.md), so the gradient is computed once and written to memory.
+    back. On an H100, a product with such a fusion takes at least three times as long as a product
+    of two arrays (docs/benchmarks/gpus.md), so on GPUs the gradient is computed once and written to
+    memory.
     """
     if target().platform == "cuda":
         gradient = isolate(d_logits(log_z))

@@ -95,7 +95,7 @@ def over_blocks(shape, kv_heads, dtype, blocks, window, *flags, rows="head_major
 
 
 class TestBlocks(Battery):
-    """Backward in spans of queries, whose first keys are left out."""
+    """The backward pass runs in spans of queries, and leaves out keys before their windows."""
 
     module = mosaic_tpu
     cases = by_tier(
@@ -132,7 +132,7 @@ class TestSizeMajorRows(Battery):
 
 
 class TestEntries(Battery):
-    """Further entries are ALiBi and segments, and the window is cuDNN's own."""
+    """ALiBi and segments are further entries, and the window is one of cuDNN's options."""
 
     module = cudnn
     sums = "bfloat16"
@@ -208,7 +208,7 @@ def draw(seed, *shape, dtype="float32"):
     ],
 )
 def test_a_part_within_a_window(module, queries, keys, window, monkeypatch):
-    """As the reference has it, for which a mask says what is seen."""
+    """Compare with the reference, which applies a mask to all pairs of tokens."""
     monkeypatch.setattr(online, "_SIZES", (48, 16))
     q, d_out = draw(0, B, queries, HEADS, SIZE), draw(2, B, queries, HEADS, SIZE)
     kv = draw(1, B, keys, 2 * KV_HEADS, SIZE)
@@ -236,7 +236,7 @@ def test_a_part_within_a_window(module, queries, keys, window, monkeypatch):
 
 @pytest.mark.parametrize("window, capacity", [(5, 20), *later((1, 20), (30, 20), (18, 40))])
 def test_new_tokens_after_those_of_a_cache(window, capacity):
-    """Values and gradients of rows of other lengths, as of the last tokens of longer rows."""
+    """Compare rows with caches of several lengths with the last tokens of whole rows."""
     new, filled = 7, np.array([0, 3, 17, 20])
     length = filled.max() + new
     rows = HEADS + 2 * KV_HEADS
@@ -283,7 +283,7 @@ def divided(devices, **options):
     "devices, window", [(4, 6), *later((2, 1), (2, 3), (4, 5), (4, 12), (4, 15), (4, 16), (8, 9))]
 )
 def test_devices_with_a_part_each_give_the_whole(devices, window):
-    """Keys of as many devices as the window reaches to, which is not all of them."""
+    """Devices send keys only as far as a window reaches."""
     length = 4 * devices
     options = {"scale": 0.3, "slopes": jnp.asarray(SLOPES), "kv_heads": KV_HEADS, "window": window}
     with jax.enable_x64(True):
@@ -298,7 +298,7 @@ def test_devices_with_a_part_each_give_the_whole(devices, window):
     want = numpy_attention(qkv, d_out, **options, segment_ids=ids)
     assert_close(got, want[::2], 1e-13)
     hops = min(-(-(window - 1) // 4), devices - 1)
-    if window < length:  # keys and values forward; the same and back their gradients
+    if window < length:  # keys and values forward; backward these again, and their gradients
         assert str(traced.jaxpr).count("ppermute[") == 3 * hops
 
 

@@ -39,7 +39,7 @@ interpreted = pytest.mark.skipif(
     reason=f"jax {jax.__version__} has no interpreter of Mosaic GPU kernels",
 )
 
-# Two programs, of three tokens and of two; residuals with and without rows that pad them.
+# WHOLE has two programs, of three tokens and of two. The residuals of the others are padded.
 WHOLE = Case(1, 5, 64, 64, 16, 48, "int16", "bfloat16", "layernorm", Blocks(2, 3), Blocks(2, 2))
 PADDED = Case(2, 2, 24, 32, 8, 40, "bfloat16", "bfloat16", "rmsnorm", Blocks(3, 2), Blocks(3, 3))
 SMALL = Case(1, 2, 16, 32, 8, 8, "int16", "bfloat16", "layernorm", Blocks(1, 2), Blocks(1, 2))
@@ -53,7 +53,7 @@ on_device = functools.partial(jax.tree.map, jnp.asarray)
 @pytest.mark.slow
 @pytest.mark.xdist_group("key-vector kernels in Mosaic GPU")
 class TestKernels(Battery):
-    """In JAX's interpreter, which fails where two threads race."""
+    """The kernels run in JAX's interpreter, which fails where two threads race."""
 
     module = mosaic_gpu
     cases = (
@@ -67,7 +67,7 @@ class TestKernels(Battery):
     exact = (SMALL,)
     held = (SMALL._replace(N=3),)
     repeated = (WHOLE,)
-    # Of float32 residuals, which have no kernel.
+    # These are tests of float32 residuals, which have no kernel.
     spreads = ()
     test_small_spread_on_a_large_mean = None
 
@@ -111,7 +111,7 @@ class TestKernels(Battery):
         got, want = run(WHOLE._replace(undone=Blocks(programs, 3))), run(WHOLE)
         for name in ("residual", "data", "rebuilt"):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
-        # Those of parameters are added up in another order.
+        # The gradients of parameters are summed in another order.
         for name in ("store_keys", "gain", "read_keys"):
             assert_close(getattr(got, name), getattr(want, name), 1e-5)
 
@@ -170,7 +170,7 @@ def test_gpus_without_wgmma_are_refused(kind, runs):
 
 
 def lowered(implementation, case):
-    """The program for a GPU, and whether it has Mosaic GPU's kernels or Triton's."""
+    """Return whether a program for a GPU has kernels of Mosaic GPU, and whether of Triton."""
     f = functools.partial(store_norm_retrieve, implementation=implementation)
     program = cuda.lowered(f, *shapes(case))
     return "mosaic_gpu" in program, "triton" in program

@@ -61,7 +61,7 @@ def test_a_run_beside_what_knows_less(trained, data_dir, tmp_path):
 
 @pytest.mark.slow
 def test_a_folder_of_the_hub_is_compared_and_left_as_it_is(data_dir, tmp_path):
-    """Its answers are kept in --output, with it in either place."""
+    """Its answers are kept in --output, whether it is the first model or the second."""
     hub, own = tmp_path / "hub", tmp_path / "own"
     vector = {"num_heads": 4, "inverse_layer_scaling": False, "positions": Rope()}
     decoder = models.byte_decoder(kind="vector", **vector)

@@ -256,7 +256,7 @@ def test_errors_are_one_line(store, source, tmp_path):
 
 @pytest.mark.slow
 def test_completions_are_trained_on_alone(tmp_path):
-    """A step whose batch has no token with a loss changes little, and is not skipped."""
+    """A step whose batch has no token with a loss is not skipped, and changes little."""
     source = tmp_path / "sums.jsonl"
     rows = ({"prompt": f"{n:070}", "completion": "yes"} for n in range(60))
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))

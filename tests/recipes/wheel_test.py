@@ -13,7 +13,7 @@ from tests import wheels
 @pytest.mark.slow
 @pytest.mark.xdist_group("wheel")
 def test_a_wheel_trains_without_the_checkout(tmp_path):
-    """All of the wheel's requirements come from the package index, and nothing else is there."""
+    """Its environment has the wheel and its requirements from the package index, and no more."""
     wheel = wheels.build(tmp_path / "dist")
     commands = wheels.install(tmp_path / "venv", str(wheel))
     folder = tmp_path / "elsewhere"

@@ -62,7 +62,7 @@ def test_the_mean_token_sees_half_of_its_window():
 
 
 def test_a_token_is_counted_with_what_its_window_has():
-    """Layers with windows of 3 and 7 and one without; against a sum over all tokens."""
+    """Compare layers with windows of 3 and 7, and without one, with a sum over all tokens."""
     cores = [cfg.Attention(2, 8, cfg.NoPositions(), window=w) for w in (3, None, 7)]
     layers = [(core, cfg.FeedForward(8)) for core in cores]
     config = cfg.ModelConfig(cfg.stacks(layers), cfg.VectorStore(16), vocab_size=11)

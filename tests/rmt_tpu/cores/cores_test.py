@@ -146,7 +146,7 @@ def test_windows_in_some_layers_follow_their_equations(store, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("stacks", [LINEAR, (cfg.Stack(WINDOWED, 2),)])
 def test_documents_in_one_row(stacks):
-    """Each as if it were alone: neither a state, a convolution nor a window goes over a border."""
+    """No state, convolution or window reaches from one document into the next."""
     with jax.enable_x64(True):
         config = cfg.ModelConfig(
             stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"

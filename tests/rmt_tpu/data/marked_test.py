@@ -44,7 +44,7 @@ TALK = [
 
 
 def loss_text(tokens):
-    """The bytes that have a loss, with a bar before each run of them."""
+    """Return the text of the tokens that have a loss, with a bar before each run of them."""
     has_loss, text = have_loss(tokens), ""
     for n, token in enumerate(without_marks(tokens)):
         if has_loss[n]:
@@ -71,7 +71,7 @@ def test_a_template_that_changes_what_was_said_must_mark_answers():
     forgets = "{% for m in messages %}{{ m.content if loop.last else '-' }};{% endfor %}"
     with pytest.raises(UsageError, match="changes earlier messages .* {% generation %}"):
         conversation(ChatTemplate(forgets, BYTE), TALK[:4])
-    thinks = PLAIN.replace("a:{% endif %}", "a:<think>{% endif %}")  # the answer does not
+    thinks = PLAIN.replace("a:{% endif %}", "a:<think>{% endif %}")  # the answer has no <think>
     pieces = conversation(ChatTemplate(thinks, BYTE), TALK[:2])
     assert [text for text, has_loss in pieces if has_loss] == ["Yes?;"]
 
@@ -140,7 +140,7 @@ def test_every_token_is_a_target_once_and_only_marked_ones_have_a_weight():
         begins += int((batch.inputs[:, 0] == BYTE.bos).sum())
         targets += batch.targets[batch.segment_ids > 0].tolist()
     completions = sum(n % 5 + 1 for n in range(1, 40))
-    assert total == completions + len(texts) - 1  # and the BOS after each but the last
+    assert total == completions + len(texts) - 1  # with the BOS after each text but the last
     assert sorted(set(targets) - {0}) == [ord("c"), ord("p"), BYTE.bos]
     divided = sum(len(text) + 1 > 24 for text in texts)
     assert begins >= windows.num_windows - 2 * divided
@@ -166,7 +166,7 @@ def conversations(count=60):
 
 @pytest.mark.parametrize("kind", ["messages", "completion"])
 def test_a_store_has_the_tokens_of_a_run_in_memory(kind, tmp_path):
-    """Equal documents and marks, whole windows, and the template for the server."""
+    """Both have equal documents and marks, whole windows, and the template for the server."""
     rows = {"messages": conversations, "completion": completions}[kind]()
     source = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "chat.jinja").write_text(MARKING)

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and which texts come of it."""
+"""The choice of the next token, and the texts that are generated."""
 
 import jax
 import jax.numpy as jnp

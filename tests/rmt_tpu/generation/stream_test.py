@@ -1,4 +1,4 @@
-"""How tokens become a stream of text, and what ends one; a table says them in place of a model."""
+"""Streams of text from tokens, and what ends them; a table gives tokens in place of a model."""
 
 from itertools import chain, repeat
 
@@ -13,7 +13,7 @@ from tests import models
 
 @pytest.fixture(scope="module")
 def table():
-    """The token at each position. It is read as the programs run, so they are compiled once."""
+    """The token at each position, which programs read as they run, so they are compiled once."""
     found = np.full(64, ord("."), np.int32)
     read = lambda at: found[np.asarray(at)]
 
@@ -27,7 +27,7 @@ def table():
 
 @pytest.fixture
 def say(table):
-    """Has the model say the tokens given behind a prompt of three, whatever it is."""
+    """A function that makes the model give these tokens after any prompt of three tokens."""
 
     def say(tokens) -> None:
         said = list(tokens)
@@ -46,7 +46,7 @@ def pieces(max_tokens: int = 16, **how) -> list[str]:
 
 
 def test_streams_as_tokens_come(say):
-    """The first at once, and then as many as a dispatch has."""
+    """The first token comes at once, and then as many as a dispatch makes."""
     say(b"xyzuvw")
     assert pieces(max_tokens=6) == ["x", "yzuv", "w"]
 

@@ -134,7 +134,7 @@ OPTIONAL = [
     for kind, values in CONFIGS.items()
     for key in values
     if key not in ("model_type", "vocab_size", *SIZES)
-    # Which layers have a window says nothing without one: see REFUSED.
+    # A key that says which layers have a window needs a window: see REFUSED.
     and (kind, key) != ("qwen3", "use_sliding_window")
 ]
 TOKENS = np.random.default_rng(0).integers(0, 257, 40)

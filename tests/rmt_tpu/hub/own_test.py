@@ -60,14 +60,14 @@ def test_a_tensor_is_a_parameter_of_its_shape_and_name(tmp_path):
     query = decoder.stacks[0][1].site.mix.query[...]
     np.testing.assert_array_equal(tensors["stacks.0.1.site.mix.query"], query)
     assert len(tensors) == len(jax.tree.leaves(parameters(decoder)))
-    # What a run chose for its device is left out, and the model is that of the run.
+    # The choices of a run for its device are not in the folder.
     chosen = MODELS["blocks"].replace(compute_dtype="bfloat16", remat="full", kernels="xla")
     values = config_values(chosen, max_length=8, bos=0, ends=[0], kind="rmt_tpu")
     assert model_config(json.loads(json.dumps(values)), "x") == MODELS["blocks"]
 
 
 def test_a_new_run_takes_over_what_it_shares(tmp_path):
-    """Here everything but the mixes; and all of it with the same mixer."""
+    """With the same mixer it takes over everything, and with another everything but the mixes."""
     export(made(MODELS["blocks"]), ByteTokenizer(), tmp_path / "own", max_length=32, kind="rmt_tpu")
     assert not WarmStart(str(tmp_path / "own"), MODELS["blocks"]).new
     delta = dataclasses.replace(MODELS["blocks"], mixer=cfg.WideStreams(streams=2))

@@ -132,7 +132,7 @@ def test_low_frequencies_are_scaled_for_long_texts():
     ],
 )
 def test_frequencies_of_yarn(yarn, base, dims):
-    """As its equations have it: a ramp between numbers of turns, and larger queries and keys."""
+    """Compare with YaRN's equations: a ramp over numbers of turns, and larger queries and keys."""
     turns = lambda number: yarn.original_length * base ** (-2 * number / dims) / (2 * np.pi)
     grid = np.linspace(-dims, 2 * dims, 3 * dims * 1000 + 1)
     first, last = (grid[np.argmin(np.abs(turns(grid) - n))] for n in (yarn.fast, yarn.slow))

@@ -1,4 +1,4 @@
-"""Trackers: what they are given, when a run resumes, and when they fail."""
+"""Trackers: what they record, also in a run that resumes, and what happens if they fail."""
 
 import json
 import struct
@@ -23,7 +23,7 @@ def config(**train):
 
 
 class StandIn(types.ModuleType):
-    """A module with the part of wandb's documented API that is used, which keeps its arguments."""
+    """A module in place of wandb, with the functions that are used, which keeps their arguments."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -170,7 +170,7 @@ def test_tensorboard_is_wanted_where_it_can_be(monkeypatch):
 
 
 def records(content):
-    """Those of a file of wandb's: in LevelDB's log format, after a header of 7 bytes.
+    """Return the records of a file of wandb: LevelDB's log format, after a header of 7 bytes.
 
     Each piece has a checksum, its length, and whether it is a whole record (1), the first piece (2)
     of one, one in the middle (3) or the last (4). No piece crosses a border of 32 KiB.

@@ -1,4 +1,4 @@
-"""Frozen parameters stay bit for bit, and learn like new ones after that."""
+"""Frozen parameters stay the same bit for bit, and then learn like new ones."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def test_mistakes_are_one_line():
         "train.freeze=mix/*,!nothing/*: !nothing/* matches no parameter of this model; legal: a "
         "pattern of paths such as embedding/tokens, mix/load"
     )
-    # A load is no weight, so nothing would learn.
+    # The only other parameter is a load, which is no weight, so nothing would learn.
     assert refusal("embedding/*").startswith("train.freeze=embedding/* leaves no parameter to tr")
     with pytest.raises(UsageError, match="freeze_steps=3 needs train.freeze"):
         TrainConfig(freeze_steps=3)
@@ -67,7 +67,7 @@ def test_mistakes_are_one_line():
 
 
 def rule(config, frozen, steps):
-    """The optimizer of three matrices, of which "core" and "table" may be frozen."""
+    """Return the optimizer of three matrices; "core" and "table" may be frozen."""
     axes = {"mix": ("width", "x"), "core": ("embed", "ff"), "table": ("vocab", "embed")}
     train = TrainConfig(steps=STEPS, optimizer=config, freeze=frozen, freeze_steps=steps)
     return make_optimizer(
@@ -100,7 +100,7 @@ def bits(x):
 
 
 def expected_core(config, params, gradients):
-    """`core` in float64, as if training began at its thaw, but with the run's rate."""
+    """Return `core` in float64, as if training began at the thaw, but with the run's rate."""
     core, warmup = np.float64(params[0]["core"]), round(config.warmup_fraction * STEPS)
     first = second = momentum = np.zeros_like(core)
     for n, gradient in enumerate(gradients[FROZEN_STEPS:], 1):
@@ -165,7 +165,7 @@ def run_config(mesh="data=1", steps=2, **train):
 
 @functools.cache
 def prepared(config, devices=1):
-    """A run, a state before the first step with parameters as after training, and the step."""
+    """Return a run, its state before step 1 with random parameters, and its compiled step."""
     run = prepare(config, sharding.make_mesh(config.train.mesh, jax.devices()[:devices]))
     shapes = jax.eval_shape(run.init)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes._replace(params=(), key=()))
@@ -280,7 +280,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(optimizer, tmp_path, monk
     config = overrides.apply(preset_run("llama-tiny"), changes)
     trainer.train(config, tmp_path / "run")
     said = capsys.readouterr().err
-    assert "are frozen for the first 3 steps; others: final_site/mix/key_gain, " in said
+    assert "are frozen for the first 3 steps; these learn: final_site/mix/key_gain, " in said
 
     def params(step):
         like = prepare(config, one).abstract._replace(copies={})

@@ -185,7 +185,7 @@ GPU_CASES = {
 
 
 class Gpu:
-    """A GPU that is not there.
+    """A stand-in for a GPU.
 
     Attributes:
       faults: the ops whose kernels differ.
@@ -244,13 +244,13 @@ def test_a_gpu_takes_the_faster_of_kernel_and_plain_jax(gpu, tmp_path):
     assert "key_vector uses its kernels" in one and "1 ms in its kernels, 2 ms in plain" in one
     assert "depth_attention uses plain JAX" in two and "3 ms in its kernels, 2 ms" in two
     assert sorted(set(gpu.timed)) == sorted(gpu.seconds)
-    # The run keeps its choices when it resumes, on a machine where they would be others.
+    # The run keeps its choices when it resumes on a machine where the times are reversed.
     gpu.seconds = {name: pair[::-1] for name, pair in gpu.seconds.items()}
     assert start_on_gpu(gpu, tmp_path / "run") == (taken, [])
-    # Implementations that the config asks for now are not replaced by what was faster.
+    # An implementation that the config asks for takes precedence over the faster one.
     plain = dataclasses.replace(CONFIG, model=CONFIG.model.replace(kernels="xla"))
     assert "key_vector" not in start_on_gpu(gpu, tmp_path / "run", plain)[0]
-    # Another run has the recorded times, and nothing is timed again.
+    # Another run uses the recorded times, so that nothing is timed again.
     gpu.timed.clear()
     assert start_on_gpu(gpu, tmp_path / "other") == (taken, [one, two]) and not gpu.timed
 

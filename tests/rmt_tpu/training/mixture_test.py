@@ -30,7 +30,7 @@ MAKE_MESH = sharding.make_mesh  # a fixture replaces it
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
-    """And one program for all runs of one config."""
+    """Train on one device, with one program for all runs of a config."""
     one = sharding.make_mesh("data=1", jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.sharding, "make_mesh", lambda spec: one)

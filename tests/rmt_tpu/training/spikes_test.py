@@ -20,7 +20,7 @@ from rmt_tpu.training.spikes import SpikeState, Spread
 
 
 def test_the_spread_is_the_mean_and_variance_at_first():
-    """Up to 50 steps it is that of all norms; nothing is a spike in these steps."""
+    """In the first 50 steps the spread is that of all norms so far, and nothing is a spike."""
     norms = np.exp(np.random.default_rng(0).normal(0.3, 0.4, 50))
     spread = Spread()
     for norm in norms.tolist():
@@ -85,7 +85,7 @@ def config(tmp_path, monkeypatch):
 
 
 def with_spikes_at(monkeypatch, steps, norm=50.0):
-    """Lets some steps of the next runs have this gradient norm, each only once."""
+    """Make some steps of the next runs have this gradient norm, each step only once."""
     left = set(steps)
     watch = Loop._watch_gradient_norm
 
@@ -105,7 +105,7 @@ def windows_read(folder):
 
 
 def test_a_run_goes_back_from_a_spike_with_other_data(config, tmp_path, monkeypatch, capsys):
-    """Steps 4 and 5 are done again, with the windows after those of step 5."""
+    """Step 5 is done again, from the checkpoint of step 4, with the windows after its own."""
     read = []
     batch_at = data.Windows.batch_at
     record = lambda self, position, rows: read.append(position) or batch_at(self, position, rows)
@@ -116,7 +116,7 @@ def test_a_run_goes_back_from_a_spike_with_other_data(config, tmp_path, monkeypa
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert max(series(rows, "optim/grad_norm_deviations")[1]) < 1
-    # Four steps, of which a checkpoint is kept; step 5, which is left out; and four steps again.
+    # Four steps up to the checkpoint, step 5, whose data are left out, and four more steps.
     assert windows_read(tmp_path / "run") == 2 * (4 + 1 + 4)
     (spike,) = map(json.loads, (tmp_path / "run/spikes.jsonl").read_text().splitlines())
     assert (spike["step"], spike["back_to"], spike["windows_read"]) == (5, 4, 10)
@@ -146,7 +146,7 @@ def test_a_run_goes_back_so_often_and_not_without_a_checkpoint(
     assert trainer.train(config, tmp_path / "run").step == 8
     said = capsys.readouterr().err
     assert "step 1: " in said and "there is no checkpoint yet" in said
-    assert "the run has gone back 1 times already" in said
+    assert "train.spike_restarts=1 is reached" in said
     assert windows_read(tmp_path / "run") == 2 * (2 + 1 + 6)
 
 

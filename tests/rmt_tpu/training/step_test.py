@@ -131,7 +131,7 @@ def test_products_with_logits_on_a_gpu_have_aligned_rows():
 
 
 def equations(jaxpr):
-    """All equations of a program, with those of the programs within."""
+    """Yield all equations of a program, and those of the programs that it contains."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
@@ -156,7 +156,7 @@ def test_a_stable_learning_rate_decays_in_the_last_steps():
     falling = 2.0 - (2.0 - 0.2) * np.arange(1, 26) / 25
     np.testing.assert_allclose(rates[75:100], falling, rtol=1e-5)
     assert rates[100] == pytest.approx(0.2)
-    # A run of more steps has had the same rates before its decay.
+    # A longer run has the same rates up to the beginning of this run's decay.
     longer = learning_rate(dataclasses.replace(config, warmup_fraction=0.05), steps=200)
     np.testing.assert_allclose(jax.vmap(longer)(np.arange(75)), rates[:75], rtol=1e-6)
     never = learning_rate(dataclasses.replace(config, decay_fraction=0.0), steps=100)
