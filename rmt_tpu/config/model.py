@@ -92,7 +92,7 @@ class ModelConfig(Checked):
       norm: norm over a token's whole residual, applied before every read, with a gain.
       norm_epsilon: constant added to the variance or mean square.
       norm_bias: whether these norms also have a bias (only for a vector store).
-      embedding_scale: factor of the embeddings of tokens, besides muP's.
+      embedding_scale: factor of the embeddings of tokens, in addition to muP's.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
         sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
       parametrization: how learning rates and multipliers depend on the width.

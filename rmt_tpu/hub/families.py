@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 # Which layers have a sliding window if config.json has one: "all"; all unless `layer_types` lists
 # them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); or
-# all but every fourth, or every one that `sliding_window_pattern` says ("most"). For all but the
-# first, `layer_types` may list other layers.
+# all but every fourth, or all but every n-th, where `sliding_window_pattern` is n ("most"). For all
+# but the first, `layer_types` may list other layers.
 Windows = Literal["all", "listed", "late", "unrotated", "most"]
 
 
@@ -50,8 +50,8 @@ PARTIAL_ROPE = "rope of a part"
 EXPERTS = "experts"
 # What sublayers write is normed and not what they read, and a norm of queries is over all heads.
 NORMS_AFTER = "norms of outputs"
-# What sublayers read and what they write is normed; stored gains are less by one; embeddings are
-# multiplied by the square root of the width; and logits have a factor of their own.
+# What sublayers read and what they write is normed; a stored gain is the gain minus 1; embeddings
+# are multiplied by the square root of the width; and logits have a factor of their own.
 GEMMA = "norms of inputs and outputs"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"

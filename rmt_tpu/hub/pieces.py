@@ -31,7 +31,7 @@ class Piece(NamedTuple):
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
       part: the part of the tensor that the slice is; None if it is the whole tensor. The pieces of
         a tensor follow each other.
-      offset: how much larger the numbers of the parameter are.
+      offset: a number that is added to the tensor's numbers to get those of the parameter.
       as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes.
     """
 

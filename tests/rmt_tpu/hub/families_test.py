@@ -305,7 +305,7 @@ REFUSED = {
     ),
     "odd part": (
         {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}},
-        "rope_parameters: partial_rotary_factor=0.5 is not supported; legal: a number of which",
+        "rope_parameters: partial_rotary_factor=0.5 is not supported; legal: a number up to 1",
     ),
     "layers": (
         {"model_type": "llama", "num_hidden_layers": 10**6},
