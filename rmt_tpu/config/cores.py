@@ -32,6 +32,9 @@ class Attention(Heads):
         all heads, or that of all "heads" together.
       bias: whether a vector is added to every query, key and value.
       output_bias: whether a vector of the residual's size is added to what is written.
+      output_gate: whether each head's output is multiplied, number by number, by the sigmoid of a
+        vector that is read like its query (Qiu et al. 2025, Gated Attention for Large Language
+        Models).
       normed: whether the model's norm is applied to what the core reads ("input"), to what it
         writes ("output"), or to "both".
       window: the number of tokens that each token attends to: itself and those directly before it
@@ -52,6 +55,7 @@ class Attention(Heads):
     query_key_norm_over: Literal["head", "heads"] = "head"
     bias: bool = False
     output_bias: bool = False
+    output_gate: bool = False
     normed: Normed = "input"
     window: Size | None = None
     scale: Positive | None = None
@@ -95,9 +99,14 @@ class Attention(Heads):
         return Softmax(*sizes, alibi, self.window)
 
     @property
+    def qkv_heads(self) -> tuple[int, int, int]:
+        """Numbers of queries, of keys and of values."""
+        return self.num_heads, self.kv_heads, self.kv_heads
+
+    @property
     def reads(self) -> Port:
-        """The vectors that the core reads from the residual: its queries, keys and values."""
-        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        """The vectors that the core reads: gates if it has them, queries, keys and values."""
+        heads = self.output_gate * (self.num_heads,) + self.qkv_heads
         return Port(heads=heads, head_dim=self.head_dim, normed=self.normed != "output")
 
     @property
@@ -127,7 +136,7 @@ class Attention(Heads):
         The matrices or key vectors that read queries, keys and values are not counted here, but by
         the config of the store (the residual).
         """
-        biases = sum(self.reads.heads) if self.bias else 0
+        biases = sum(self.qkv_heads) if self.bias else 0
         of_output = (self.output_bias + (self.normed != "input")) * width
         own = self._projection(width) + of_output
         each = self.query_key_norm_over == "head"

@@ -401,6 +401,11 @@ class Mudd(BankedSystem):
     def check(self, model: Sizes) -> None:
         """Raise UsageError unless every layer begins with attention."""
         first = [core for n, core in enumerate(model.sublayers) if n % 2 == 0]
+        if any(getattr(core, "output_gate", False) for core in first):
+            raise UsageError(
+                "ModelConfig.mixer=mudd has no input for the gates of attention.output_gate=True; "
+                "legal: false"
+            )
         others = sorted({core.kind for core in first if not isinstance(core, Attention)})
         if others:
             raise UsageError(

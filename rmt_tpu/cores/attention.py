@@ -86,7 +86,7 @@ class Attention(Core):
         sizes = [(count, core.head_dim)[-len(axes) :] for count in (core.num_heads, core.kv_heads)]
         self.query_gain = gain(sizes[0], axes=axes) if normed else None
         self.key_gain = gain(sizes[1], axes=axes) if normed else None
-        shape, axes = (sum(core.reads.heads), core.head_dim), ("head", "head_dim")
+        shape, axes = (sum(core.qkv_heads), core.head_dim), ("head", "head_dim")
         self.bias = bias(shape, axes) if core.bias else None
         width, heads_width = (config.width,), core.num_heads * core.head_dim
         std = output_scale * config.init_std * heads_width**-0.5
@@ -103,6 +103,7 @@ class Attention(Core):
 
         Logits and softmax are computed in at least float32.
         """
+        gates, z = self._split_gates(z)
         if context.mask is not None:
             q, *kv = self._rotated_heads(z.heads, context)
             kv = (all_tokens(x, self._ring) for x in kv)
@@ -114,18 +115,22 @@ class Attention(Core):
         else:
             qkv = self._pack(z.heads, context)
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
-        return self._output(self._to_tokens(y))
+        return self._output(self._to_tokens(_gated(y, gates)))
 
     def forward(
         self, z: Read, context: Context, index: Index, to: pallas_kernels.StackSlice
     ) -> tuple[
-        Float[Array, "count batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
+        Float[Array, "count batch seq heads head_dim"],
+        Aux,
+        Float[Array, "batch all_seq own_heads"] | tuple,
     ]:
         """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
         With an explicit mask, `pull_back` recomputes the attention instead, and the returned array
-        has 0 heads.
+        has 0 heads. With output gates it does so, too, and nothing else is returned.
         """
+        if self.core.output_gate:
+            return super().forward(z, context, index, to)
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
             return pallas_kernels.write_slice(y, to), {}, log_sums
@@ -140,7 +145,7 @@ class Attention(Core):
         self,
         z: Read,
         y: pallas_kernels.StackSlice,
-        saved: Float[Array, "batch all_seq own_heads"],
+        saved: Float[Array, "batch all_seq own_heads"] | tuple,
         context: Context,
         index: Index,
         d_y: Float[Array, "batch seq heads head_dim"],
@@ -148,9 +153,9 @@ class Attention(Core):
     ) -> tuple[dict, Read]:
         """Return the cotangents of the parameters and of z.
 
-        The attention is recomputed only with an explicit mask.
+        The attention is recomputed only with an explicit mask or with output gates.
         """
-        if context.mask is not None:
+        if context.mask is not None or self.core.output_gate:
             return super().pull_back(z, y, saved, context, index, d_y, d_aux)
         graphdef, parameters = nnx.split(self, nnx.Param)
 
@@ -181,6 +186,9 @@ class Attention(Core):
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq_or_gathered vectors size"], Cache]:
         """Attend from the new tokens to the cached tokens and to themselves."""
+        whole = z
+        gates, z = self._split_gates(z)
+        gates = None if gates is None else unflatten_rows(gates, context)
         q, *new = self._rotated_heads(z.heads, context)
         groups, size = new[0].shape[2:]
         padding = [(0, 0), (0, 0), (0, cache.keys.shape[-1] - groups * size)]
@@ -188,7 +196,7 @@ class Attention(Core):
         append = lambda old, x: put_tokens(old, flat(x), layer, context.start)
         cache = Cache(*map(append, cache, new))
         if context.start is None:
-            return self(z, context, index), cache
+            return self(whole, context, index), cache
         k, v = stacks.slice_at(cache, layer)
         if q.shape[1] == 1:
             queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
@@ -211,7 +219,16 @@ class Attention(Core):
                 rows=self.layout.rows,
                 window=self.core.window,
             )
-        return self._output(self._to_tokens(flatten_rows(y, context))), cache
+        y = flatten_rows(_gated(y, gates), context)
+        return self._output(self._to_tokens(y)), cache
+
+    def _split_gates(self, z):
+        """Return the gates of this device's heads or None, and z without them."""
+        if not self.core.output_gate:
+            return None, z
+        count = self.core.num_heads // self._read_devices
+        gates, others = jnp.split(z.heads, [count], axis=2)
+        return self._to_heads(gates), z._replace(heads=others)
 
     def _output(self, y):
         """Return what is written: one vector per head, or W_O y with its bias and its norm.
@@ -338,8 +355,7 @@ class Attention(Core):
         if self._multi_head:  # one exchange between devices moves queries, keys and values
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
-            devices = sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
-            queries, keys, _ = (count // devices for count in self.core.reads.heads)
+            queries, keys, _ = (count // self._read_devices for count in self.core.qkv_heads)
             groups = jnp.split(z, [queries, queries + keys], axis=2)
             groups = [self._to_heads(group) for group in groups]
         if self.bias is None:
@@ -348,6 +364,11 @@ class Attention(Core):
         biases = jnp.split(self.bias[...].astype(z.dtype), [h, h + g])
         own_biases = (sharding.own_part(b, self._divided, axis=0) for b in biases)
         return [group + b for group, b in zip(groups, own_biases, strict=True)]
+
+    @property
+    def _read_devices(self):
+        """The number of devices that divide the heads which the site reads."""
+        return sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
 
     def _attend_masked(self, q, k, v, index, query_positions, key_positions, mask):
         """Attend with an explicit mask, for caches and for positions given by the caller."""
@@ -392,3 +413,11 @@ class Attention(Core):
             logits = logits - slopes[:, None, None] * distance[:, None]
         logits = jnp.where(mask[:, None], logits, jnp.finfo(logits.dtype).min)
         return jax.nn.softmax(logits, axis=-1)
+
+
+def _gated(y, gates):
+    """Multiply heads' outputs by the sigmoids of their gates, which are None without gates."""
+    if gates is None:
+        return y
+    wide = gates.astype(jnp.result_type(gates, jnp.float32))
+    return y * jax.nn.sigmoid(wide).astype(y.dtype)

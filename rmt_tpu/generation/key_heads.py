@@ -66,11 +66,12 @@ def _repeat(
 ) -> dict[str, Any]:
     """Return a sublayer's parameters (stacked over layers) with repeated key and value heads."""
     heads, groups, times = old.num_heads, old.kv_heads, new.kv_heads // old.kv_heads
+    gates = old.output_gate * heads
     site, core = dict(sublayer["site"]), dict(sublayer["core"])
 
-    def repeat_rows(x: Array) -> Array:
-        """Repeat the key and value rows of [layers, H + 2 G, ...]; keep any further rows."""
-        q, kv, others = jnp.split(x, [heads, heads + 2 * groups], axis=1)
+    def repeat_rows(x: Array, first: int = heads) -> Array:
+        """Repeat the 2 G key and value rows of [layers, first + 2 G, ...]; keep further rows."""
+        q, kv, others = jnp.split(x, [first, first + 2 * groups], axis=1)
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 
     def repeat_columns(x: Array) -> Array:
@@ -80,7 +81,8 @@ def _repeat(
 
     if "read_keys" in site:
         out_sharding = shardings["site"]["read_keys"]
-        site["read_keys"] = jax.jit(repeat_rows, out_shardings=out_sharding)(site["read_keys"])
+        repeat = functools.partial(repeat_rows, first=gates + heads)
+        site["read_keys"] = jax.jit(repeat, out_shardings=out_sharding)(site["read_keys"])
     elif new.kv_heads < heads:
         out_sharding = shardings["site"]["read_fewer"]
         site["read_fewer"] = jax.jit(repeat_columns, out_shardings=out_sharding)(site["read_fewer"])

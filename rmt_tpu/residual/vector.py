@@ -4,6 +4,7 @@ Cores with heads read the vector with the matrices W_Q, W_K and W_V and write it
 7 and 9). Feed-forward, embedding and unembedding layers read and write the vector directly.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -34,7 +35,7 @@ class Site(nnx.Module):
       bias: the bias of the norm, [D], or None.
       read: W_Q, W_K and W_V, [3, D, H * D_h], before a core with heads; W_Q alone, [1, D, H * D_h],
         if there are fewer key and value heads than query heads; None if the vector is read
-        directly.
+        directly. The matrix of gates is the first, if the core has output gates.
       read_fewer: W_K and W_V, [2, D, G * D_h], if there are only G key and value heads; otherwise
         None.
     """
@@ -46,8 +47,9 @@ class Site(nnx.Module):
         shape, axes = (config.store.dim,), ("width",)
         self.gain = gain(shape, axes=axes) if normed else None
         self.bias = bias(shape, axes=axes) if normed and config.norm_bias else None
-        heads, same = place.reads.heads, len(set(place.reads.heads)) == 1
-        alike, fewer = (heads, ()) if same else (heads[:1], heads[1:])
+        heads = place.reads.heads
+        count = len(list(itertools.takewhile(lambda n: n == heads[0], heads)))
+        alike, fewer = heads[:count], heads[count:]
         self.read = self._read(config, seed / "read", alike) if alike else None
         self.read_fewer = self._read(config, seed / "read_fewer", fewer) if fewer else None
 

@@ -94,9 +94,9 @@ def rotated(x, positions, dims=None):
     return np.concatenate([*turned, x[..., dims:]], axis=-1)
 
 
-def of_groups(x):
-    """What queries, keys and values are read from."""
-    return x if isinstance(x, list) else [x, x, x]
+def of_groups(x, core):
+    """What queries, keys and values are read from, and gates if there are any."""
+    return x if isinstance(x, list) else [x] * len(core.reads.heads)
 
 
 class Vector:
@@ -108,7 +108,7 @@ class Vector:
     def heads(self, x, site, core):
         split = lambda x: x.reshape(*x.shape[:2], -1, core.head_dim)
         weights = (*site["read"], *site.get("read_fewer", ()))
-        return [split(x @ w) for x, w in zip(of_groups(x), weights, strict=True)]
+        return [split(x @ w) for x, w in zip(of_groups(x, core), weights, strict=True)]
 
     def write_heads(self, heads, site):
         return heads.reshape(*heads.shape[:2], -1) @ site["write"]
@@ -132,7 +132,7 @@ class Matrix:
     def heads(self, x, site, core):
         ends = np.cumsum(core.reads.heads)[:-1]
         keys = np.split(site["read_keys"][: sum(core.reads.heads)], ends)
-        read = zip(keys, of_groups(x), strict=True)
+        read = zip(keys, of_groups(x, core), strict=True)
         return [np.einsum("hk,bnkv->bnhv", r, x) for r, x in read]
 
     def whole(self, x, site, core):
@@ -151,10 +151,10 @@ class Matrix:
 
 
 def attention_core(core, params, store, site, x, index, config):
-    q, k, v = store.heads(x, site, core)
+    *gates, q, k, v = store.heads(x, site, core)
     v = store.values(site, v)
     if core.bias:
-        ends = np.cumsum(core.reads.heads)[:-1]
+        ends = np.cumsum(core.qkv_heads)[:-1]
         q, k, v = (a + b for a, b in zip((q, k, v), np.split(params["bias"], ends), strict=True))
     if core.query_key_norm:
         q = heads_norm(q, params["query_gain"], core, config)
@@ -166,6 +166,7 @@ def attention_core(core, params, store, site, x, index, config):
     if core.scale is not None:
         q = q * core.scale * np.sqrt(core.head_dim)
     y = attention(q, k, v, divisor, core.window)
+    y = y * sigmoid(*gates) if gates else y
     if "w_out" not in params:
         return y
     y = y.reshape(*y.shape[:2], -1) @ params["w_out"] + params.get("output_bias", 0)

@@ -1,5 +1,7 @@
 """Cores of any kind in one model: against their equations, in every schedule, from caches."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ BOUNDED = cfg.Kda(num_heads=2, head_dim=4, gate_rank=3, lower_bound=-5.0)
 LINEAR = (cfg.Stack((DELTA, GATED), repeat=2), cfg.Stack((UNTURNED, GATED, BOUNDED, SQUARED)))
 # Biases everywhere, as in GPT-2; norms of what is written, as in OLMo 2; and both norms.
 BIASED = (
-    cfg.Attention(4, 4, cfg.Learned(11), bias=True, output_bias=True),
+    cfg.Attention(4, 4, cfg.Learned(11), bias=True, output_bias=True, output_gate=True),
     cfg.FeedForward(7, bias=True),
     cfg.Attention(2, 6, cfg.Rope(), False, num_kv_heads=1, output_bias=True, normed="both"),
     cfg.FeedForward(9, "geglu", bias=True, normed="both"),
@@ -49,7 +51,7 @@ WINDOWED = (
         4, 4, cfg.NoPositions(), num_kv_heads=1, query_key_norm=True, window=1, scale=0.7
     ),
     GATED,
-    GROUPED,
+    dataclasses.replace(GROUPED, output_gate=True),
     SQUARED,
 )
 STORES = {
@@ -297,6 +299,10 @@ def test_a_list_of_layers_becomes_stacks():
             "query_key_norm_over='heads' needs query_key_norm; legal without: head",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
+        (
+            lambda: model("vector", "sum", stacks=(cfg.Stack(WINDOWED),), mixer=cfg.Mudd()),
+            "mixer=mudd has no input for the gates of attention.output_gate=True; legal: false",
+        ),
         (
             lambda: model(
                 "vector", "sum", stacks=(cfg.Stack(WINDOWED),), parametrization=cfg.MuP()

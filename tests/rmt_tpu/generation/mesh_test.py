@@ -59,7 +59,10 @@ def test_greedy_text_on_a_mesh_is_that_of_no_cache():
     assert keys.addressable_shards[0].data.shape == (2, 1, engine.capacity, 6)
 
 
-BIASED = dataclasses.replace(GROUPED, output_bias=True, normed="both", query_key_norm_over="heads")
+BIASED = dataclasses.replace(
+    GROUPED, output_bias=True, output_gate=True, normed="both", query_key_norm_over="heads"
+)
+GATES = dataclasses.replace(GROUPED, output_gate=True)
 SYSTEMS = [
     ("vector", cfg.Sum(), BIASED, "sequence=2,tensor=2"),
     ("vector", cfg.Sum(), BIASED, "tensor=8"),  # two devices share a head of keys
@@ -72,6 +75,7 @@ SYSTEMS = [
     ("matrix", cfg.Sum(), plain(cfg.Learned(40)), "key=2,sequence=2"),
     ("matrix", cfg.Sum(), LATENT, "key=2,tensor=2"),
     ("matrix", cfg.FullAttention(), GROUPED, "fsdp=2,sequence=4"),
+    ("matrix", cfg.Sum(), GATES, "key=2,sequence=2,tensor=2"),
     ("matrix", cfg.Dense(), plain(cfg.NoPositions()), "tensor=4"),
     ("vector", cfg.Mudd(), GROUPED, "fsdp=2,tensor=2"),
     ("matrix", cfg.Mudd(), GROUPED, "key=2,tensor=2"),

@@ -65,7 +65,13 @@ BALANCED = cfg.Experts(
     6, 3, 4, shared=0, scores="softmax", normalized=False, balance=cfg.BalanceLoss(0.1)
 )
 BIASED = (
-    dataclasses.replace(CORES[0], output_bias=True, normed="both", query_key_norm_over="heads"),
+    dataclasses.replace(
+        CORES[0],
+        output_bias=True,
+        output_gate=True,
+        normed="both",
+        query_key_norm_over="heads",
+    ),
     cfg.FeedForward(10, "swiglu", bias=True, normed="output"),
 )
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
@@ -73,7 +79,7 @@ ON_MATRICES += ("delta", "delta, null", "mean", "mudd", "wide", "scalars", "open
 WINDOWS = (
     cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, window=5),
     cfg.FeedForward(10),
-    cfg.Attention(4, 6, cfg.Alibi(), window=2),
+    cfg.Attention(4, 6, cfg.Alibi(), window=2, output_gate=True),
     cfg.FeedForward(10),
     CORES[0],
     cfg.FeedForward(10),
