@@ -299,6 +299,15 @@ class Kda(Heads):
       gate_rank: rank of the matrices that compute decays and output gates; None is `head_dim`.
       lower_bound: lower bound of the log decays, like -5. With a bound, a log decay is the bound
         times a sigmoid. Without a bound (None), a log decay is a negative softplus.
+      num_key_heads: number of query heads and of key heads. Each pair of them is shared by
+        `num_heads / num_key_heads` adjacent value heads. None means one pair per value head.
+      decays: whether each of the "channels" of a head has its own decay, or each of the "heads".
+      gates: whether output gates are computed by matrices of `gate_rank` ("low_rank"), or read from
+        the residual like values ("full").
+      gate_activation: the function of the gates.
+
+    With decays of heads and full gates with silu, this is Gated DeltaNet (Yang, Kautz and
+    Hatamizadeh 2024).
     """
 
     kind: ClassVar[str] = "kda"
@@ -307,6 +316,29 @@ class Kda(Heads):
     conv_size: Size = 4
     gate_rank: Size | None = None
     lower_bound: LogDecay | None = None
+    num_key_heads: Size | None = None
+    decays: Literal["channels", "heads"] = "channels"
+    gates: Literal["low_rank", "full"] = "low_rank"
+    gate_activation: Literal["sigmoid", "silu"] = "sigmoid"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_heads % self.key_heads:
+            legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UsageError(
+                f"Kda.num_key_heads={self.num_key_heads} does not divide num_heads="
+                f"{self.num_heads}; legal: {', '.join(map(str, legal))}"
+            )
+
+    @property
+    def key_heads(self) -> int:
+        """Number of query heads, and number of key heads."""
+        return self.num_heads if self.num_key_heads is None else self.num_key_heads
+
+    @property
+    def divided_heads(self) -> dict[str, int]:
+        """The numbers of heads that the devices of a mesh must divide, by name of the field."""
+        return {"num_heads": self.num_heads, "num_key_heads": self.key_heads}
 
     @property
     def rank(self) -> int:
@@ -317,15 +349,17 @@ class Kda(Heads):
     def reads(self) -> Port:
         """The vectors that the core reads from the residual.
 
-        They are queries, keys and values of its heads, and all data vectors, from which decays and
-        gates are computed.
+        They are queries, keys and values of its heads, full gates, and all data vectors, from which
+        decays and other gates are computed.
         """
-        return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, residual=True)
+        of_values = (self.num_heads,) * (2 if self.gates == "full" else 1)
+        heads = 2 * (self.key_heads,) + of_values
+        return Port(heads=heads, head_dim=self.head_dim, residual=True)
 
     def parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters in the gates, the convolutions and the norm."""
-        size = self.num_heads * self.head_dim
-        vectors = 3 * self.conv_size * size + size + self.num_heads + self.head_dim
+        biases = self.num_heads * (self.head_dim if self.decays == "channels" else 1)
+        vectors = self.conv_size * self._channels + biases + self.num_heads + self.head_dim
         return self._weights(read_width) + vectors
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
@@ -335,12 +369,20 @@ class Kda(Heads):
         and head, as counted in the paper.
         """
         size, chunk = self.head_dim, 64
-        per_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size
-        return 2 * self._weights(read_width) + self.num_heads * per_head
+        per_head = 6 * size**2 + 3 * chunk * size + chunk**2
+        convolutions = 2 * self.conv_size * self._channels
+        return 2 * self._weights(read_width) + self.num_heads * per_head + convolutions
+
+    @property
+    def _channels(self) -> int:
+        """Number of channels that are convolved: those of queries, keys and values."""
+        return (2 * self.key_heads + self.num_heads) * self.head_dim
 
     def _weights(self, width: int) -> int:
-        size = self.num_heads * self.head_dim
-        return 2 * self.rank * (width + size) + width * self.num_heads
+        low_rank = self.rank * (width + self.num_heads * self.head_dim)
+        decays = low_rank if self.decays == "channels" else width * self.num_heads
+        gates = low_rank if self.gates == "low_rank" else 0
+        return decays + gates + width * self.num_heads
 
 
 Core = Attention | FeedForward | Mla | Kda | Experts

@@ -56,6 +56,8 @@ class Experts(Computes):
       hidden_dim: number of hidden neurons in each expert (F).
       shared: number of additional experts that every token uses. They are computed as one layer
         with `shared * hidden_dim` hidden neurons.
+      shared_gate: whether the output of the shared experts is multiplied by the sigmoid of a number
+        that is computed from the token.
       scale: factor by which the sum of the chosen experts' outputs is multiplied.
       scores: function that makes the scores of experts from the router's logits: a "sigmoid" of
         each, or a "softmax" over all experts.
@@ -74,6 +76,7 @@ class Experts(Computes):
     top_k: Size
     hidden_dim: Size
     shared: Count = 1
+    shared_gate: bool = False
     scale: Positive = 1.0
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
     normalized: bool = True
@@ -82,6 +85,8 @@ class Experts(Computes):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.shared_gate and not self.shared:
+            raise UsageError("Experts.shared_gate=True needs shared experts; legal without: false")
         if self.top_k > self.num_experts:
             raise UsageError(
                 f"Experts.top_k={self.top_k} must be at most num_experts={self.num_experts}"
@@ -113,7 +118,7 @@ class Experts(Computes):
     def parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters in all experts and in the router with its statistics."""
         bins = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
-        router = (read_width + 1 + bins) * self.num_experts
+        router = (read_width + 1 + bins) * self.num_experts + self.shared_gate * read_width
         return (self.num_experts + self.shared) * self._expert_parameters(
             width, read_width
         ) + router
@@ -129,7 +134,7 @@ class Experts(Computes):
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
         """Return the FLOPs per token of the router and of the experts that the token uses."""
         experts = (self.top_k + self.shared) * self._expert_parameters(width, read_width)
-        return 2 * (experts + read_width * self.num_experts)
+        return 2 * (experts + read_width * (self.num_experts + self.shared_gate))
 
     def _expert_parameters(self, width: int, read_width: int) -> int:
         return (2 * read_width + width) * self.hidden_dim

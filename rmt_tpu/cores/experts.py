@@ -83,6 +83,7 @@ class Experts(Core):
       w_1: G and U of each expert, [E, D, 2, F].
       w_2: W_2 of each expert, [E, F, D].
       shared: the layer that processes every token; None if there is none.
+      w_shared_gate: the weights of the gate of that layer's output, [D, 1]; None without a gate.
     """
 
     name: ClassVar[str] = "experts"
@@ -119,6 +120,9 @@ class Experts(Core):
         sizes = {"output_scale": output_scale, "input_width": input_width}
         shared = cfg.FeedForward(max(core.shared, 1) * hidden, "swiglu")
         self.shared = FeedForward(config, shared, seed / "shared", **sizes) if core.shared else None
+        std, axes = config.init_std * input_width**-0.5, ("embed", "gate")
+        gate = draw(seed / "w_shared_gate", (input_width, 1), std=std, axes=axes)
+        self.w_shared_gate = gate if core.shared_gate else None
 
     def __call__(
         self, z: Read, context: Context, index: Index
@@ -141,11 +145,19 @@ class Experts(Core):
         y, dropped = self._mix(x, routing)
         y = separate(y, self.vectors)
         if self.shared is not None:
-            y = y + self.shared(z, context, index)
+            y = y + self._gate(x) * self.shared(z, context, index)
         aux = {"loss": self._balance_loss(scores, biased, routing)}
         if self.core.capacity is not None:
             aux["dropped"] = dropped.astype(scores.dtype)
         return y, aux
+
+    def _gate(self, x):
+        """Return the factor of the shared experts' output, for each token, or 1."""
+        if self.w_shared_gate is None:
+            return 1
+        weights = sharding.gather(self.w_shared_gate.astype(x.dtype), "fsdp", axis=0)
+        logits = jnp.dot(x, weights, preferred_element_type=jnp.result_type(x, jnp.float32))
+        return jax.nn.sigmoid(logits).astype(x.dtype)[..., None]
 
     # Routing ------------------------------------------------------------------------------------
 

@@ -9,11 +9,15 @@ from the residual:
     S_t = Diag(e^g) S_(t-1) + beta k (v - k^T Diag(e^g) S_(t-1))^T      o = S_t^T q / sqrt(D_h)
     y = gain norm(o) sigmoid(W_ob W_oa x)
 
-These equations apply to every head; the gain has D_h numbers, which all heads share. The
-convolutions run over the last few tokens, for each channel separately. There are no position
-embeddings, because convolutions and decays already depend on the order of the tokens.
+These equations apply to every head; the gain has D_h numbers, which all heads share. By options, a
+head has a single decay, `z = w_a x + b`, several heads share their queries and keys, and the gates
+are vectors that are read like values; with silu in place of the sigmoid, that is Gated DeltaNet
+(Yang, Kautz and Hatamizadeh 2024). The convolutions run over the last few tokens, for each channel
+separately. There are no position embeddings, because convolutions and decays already depend on the
+order of the tokens.
 """
 
+import itertools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -53,23 +57,27 @@ class Cache(NamedTuple):
 
     Attributes:
       states: the states S of this device's heads.
-      tails: the last few tokens' inputs to the convolutions.
+      tails: the last few tokens' inputs to the convolutions, one array for each array of taps.
     """
 
     states: Float[Array, "repeat batch heads head_dim head_dim"]
-    tails: Float[Array, "repeat batch taps_less_1 3 heads_dim"]
+    tails: tuple[Float[Array, "repeat batch taps_less_1 groups heads_dim"], ...]
 
 
 class Kda(Core):
     """Kimi Delta Attention, as described by a `config.Kda`.
 
     Attributes:
-      taps: the weights of the convolutions of queries, keys and values: [conv_size, 3, H D_h].
-      w_decay_down, w_decay_up: W_ga [D, gate_rank], W_gb [gate_rank, H D_h].
-      decay_bias: b, [H D_h].
+      taps: the weights of the convolutions of queries, keys and values: [conv_size, 3, H D_h]; of
+        queries and keys alone, [conv_size, 2, K D_h], if there are only K heads of them.
+      value_taps: those of values, [conv_size, 1, H D_h], in this case, and otherwise None.
+      w_decay_down, w_decay_up: W_ga [D, gate_rank], W_gb [gate_rank, H D_h]; None with one decay
+        per head.
+      w_decay: w_a [D, H] with one decay per head, and otherwise None.
+      decay_bias: b, [H D_h] or [H].
       log_rate: A, [H].
       w_beta: w_beta, [D, H].
-      w_gate_down, w_gate_up: W_oa [D, gate_rank], W_ob [gate_rank, H D_h].
+      w_gate_down, w_gate_up: W_oa [D, gate_rank], W_ob [gate_rank, H D_h]; None with full gates.
       gain: the gain of the norm of the heads' reads o, [D_h].
     """
 
@@ -85,15 +93,24 @@ class Kda(Core):
 
         # The taps (convolution weights) are of order 1, because a convolution sums over only a few
         # tokens. Like gains, they therefore have no weight decay.
-        shape, axes = (core.conv_size, 3, size), ("taps", "projection", "heads")
-        std = core.conv_size**-0.5
-        self.taps = parameter(seed / "taps", shape, std=std, role="gain", axes=axes)
+        def taps(name: str, groups: int, count: int) -> nnx.Param:
+            shape, axes = (core.conv_size, groups, count), ("taps", "projection", "heads")
+            std = core.conv_size**-0.5
+            return parameter(seed / name, shape, std=std, role="gain", axes=axes)
+
+        alike = core.key_heads == heads
+        self.taps = taps("taps", 3 if alike else 2, core.key_heads * core.head_dim)
+        self.value_taps = None if alike else taps("value_taps", 1, size)
         down, up = ("embed", "rank"), ("embed", "heads")
-        self.w_decay_down = weights("w_decay_down", width, core.rank, axes=down)
-        self.w_decay_up = weights("w_decay_up", core.rank, size, axes=up)
+        of_channels, low_rank = core.decays == "channels", core.gates == "low_rank"
+        draw = lambda name, *shape, axes, has: weights(name, *shape, axes=axes) if has else None
+        self.w_decay_down = draw("w_decay_down", width, core.rank, axes=down, has=of_channels)
+        self.w_decay_up = draw("w_decay_up", core.rank, size, axes=up, has=of_channels)
+        self.w_decay = draw("w_decay", width, heads, axes=up, has=not of_channels)
         lowest, highest = map(jnp.log, _STEPS)
         key = (seed / "decay_bias").key()
-        steps = jax.random.uniform(key, (size,), minval=lowest, maxval=highest)
+        count = size if of_channels else heads
+        steps = jax.random.uniform(key, (count,), minval=lowest, maxval=highest)
         steps = jnp.maximum(jnp.exp(steps), _MIN_STEP)
         bounded = core.lower_bound is not None
         # The inverse of softplus, so that softplus(decay_bias) equals the drawn step size.
@@ -105,8 +122,8 @@ class Kda(Core):
         log_rate = jnp.zeros(heads) if bounded else jnp.log(rates)
         self.log_rate = nnx.Param(log_rate, role="gain", axes=("heads",))
         self.w_beta = weights("w_beta", width, heads, axes=("embed", "heads"))
-        self.w_gate_down = weights("w_gate_down", width, core.rank, axes=down)
-        self.w_gate_up = weights("w_gate_up", core.rank, size, axes=up)
+        self.w_gate_down = draw("w_gate_down", width, core.rank, axes=down, has=low_rank)
+        self.w_gate_up = draw("w_gate_up", core.rank, size, axes=up, has=low_rank)
         self.gain = gain((core.head_dim,), axes=("head_dim",))
 
     def __call__(
@@ -120,15 +137,19 @@ class Kda(Core):
         devices = sharding.axis_size(sharding.token_axes())
         heads, size = self.core.num_heads // devices, self.core.head_dim
         states = (repeat, batch, heads, size, size)
-        tails = (repeat, batch, self.core.conv_size - 1, 3, heads * size)
+        groups = ((3, heads),)
+        if self.value_taps is not None:
+            groups = (2, self.core.key_heads // devices), (1, heads)
+        shape = (repeat, batch, self.core.conv_size - 1)
+        tails = tuple(jnp.zeros((*shape, n, count * size), dtype) for n, count in groups)
         state_dtype = jnp.promote_types(dtype, jnp.float32)
-        return Cache(jnp.zeros(states, state_dtype), jnp.zeros(tails, dtype))
+        return Cache(jnp.zeros(states, state_dtype), tails)
 
     def cache_specs(self) -> Cache:
         """Return the specs that shard a cache by rows and by heads."""
         rows, heads = (sharding.CACHE_RULES[axis] for axis in ("batch", "tokens"))
         tails = PartitionSpec(None, rows, None, None, heads)
-        return Cache(PartitionSpec(None, rows, heads), tails)
+        return Cache(PartitionSpec(None, rows, heads), (tails,) * len(self._all_taps))
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
@@ -136,29 +157,36 @@ class Kda(Core):
         """Run the core on new tokens, continuing from the states in the cache."""
         state, tail = stacks.slice_at(cache, layer)
         if context.start is None:
-            state, tail = jnp.zeros_like(state), jnp.zeros_like(tail)
+            state, tail = jax.tree.map(jnp.zeros_like, (state, tail))
         else:  # a row without earlier tokens must not use the state of the row's previous sequence
             begun = context.start > 0
-            state = jnp.where(begun[:, None, None, None], state, 0)
-            tail = jnp.where(begun[:, None, None, None], tail, 0)
+            fresh = lambda x: jnp.where(begun[:, None, None, None], x, 0)
+            state, tail = jax.tree.map(fresh, (state, tail))
         y, *new = self._run(z, context, state, tail)
         return y, stacks.update_at(cache, Cache(*new), layer)
 
     def _run(self, z, context, state, tail):
         """Return the heads' outputs, and the state and the tail after the last token."""
         x = sharding.gather(concatenate(z.residual), "tensor", axis=1)
-        q, k, v, tail = self._convolve(
-            unflatten_rows(self._own_heads(z.heads), context), context, tail
+        runs = [unflatten_rows(run, context) for run in self._own_heads(z.heads)]
+        gates = None
+        if self.core.gates == "full":
+            gates, runs[-1] = runs[-1][:, :, -1], runs[-1][:, :, :-1]
+        (q, k, v), tail = self._convolve(runs, context, tail)
+        log_decay, beta = (
+            unflatten_rows(part, context) for part in (self._decays(x), self._betas(x))
         )
-        gates = self._project(x, self.w_gate_down, self.w_gate_up)
-        parts = (self._decays(x), self._betas(x), gates)
-        log_decay, beta, gates = (unflatten_rows(part, context) for part in parts)
+        if gates is None:
+            gates = self._project(x, self.w_gate_down, self.w_gate_up)
+            gates = unflatten_rows(gates, context)
         if context.lengths is not None:  # padding tokens must not change their row's state
             valid = jnp.arange(q.shape[1]) < context.lengths[:, None]
             log_decay = jnp.where(valid[..., None, None], log_decay, 0)
             beta = jnp.where(valid[..., None], beta, 0)
         scale = self.core.head_dim**-0.5
-        args = (_unit(q), _unit(k), v, log_decay, beta)
+        q, k = (self._of_values(_unit(x)) for x in (q, k))
+        log_decay = jnp.broadcast_to(log_decay, (*v.shape[:3], k.shape[3]))
+        args = (q, k, v, log_decay, beta)
         if q.shape[1] == 1 and state is not None:
             result = pallas_kernels.delta_step(*(a[:, 0] for a in args), state, scale=scale)
             read, state = result[0][:, None], result[1]
@@ -166,28 +194,46 @@ class Kda(Core):
             ids = context.segment_ids
             read, state = pallas_kernels.delta_attention(*args, state, scale=scale, segment_ids=ids)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
-        y = normalize(read, self.gain[...], **norm) * jax.nn.sigmoid(gates)
+        activation = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[self.core.gate_activation]
+        y = normalize(read, self.gain[...], **norm) * activation(gates)
         return to_tokens(flatten_rows(y, context), self.layout, other_axes()), state, tail
 
-    def _convolve(self, heads, context, tail):
-        """Return the convolved queries, keys and values, and the new tail of inputs."""
-        batch, seq = heads.shape[:2]
-        channels = heads.reshape(batch, seq, 3, -1)
-        if tail is None:
-            earlier = self.core.conv_size - 1
-            tail = jnp.zeros((batch, earlier, *channels.shape[2:]), channels.dtype)
-        taps = self._own_part(self.taps, axis=2).astype(channels.dtype)
-        qkv = short_convolution.convolve(channels, taps, tail, context.segment_ids)
-        q, k, v = jnp.split(jax.nn.silu(qkv).reshape(heads.shape), 3, axis=2)
-        return q, k, v, short_convolution.tail(channels, tail, context.lengths)
+    @property
+    def _all_taps(self):
+        """The arrays of taps, of queries, keys and values in order."""
+        return [taps for taps in (self.taps, self.value_taps) if taps is not None]
+
+    def _convolve(self, runs, context, tails):
+        """Return the convolved queries, keys and values, and the new tails of inputs."""
+        found, new = [], []
+        for n, (run, all_taps) in enumerate(zip(runs, self._all_taps, strict=True)):
+            batch, seq, groups = run.shape[:3]
+            channels = run.reshape(batch, seq, groups, -1)
+            earlier = (batch, self.core.conv_size - 1, *channels.shape[2:])
+            tail = jnp.zeros(earlier, channels.dtype) if tails is None else tails[n]
+            taps = self._own_part(all_taps, axis=2).astype(channels.dtype)
+            mixed = short_convolution.convolve(channels, taps, tail, context.segment_ids)
+            mixed = jax.nn.silu(mixed).reshape(run.shape)
+            found += [mixed[:, :, group] for group in range(groups)]
+            new.append(short_convolution.tail(channels, tail, context.lengths))
+        return found, tuple(new)
+
+    def _of_values(self, x):
+        """Return the queries or keys of each value head."""
+        each = self.core.num_heads // self.core.key_heads
+        return jnp.repeat(x, each, axis=2) if each > 1 else x
 
     def _decays(self, x):
-        """Return the log decay g of every head.
+        """Return the log decays g of every head, [batch, seq, heads, head_dim or 1].
 
         The addition of the bias, and all operations after it, are computed in at least float32.
         """
         dtype = jnp.result_type(x, jnp.float32)
-        z = self._project(x, self.w_decay_down, self.w_decay_up).astype(dtype)
+        if self.w_decay is None:
+            z = self._project(x, self.w_decay_down, self.w_decay_up).astype(dtype)
+        else:
+            z = jnp.dot(x, self._gather(self.w_decay, x.dtype)).astype(dtype)
+            z = sharding.swap(z, other_axes(), split=2, join=1)[..., None]
         z = z + self._own_part(self.decay_bias).reshape(z.shape[2:])
         rate = jnp.exp(self._own_part(self.log_rate))[:, None]
         if self.core.lower_bound is not None:
@@ -215,16 +261,23 @@ class Kda(Core):
         return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):
-        """Return queries, keys and values of this device's heads, for the tokens of all devices.
+        """Return this device's heads, [batch, all_seq, groups, heads, head_dim].
 
-        Heads are exchanged for tokens first over `tensor`, which also shards the heads' weights,
-        and then over the other token axes.
+        Each run of groups with the same number of heads is an array: queries and keys, and values
+        and full gates; or all of them. Heads are exchanged for tokens first over `tensor`, which
+        also shards the heads' weights, and then over the other token axes.
         """
-        groups = heads.reshape(*heads.shape[:2], 3, -1, heads.shape[-1])
-        if not self.layout.projected:
-            groups = sharding.swap(groups, "tensor", split=3, join=1)
-        groups = sharding.swap(groups, other_axes(), split=3, join=1)
-        return groups.reshape(*groups.shape[:2], -1, groups.shape[-1])
+        devices = 1 if not self.layout.projected else sharding.axis_size("tensor")
+        counts, runs, start = self.core.reads.heads, [], 0
+        for count, run in itertools.groupby(counts):
+            groups, own = len(list(run)), count // devices
+            part = heads[:, :, start : start + groups * own]
+            part = part.reshape(*part.shape[:2], groups, own, part.shape[-1])
+            if not self.layout.projected:
+                part = sharding.swap(part, "tensor", split=3, join=1)
+            runs.append(sharding.swap(part, other_axes(), split=3, join=1))
+            start += groups * own
+        return runs
 
 
 def _unit(x):

@@ -27,7 +27,7 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
     for s, stack in enumerate(decoder.config.stacks):
         for k, core in enumerate(stack.cores):
             site = axes["stacks"][s][k].get("site", {})  # a site may have no parameters
-            if "read_fewer" in site and core.kv_heads % mesh.shape["tensor"]:
+            if "read_fewer" in site and getattr(core, "kv_heads", 0) % mesh.shape["tensor"]:
                 # Too few key heads to shard: replicate their weight over the mesh axis `tensor`.
                 # The module `key_heads` then repeats the heads, so that they can be sharded.
                 site["read_fewer"] = (*site["read_fewer"][:-1], "shared")

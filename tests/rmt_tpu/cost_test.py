@@ -1,5 +1,7 @@
 """The papers' tables and figure, from the formulas; and the formulas against the compiler."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -96,8 +98,21 @@ def test_flops_of_delta_attention():
         assert flops == decays_and_output_gates + betas + convolutions + state
 
 
+def test_counts_of_gated_delta_net():
+    """With 2 heads of keys and 4 of values of 5, decays of heads, and gates that the site reads."""
+    shape = dict(num_key_heads=2, decays="heads", gates="full")
+    core = cfg.Kda(4, 5, conv_size=3, **shape)
+    taps, decays, betas = 3 * (2 * 2 + 4) * 5, 13 * 4 + 2 * 4, 13 * 4
+    assert core.parameters(19, 13) == taps + decays + betas + 5
+    products = 2 * (13 * 4 + 13 * 4) + 2 * taps
+    assert core.flops(19, 13, 7) == products + 4 * (6 * 5 * 5 + 3 * 64 * 5 + 64 * 64)
+
+
 def test_flops_of_experts():
     """Of a token: a router over all, and the experts that it meets (k = 3 of 11, 2 shared)."""
     core = cfg.Experts(num_experts=11, top_k=3, hidden_dim=7, shared=2)
     of_one = 2 * 13 * 7 + 2 * 13 * 7 + 2 * 7 * 19  # gate, up, down
     assert core.flops(19, 13, 17) == (3 + 2) * of_one + 2 * 13 * 11
+    gated = dataclasses.replace(core, shared_gate=True)
+    assert gated.parameters(19, 13) - core.parameters(19, 13) == 13
+    assert gated.flops(19, 13, 17) - core.flops(19, 13, 17) == 2 * 13

@@ -199,17 +199,25 @@ def mla_core(core, params, store, site, x, index, config):
     return attention(q, np.concatenate([k, k_rope], axis=-1), v)
 
 
+NONE = np.zeros((1, 0))
+
+
 def kda_core(core, params, store, site, x, index, config):
-    q, k, v = store.heads(x, site, core)
+    q, k, v, *gates = store.heads(x, site, core)
     x = store.whole(x, site, core)
+    taps = [x for name in ("taps", "value_taps") for x in np.moveaxis(params.get(name, NONE), 1, 0)]
     q, k, v = (
-        silu(convolved(a, params["taps"][:, i].reshape(core.conv_size, *a.shape[2:])))
-        for i, a in enumerate((q, k, v))
+        silu(convolved(a, own.reshape(core.conv_size, *a.shape[2:])))
+        for a, own in zip((q, k, v), taps, strict=True)
     )
+    q, k = (a.repeat(core.num_heads // core.key_heads, axis=2) for a in (q, k))
     unit = lambda a: a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
     q, k = unit(q) / np.sqrt(core.head_dim), unit(k)
     split = lambda a: a.reshape(*v.shape)
-    z = split(x @ params["w_decay_down"] @ params["w_decay_up"] + params["decay_bias"])
+    if core.decays == "channels":
+        z = split(x @ params["w_decay_down"] @ params["w_decay_up"] + params["decay_bias"])
+    else:
+        z = (x @ params["w_decay"] + params["decay_bias"])[..., None]
     rate = np.exp(params["log_rate"])[:, None]
     bounded = core.lower_bound is not None
     g = core.lower_bound * sigmoid(rate * z) if bounded else -rate * np.log(1 + np.exp(z))
@@ -220,7 +228,8 @@ def kda_core(core, params, store, site, x, index, config):
         missing = v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + np.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], missing)
         read.append(np.einsum("bhk,bhkv->bhv", q[:, t], state))
-    gates = sigmoid(split(x @ params["w_gate_down"] @ params["w_gate_up"]))
+    (gates,) = gates or [split(x @ params["w_gate_down"] @ params["w_gate_up"])]
+    gates = sigmoid(gates) if core.gate_activation == "sigmoid" else silu(gates)
     return rms_norm(np.stack(read, axis=1), params["gain"], config) * gates
 
 
@@ -257,7 +266,8 @@ def experts_core(core, params, store, site, x, index, config):
     y = np.einsum("bne,bnef,efd->bnd", weights, silu(gate) * up, params["w_2"])
     if core.shared:
         gate, up = params["shared"]["w_1"]
-        y = y + (silu(x @ gate) * (x @ up)) @ params["shared"]["w_2"]
+        shared = (silu(x @ gate) * (x @ up)) @ params["shared"]["w_2"]
+        y = y + (sigmoid(x @ params["w_shared_gate"]) if core.shared_gate else 1) * shared
     return y
 
 

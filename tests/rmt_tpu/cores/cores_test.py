@@ -31,6 +31,10 @@ STACKS = (
 DELTA = cfg.Kda(num_heads=2, head_dim=4, conv_size=3)
 BOUNDED = cfg.Kda(num_heads=2, head_dim=4, gate_rank=3, lower_bound=-5.0)
 LINEAR = (cfg.Stack((DELTA, GATED), repeat=2), cfg.Stack((UNTURNED, GATED, BOUNDED, SQUARED)))
+# Gated DeltaNet, with heads of queries that several heads of values share; and full gates alone.
+NET = cfg.Kda(4, 4, num_key_heads=2, decays="heads", gates="full", gate_activation="silu")
+FULL = cfg.Kda(num_heads=2, head_dim=4, gates="full", lower_bound=-5.0)
+NETS = (cfg.Stack((NET, GATED, FULL, SQUARED), repeat=2),)
 # Biases everywhere, as in GPT-2; norms of what is written, as in OLMo 2; and both norms.
 BIASED = (
     cfg.Attention(4, 4, cfg.Learned(11), bias=True, output_bias=True, output_gate=True),
@@ -115,6 +119,15 @@ def test_linear_attention_follows_its_equations(store, name):
 
 
 @pytest.mark.parametrize(
+    "store, name",
+    [("matrix", "sum"), *later(("vector", "sum"), ("vector", "full"), ("matrix", "reversible"))],
+)
+def test_gated_delta_net_follows_its_equations(store, name):
+    with jax.enable_x64(True):
+        checks.assert_follows_equations(model(store, name, stacks=NETS), reference)
+
+
+@pytest.mark.parametrize(
     "stacks, changes",
     [
         ((*BIASED, *AFTER), {"norm": "layernorm", "norm_bias": True}),
@@ -146,7 +159,7 @@ def test_windows_in_some_layers_follow_their_equations(store, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stacks", [LINEAR, (cfg.Stack(WINDOWED, 2),)])
+@pytest.mark.parametrize("stacks", [LINEAR, NETS, (cfg.Stack(WINDOWED, 2),)])
 def test_documents_in_one_row(stacks):
     """No state, convolution or window reaches from one document into the next."""
     with jax.enable_x64(True):
@@ -165,7 +178,7 @@ def test_documents_in_one_row(stacks):
         assert_close(*both(models.random_parameters(config)), 1e-12)
 
 
-@pytest.mark.parametrize("stacks", [(cfg.Stack(WINDOWED, 2),), *later((LINEAR,))])
+@pytest.mark.parametrize("stacks", [(cfg.Stack(WINDOWED, 2),), *later((LINEAR,), (NETS,))])
 def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
     """A prompt of two lengths in parts, then token by token; and one that takes a used cache."""
     with jax.enable_x64(True):
@@ -299,6 +312,10 @@ def test_a_list_of_layers_becomes_stacks():
             "query_key_norm_over='heads' needs query_key_norm; legal without: head",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
+        (
+            lambda: cfg.Kda(4, 4, num_key_heads=3),
+            "Kda.num_key_heads=3 does not divide num_heads=4; legal: 1, 2, 4",
+        ),
         (
             lambda: model("vector", "sum", stacks=(cfg.Stack(WINDOWED),), mixer=cfg.Mudd()),
             "mixer=mudd has no input for the gates of attention.output_gate=True; legal: false",

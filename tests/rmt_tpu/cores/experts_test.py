@@ -21,7 +21,7 @@ from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks, over_depth
 from tests.tiers import later
 
-MIX = cfg.Experts(6, 2, 5, scale=2.5, balance=cfg.SignRule(rate=0.4))
+MIX = cfg.Experts(6, 2, 5, shared_gate=True, scale=2.5, balance=cfg.SignRule(rate=0.4))
 ALONE = cfg.Experts(5, 3, 4, shared=0, balance=cfg.BalanceLoss())
 ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
 SOFT = cfg.Experts(

@@ -62,6 +62,7 @@ def test_greedy_text_on_a_mesh_is_that_of_no_cache():
 BIASED = dataclasses.replace(
     GROUPED, output_bias=True, output_gate=True, normed="both", query_key_norm_over="heads"
 )
+NET = cfg.Kda(8, 6, num_key_heads=4, decays="heads", gates="full", gate_activation="silu")
 GATES = dataclasses.replace(GROUPED, output_gate=True)
 SYSTEMS = [
     ("vector", cfg.Sum(), BIASED, "sequence=2,tensor=2"),
@@ -82,6 +83,8 @@ SYSTEMS = [
     ("matrix", cfg.ResidualScalars(), GROUPED, "key=2,tensor=2"),
     ("vector", cfg.Sum(), cfg.Kda(num_heads=4, head_dim=6), "data=2,sequence=2,tensor=2"),
     ("matrix", cfg.BlockAttention(num_blocks=2), cfg.Kda(4, 6), "key=2,tensor=2"),
+    ("vector", cfg.Sum(), NET, "data=2,sequence=2,tensor=2"),
+    ("matrix", cfg.Sum(), NET, "key=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), EXPERTS, "expert=2,tensor=2"),
     ("matrix", cfg.Sum(), EXPERTS, "expert=2,key=2"),
 ]

@@ -60,7 +60,8 @@ CORES = (
     cfg.FeedForward(6, "relu2"),
 )
 LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
-EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
+NET = cfg.Kda(8, 6, num_key_heads=4, decays="heads", gates="full", gate_activation="silu")
+EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4, shared_gate=True))
 BALANCED = cfg.Experts(
     6, 3, 4, shared=0, scores="softmax", normalized=False, balance=cfg.BalanceLoss(0.1)
 )
@@ -170,6 +171,8 @@ def run_config(store, name, mesh, seq_len=12):
     if name == "biases":
         norm = {"norm": "layernorm", "norm_bias": True}
         model = model.replace(stacks=(cfg.Stack(BIASED, repeat=2),), **norm)
+    if name == "nets":
+        model = model.replace(stacks=(cfg.Stack((NET, cfg.FeedForward(8)), repeat=2),))
     if name == "windows":
         model = model.replace(stacks=(cfg.Stack(WINDOWS, repeat=2),))
     if name == "attention":
@@ -269,6 +272,12 @@ def test_experts_on_a_mesh_are_those_of_one_device(store, mesh):
 def test_biases_and_norms_of_outputs_on_a_mesh_are_those_of_one_device(mesh):
     spec = ",".join(f"{axis}=2" for axis in mesh)
     assert_same(gradients("vector", "biases", spec), alone("vector", "biases"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+def test_gated_delta_net_on_a_mesh_is_that_of_one_device(store):
+    assert_same(gradients(store, "nets", "fsdp=2,tensor=2,sequence=2"), alone(store, "nets"))
 
 
 def test_a_sequence_that_has_no_two_parts_a_device_is_refused():
