@@ -27,6 +27,7 @@ class Family(NamedTuple):
         without an unembedding.
       windows: which layers have a sliding window; None if the kind has no windows.
       activation: the name of the field with the activation of feed-forward layers.
+      rotated: the part of a head that RoPE rotates by default; None if it rotates whole heads.
       ropes: whether layers with a window have a RoPE of their own, in `rope_parameters`.
     """
 
@@ -39,6 +40,7 @@ class Family(NamedTuple):
     windows: Windows | None = None
     ropes: bool = False
     activation: str = "hidden_act"
+    rotated: float | None = None
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
@@ -53,6 +55,8 @@ NORMS_AFTER = "norms of outputs"
 # What sublayers read and what they write is normed; a stored gain is the gain minus 1; embeddings
 # are multiplied by the square root of the width; and logits have a factor of their own.
 GEMMA = "norms of inputs and outputs"
+# Layers of Gated DeltaNet, gated attention, a gated shared expert, and names of its own.
+NEXT = "gated delta net"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"
 # Any model of this package.
@@ -125,6 +129,7 @@ FAMILIES = {
         frozenset({PARTIAL_ROPE}),
         end=32_000,
         windows="all",
+        rotated=1.0,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -160,6 +165,28 @@ FAMILIES = {
         },
         frozenset({QUERY_KEY_NORM, EXPERTS}),
         windows="all",
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            "decoder_sparse_step": 1,
+            "head_dim": 256,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_key_value_heads": 2,
+            "router_aux_loss_coef": 1e-3,
+            "shared_expert_intermediate_size": 512,
+        },
+        frozenset({NEXT}),
+        rotated=0.25,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub import gpt2, own
+from rmt_tpu.hub import gpt2, own, qwen3_next
 from rmt_tpu.hub.families import (
     BIAS,
     EXPERTS,
     FAMILIES,
     GEMMA,
     GPT2,
+    NEXT,
     NORMS_AFTER,
     OWN,
     PARTIAL_ROPE,
@@ -126,6 +127,8 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
         return own.model_config(values, where)
     if GPT2 in family.traits:
         return gpt2.model_config(config_fields, _MOST_LAYERS)
+    if NEXT in family.traits:
+        return qwen3_next.model_config(config_fields, family, _num_layers(config_fields))
     config_fields.only("mlp_bias", False)
     config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
@@ -145,6 +148,13 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     )
 
 
+def _num_layers(config_fields: Fields) -> int:
+    layers = config_fields.size("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise config_fields.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
+    return layers
+
+
 def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
     """Return the attention core of each layer."""
     width = config_fields.size("hidden_size")
@@ -158,9 +168,7 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
     if heads % groups:
         raise config_fields.wrong("num_key_value_heads", groups, f"a divisor of the {heads} heads")
     ropes = read_ropes(config_fields, family, size)
-    layers = config_fields.size("num_hidden_layers")
-    if layers > _MOST_LAYERS:
-        raise config_fields.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
+    layers = _num_layers(config_fields)
     rotated = [True] * layers
     if UNROTATED_LAYERS in family.traits:
         interval = config_fields.size("no_rope_layer_interval", 4)
@@ -253,15 +261,17 @@ def config_values(
     }
     if kind == own.KIND:
         return special | own.config_values(model, max_length)
+    if kind == "qwen3_next":
+        values = special | qwen3_next.config_values(model, FAMILIES[kind], max_length)
+        _check_expressed(model, model_config(values, CONFIG))
+        return values
     layers = _layers(model)
     attention, feed_forward = layers[0]
     if GPT2 in FAMILIES[kind].traits:
         values = gpt2.config_values(model, attention, feed_forward, len(layers)) | special
         _check_expressed(model, model_config(values, CONFIG))
         return values
-    rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
-    family, windows = FAMILIES[kind], [core.window for core, _ in layers]
-    ropes = _ropes(layers)
+    family = FAMILIES[kind]
     dense = [n for n, (_, core) in enumerate(layers) if core.kind != cfg.Experts.kind]
     feed_forward = layers[dense[0]][1] if dense else cfg.FeedForward(1, "swiglu")
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -280,7 +290,19 @@ def config_values(
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    values |= rope_values(family, ropes) | window_values(family, windows)
+    values |= _position_values(family, layers)
+    if EXPERTS in family.traits:
+        values |= _expert_values(layers, dense)
+    _check_expressed(model, model_config(values, CONFIG))
+    return values
+
+
+def _position_values(family: Family, layers: Sequence[tuple]) -> dict[str, Any]:
+    """Return the fields for RoPE, for windows and for a factor of logits."""
+    attention = layers[0][0]
+    rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
+    windows, ropes = [core.window for core, _ in layers], _ropes(layers)
+    values = rope_values(family, ropes) | window_values(family, windows)
     if PARTIAL_ROPE in family.traits:
         # Half a number more, so that rounding of the product does not lose one.
         dims, size = ropes.full.dims, attention.head_dim
@@ -288,11 +310,8 @@ def config_values(
         values["partial_rotary_factor"] = (dims + 0.5 * rounded) / size
     if GEMMA in family.traits:
         values["query_pre_attn_scalar"] = _inverse_square(attention)
-    if EXPERTS in family.traits:
-        values |= _expert_values(layers, dense)
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
-    _check_expressed(model, model_config(values, CONFIG))
     return values
 
 
@@ -329,6 +348,9 @@ def kind_of(model: cfg.ModelConfig) -> str:
     Raises:
       UsageError: no kind has all of the model's traits.
     """
+    if qwen3_next.is_one(model):
+        _layers(model, cfg.Kda.kind)
+        return "qwen3_next"
     cores = [core for core, _ in _layers(model)]
     seconds = [core for _, core in _layers(model)]
     layernorm = model.norm == "layernorm"
@@ -373,9 +395,11 @@ def _ropes(layers: list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]) ->
 
 
 def _layers(
-    model: cfg.ModelConfig,
-) -> list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]:
+    model: cfg.ModelConfig, *first: str
+) -> list[tuple[cfg.Attention | cfg.Kda, cfg.FeedForward | cfg.Experts]]:
     """Return the attention and the feed-forward core (or the experts) of each layer of a model.
+
+    Layers may also begin with a core of one of the kinds in `first`.
 
     Raises:
       UsageError: the model has another residual or other cores than the hub's models.
@@ -392,7 +416,8 @@ def _layers(
     cores = list(model.sublayers)
     layers = list(zip(cores[::2], cores[1::2], strict=False))
     kinds = [core.kind for core in cores]
-    legal = {(cfg.Attention.kind, second.kind) for second in (cfg.FeedForward, cfg.Experts)}
+    mixing = (cfg.Attention.kind, *first)
+    legal = {(kind, second.kind) for kind in mixing for second in (cfg.FeedForward, cfg.Experts)}
     if len(kinds) % 2 or not legal.issuperset(zip(kinds[::2], kinds[1::2], strict=True)):
         listed = ", ".join(dict.fromkeys(kinds))
         words = "layers of attention, and feed_forward or experts"
@@ -411,7 +436,8 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
     for core, other in zip(model.sublayers, found.sublayers, strict=True):
         for name in (field.name for field in fields(core)):
             value, legal = getattr(core, name), getattr(other, name)
-            by_default = name == "num_kv_heads" and core.kv_heads == other.kv_heads
+            derived = {"num_kv_heads": "kv_heads", "num_key_heads": "key_heads"}.get(name)
+            by_default = derived and getattr(core, derived) == getattr(other, derived)
             if value != legal and not by_default:
                 kinds = [getattr(x, "kind", None) for x in (value, legal)]
                 value, legal = kinds if kinds[0] != kinds[1] else (value, legal)

@@ -11,6 +11,7 @@ Range = tuple[int, int]
 Path = tuple[Any, ...]
 # How the names of tensors with one axis end.
 _VECTORS = (".bias", "norm.weight", ".ln_1.weight", ".ln_2.weight", "ln_f.weight")
+_VECTORS += (".A_log", ".dt_bias")
 
 
 class Part(NamedTuple):
@@ -32,6 +33,7 @@ class Piece(NamedTuple):
       part: the part of the tensor that the slice is; None if it is the whole tensor. The pieces of
         a tensor follow each other.
       offset: a number that is added to the tensor's numbers to get those of the parameter.
+      squeezed: whether the tensor has one more axis of size 1, between the other two.
       as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes.
     """
 
@@ -42,6 +44,7 @@ class Piece(NamedTuple):
     part: Part | None = None
     as_it_is: bool = False
     offset: float = 0.0
+    squeezed: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -54,6 +57,8 @@ class Piece(NamedTuple):
         shape = list(self.own_shape)
         if self.part is not None:
             shape[self.part.axis] = self.part.total
+        if self.squeezed:
+            shape.insert(1, 1)
         return tuple(shape)
 
     @property

@@ -82,25 +82,25 @@ def _rope(
     fields: Fields, groups: tuple[Fields, ...], base: str, family: Family, head_dim: int
 ) -> cfg.Rope:
     """Return the RoPE that the first of `groups`, or else the model's field `base`, describes."""
-    partial, scaling = PARTIAL_ROPE in family.traits, None
+    scaling = None
     for group in groups:
-        scaling = _scaling(group, fields, partial) or scaling
+        scaling = _scaling(group, fields, PARTIAL_ROPE in family.traits) or scaling
     theta = fields.positive(base, 10_000.0)
     for group in groups[:1]:
         theta = group.positive("rope_theta", theta)
-    if not partial:
+    if family.rotated is None:
         for group in (*groups, fields):
             group.only("partial_rotary_factor", 1.0, None)
         return cfg.Rope(base=theta, scaling=scaling)
     given = (group for group in (*groups, fields) if group.has("partial_rotary_factor"))
-    dims = _rotated(next(given, fields), head_dim)
+    dims = _rotated(next(given, fields), head_dim, family.rotated)
     return cfg.Rope(base=theta, dims=None if dims == head_dim else dims, scaling=scaling)
 
 
-def _rotated(fields: Fields, head_dim: int) -> int:
+def _rotated(fields: Fields, head_dim: int, default: float) -> int:
     """Return how many numbers of a head are rotated: its size times `partial_rotary_factor`."""
     name = "partial_rotary_factor"
-    factor = fields.positive(name, 1.0) if fields.has(name) else 1.0
+    factor = fields.positive_or(name, default)
     dims = int(head_dim * factor)
     if dims % 2 or not 0 < dims <= head_dim:
         legal = f"a number up to 1 whose product with head_dim={head_dim} is even"
@@ -108,13 +108,13 @@ def _rotated(fields: Fields, head_dim: int) -> int:
     return dims
 
 
-def _scaling(group: Fields, model: Fields, partial: bool) -> cfg.Scaling | None:
+def _scaling(group: Fields, model: Fields, plain: bool) -> cfg.Scaling | None:
     """Return the RoPE scaling in a group of fields, or None if it has none.
 
     If the group does not give the length before scaling, the model's `max_position_embeddings` is
     used.
     """
-    kinds = () if partial else _SCALINGS
+    kinds = () if plain else _SCALINGS
     for name in ("rope_type", "type"):
         group.only(name, "default", *kinds)
     named = [

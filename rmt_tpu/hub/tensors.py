@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rmt_tpu import config as cfg
-from rmt_tpu.hub import gpt2, own
-from rmt_tpu.hub.families import EXPERTS, GEMMA, GPT2, OWN, PARTIAL_ROPE, Family
+from rmt_tpu.hub import gpt2, own, qwen3_next
+from rmt_tpu.hub.families import EXPERTS, GEMMA, GPT2, NEXT, OWN, PARTIAL_ROPE, Family
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
@@ -19,6 +19,8 @@ def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
         return list(own.pieces(model))
     if GPT2 in family.traits:
         return list(gpt2.pieces(model))
+    if NEXT in family.traits:
+        return list(qwen3_next.pieces(model))
     dim, vocab = model.store.dim, model.vocab_size
     tensors = [
         Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim)),

@@ -251,5 +251,6 @@ def _tensor(parts: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
     for piece in parts:
         shape = piece.own_shape[::-1] if piece.transposed else piece.own_shape
         part = value(piece).reshape(shape) - np.float32(piece.offset)
-        tensor[piece.index] = part.T if piece.transposed else part
+        part = part.T if piece.transposed else part
+        tensor[piece.index] = part[:, None] if piece.squeezed else part
     return tensor

@@ -108,6 +108,29 @@ CONFIGS = {
         "tie_word_embeddings": True,
         **WINDOWS,
     },
+    "qwen3_next": {key: x for key, x in COMMON.items() if key != "hidden_act"}
+    | {
+        "decoder_sparse_step": 2,
+        "full_attention_interval": 2,
+        "head_dim": 16,
+        "layer_types": [
+            f"{name}_attention" for name in ("linear", "linear", "full", "linear", "full")
+        ],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 6,
+        "mlp_only_layers": [3],
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": False,
+        "num_experts": 10,
+        "num_experts_per_tok": 3,
+        "partial_rotary_factor": 0.5,
+        "router_aux_loss_coef": 0.5,
+        "shared_expert_intermediate_size": 16,
+        "tie_word_embeddings": True,
+    },
     "phi3": COMMON
     | {
         "partial_rotary_factor": 0.7,
@@ -119,6 +142,14 @@ CONFIGS = {
     | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False, **WINDOWS},
 }
 CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
+# Keys that do not fit what others are by default: see REFUSED.
+TOGETHER = [
+    ("qwen3", "use_sliding_window"),
+    ("qwen3_next", "linear_key_head_dim"),
+    ("qwen3_next", "linear_num_key_heads"),
+    ("qwen3_next", "linear_value_head_dim"),
+    ("qwen3_next", "moe_intermediate_size"),
+]
 # Where a row is `kind, key`: that key is left out.
 SIZES = (
     "n_embd",
@@ -133,9 +164,7 @@ OPTIONAL = [
     (kind, key)
     for kind, values in CONFIGS.items()
     for key in values
-    if key not in ("model_type", "vocab_size", *SIZES)
-    # A key that says which layers have a window needs a window: see REFUSED.
-    and (kind, key) != ("qwen3", "use_sliding_window")
+    if key not in ("model_type", "vocab_size", *SIZES) and (kind, key) not in TOGETHER
 ]
 TOKENS = np.random.default_rng(0).integers(0, 257, 40)
 
@@ -263,6 +292,22 @@ REFUSED = {
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
         "use_bidirectional_attention=True is not supported; legal: false or null$",
     ),
+    "values of another size": (
+        CONFIGS["qwen3_next"] | {"linear_value_head_dim": 8, "hidden_act": "silu"},
+        "linear_value_head_dim=8 is not supported; legal: linear_key_head_dim=6$",
+    ),
+    "keys of values": (
+        CONFIGS["qwen3_next"] | {"linear_num_key_heads": 3, "hidden_act": "silu"},
+        "linear_num_key_heads=3 is not supported; legal: a divisor of the 8 value heads$",
+    ),
+    "a shared expert of no whole number": (
+        CONFIGS["qwen3_next"] | {"shared_expert_intermediate_size": 12, "hidden_act": "silu"},
+        "shared_expert_intermediate_size=12 is .* a multiple of moe_intermediate_size=8$",
+    ),
+    "layers of another kind": (
+        CONFIGS["qwen3_next"] | {"layer_types": LAYER_TYPES, "hidden_act": "silu"},
+        "layer_types=.* legal: null, or a list of 'full_attention' or 'linear_attention' for each",
+    ),
     "magnitudes of yarn": (
         {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "mscale": 1.0}},
         "rope_scaling: mscale=1.0 is not supported; legal: null$",
@@ -389,6 +434,33 @@ def test_windows_are_written_as_a_kind_that_has_them(window):
     written = config_values(model, max_length=64, bos=0, ends=[0])
     assert written["model_type"] == ("mistral" if all(window) else "ministral")
     assert model_config(written, "x") == model
+
+
+def test_what_qwen3_next_has_not_is_refused():
+    """A model of one kind of layer, of other gates, and of KDA, whose decays are of channels."""
+    model = model_config(CONFIGS["qwen3_next"], "x")
+    net, dense, experts, attention = (
+        next(core for core in model.cores if core.kind == kind and core.reads.residual == whole)
+        for kind, whole in (
+            ("kda", True), ("feed_forward", True), ("experts", True), ("attention", False)
+        )
+    )  # fmt: skip
+    fields = {"max_length": 1, "bos": 0, "ends": [0]}
+    of = lambda *layers: model.replace(stacks=cfg.stacks(layers))
+    assert config_values(of((net, experts), (attention, dense)), **fields)["num_hidden_layers"] == 2
+    with pytest.raises(
+        UsageError, match="without attention cannot be written as qwen3_next; legal"
+    ):
+        config_values(of((net, experts)), **fields)
+    other = dataclasses.replace(net, gate_activation="sigmoid")
+    with pytest.raises(UsageError, match="model.kda.gate_activation=sigmoid cannot be .* silu, or"):
+        config_values(of((other, experts), (attention, dense)), **fields)
+    with pytest.raises(
+        UsageError, match="model.stacks=kda, experts, .* legal: layers of attention"
+    ):
+        config_values(of((net, experts), (dense, attention)), **fields)
+    alike = dataclasses.replace(net, num_heads=4, num_key_heads=None)
+    assert config_values(of((alike, experts), (attention, dense)), **fields)
 
 
 def test_factors_that_a_kind_does_not_have_are_refused():

@@ -5,8 +5,11 @@ does not say is as transformers has it for the kind.
 """
 
 import math
+import sys
 
 import numpy as np
+
+from tests.rmt_tpu.hub import oracle_next
 
 COMMON = {
     "attention_bias": False,
@@ -28,6 +31,7 @@ DEFAULTS = {
         "tie_word_embeddings": True,
     },
     "llama": {"max_position_embeddings": 2048},
+    "qwen3_next": oracle_next.DEFAULTS,
     "mistral": {
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
@@ -130,6 +134,8 @@ def shapes(config):
     c = filled(config)
     if c["model_type"] == "gpt2":
         return gpt2_shapes(c)
+    if c["model_type"] == "qwen3_next":
+        return oracle_next.shapes(c)
     width, hidden, size, kind = (
         c[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type")
     )
@@ -210,7 +216,8 @@ def drawn(config, seed=0):
     def draw(name, shape):
         x = rng.normal(size=shape) * shape[-1] ** -0.5
         is_gain = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-        if is_gain and config["model_type"] == "gemma3_text":
+        less = config["model_type"] in ("gemma3_text", "qwen3_next")
+        if is_gain and less and not name.endswith("linear_attn.norm.weight"):
             return np.float32(np.round(1024 * x) / 1024)  # one more has no rounding in float32
         return np.float32(1 + x if is_gain else x)
 
@@ -222,6 +229,8 @@ def logits(tensors, config, tokens):
     c, t = filled(config), {name: np.float64(x) for name, x in tensors.items()}
     if c["model_type"] == "gpt2":
         return gpt2_logits(t, c, tokens)
+    if c["model_type"] == "qwen3_next":
+        return oracle_next.logits(t, c, tokens, sys.modules[__name__])
     h = t["model.embed_tokens.weight"][tokens]
     if c["model_type"] == "gemma3_text":
         h = h * np.sqrt(c["hidden_size"])
