@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import annotations
+
+annotations.check_cheaply()  # before any package is imported
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Level 0: tests compile much and compute little.
 os.environ["XLA_FLAGS"] = (

@@ -22,7 +22,7 @@ def ones(shape, dtype=np.float32):
 def site(**changes):
     """Arguments of `store_norm_retrieve`."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    draw = lambda *shape: jax.device_put(np.float32(rng.normal(size=shape)))
     arrays = {
         "residual": draw(B, N, K, V),
         "store_keys": draw(R, K),
@@ -36,7 +36,7 @@ def site(**changes):
 def bank(**changes):
     """Arguments of `depth_attention`."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    draw = lambda *shape: jax.device_put(np.float32(rng.normal(size=shape)))
     return {"query": draw(8), "sources": draw(3, B, N, 8)} | changes
 
 
@@ -188,7 +188,9 @@ def causal_attention(qkv, implementation=None):
 OPS = {
     norm_retrieve: site()["gain"],
     depth_attention: bank()["query"],
-    causal_attention: jnp.asarray(np.random.default_rng(1).normal(size=(1, 3, 6, 2)), jnp.float32),
+    causal_attention: jax.device_put(
+        np.float32(np.random.default_rng(1).normal(size=(1, 3, 6, 2)))
+    ),
 }
 
 

@@ -52,25 +52,31 @@ LAYERS, LAYER = 3, 2
 
 def arguments(case: Case) -> SiteOperands:
     rng = np.random.default_rng(0)
-    draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), dtype)
-    return SiteOperands(
+    draw = lambda dtype, *size: rng.normal(size=size).astype(jnp.dtype(dtype))
+    arrays = (
         3 + draw(case.residual, case.T, case.K, case.V),
         draw("float32", LAYERS, case.R, case.K) / 4,
         draw(case.data, case.T, case.R, case.V),
         draw("float32", LAYERS, case.K, case.V),
         draw("float32", LAYERS, case.P, case.K),
     )
+    return SiteOperands(*map(jnp.asarray, arrays))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_layer_equals_numpy(case):
     site = arguments(case)
     options = {"norm": case.norm, "epsilon": EPSILON, "size_major": case.size_major}
-    got = {
-        "kernel": mosaic_tpu_decode.at_layer(site, jnp.int32(LAYER), **options, interpret=True),
-        "xla": xla.at_layer(site, jnp.int32(LAYER), **options),
-        "op": pallas_kernels.store_norm_retrieve_at(LAYER, *site, **options),
-    }
+
+    @jax.jit
+    def run(site, layer):
+        return {
+            "kernel": mosaic_tpu_decode.at_layer(site, layer, **options, interpret=True),
+            "xla": xla.at_layer(site, layer, **options),
+            "op": pallas_kernels.store_norm_retrieve_at(LAYER, *site, **options),
+        }
+
+    got = run(site, jnp.int32(LAYER))
     X, w, y, gain, r = site
     stored = plain.store(X, w[LAYER], y)
     # What is read is that of X' as it is kept.

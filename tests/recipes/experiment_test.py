@@ -9,6 +9,7 @@ import pytest
 
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from tests import cli
+from tests.tiers import later
 
 PAGES = ("README.md", "docs/results.md", "docs/guides/reproduce.md")
 
@@ -193,7 +194,7 @@ def test_usage(tmp_path):
 
 
 @pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS.values() if e.reports])
-@pytest.mark.parametrize("scale", ["tiny", "paper"])
+@pytest.mark.parametrize("scale", ["tiny", *later("paper")])
 def test_reports_are_commands_that_there_are(name, scale):
     """Each flag is known and its value legal: nothing is wrong but what comes last."""
     for recipe, *given in EXPERIMENTS[name].reports(scale, lambda arm: f"runs/{arm}"):

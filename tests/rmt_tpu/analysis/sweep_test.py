@@ -110,7 +110,7 @@ def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, 
     def train(config, folder, *, label):
         workdir.write_config(folder, config)
         folder.delete("diverged.txt")
-        with SideFiles(folder, 0, "off", print):
+        with SideFiles(folder, 0, config, print):
             if diverges.pop():
                 raise DivergedError("not finite")
         folder.write("metrics.jsonl", b'{"step": %d, "eval/loss": 2.5}\n' % config.train.steps)

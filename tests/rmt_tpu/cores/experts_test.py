@@ -1,5 +1,7 @@
 """Experts: their equations, how tokens are spread over them, and what has no room."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,9 +61,10 @@ WIDTH, BATCH, SEQ = 12, 4, 16
 def core_of(core: cfg.Experts):
     """Its graph and random parameters."""
     config = cfg.ModelConfig((cfg.Stack((ATTENTION, core)),), STORES["vector"])
-    make = lambda seed: experts.Experts(config, core, seed, output_scale=1.0, input_width=WIDTH)
-    graphdef, params = nnx.split(make(Seed(jax.random.key(0))), nnx.Param)
-    return graphdef, nnx.to_pure_dict(params)
+    sizes = {"output_scale": 1.0, "input_width": WIDTH}
+    make = lambda: experts.Experts(config, core, Seed(jax.random.key(0)), **sizes)
+    graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
+    return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.Param)))()
 
 
 def tokens(seed=0):
@@ -71,6 +74,7 @@ def tokens(seed=0):
     return jnp.asarray(x, jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(graphdef, params, x):
     core = nnx.merge(graphdef, params)
     return core.with_aux(Read(residual=x), causal(x.shape[1], None, None), 0)
@@ -152,8 +156,8 @@ def test_quantiles_are_of_scores_above_that_of_the_first_expert_not_chosen():
         return made._balance_loss(jnp.asarray(scores), jnp.asarray(scores), routing)
 
     third = np.sort(scores, axis=-1)[..., -3:-2]
-    want = experts._histogram(jnp.asarray((scores - third).reshape(-1, 6)))
-    np.testing.assert_array_equal(jax.grad(told)(params["seen"]), want)
+    want = jax.jit(experts._histogram)((scores - third).reshape(-1, 6))
+    np.testing.assert_array_equal(jax.jit(jax.grad(told))(params["seen"]), want)
 
 
 def test_the_loss_of_balance_is_one_where_loads_are_even():

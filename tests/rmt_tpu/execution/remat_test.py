@@ -35,7 +35,7 @@ def test_values_and_gradients_are_those_of_the_loop(count):
             return scan_recomputed(body, carry, weights, shared, jnp.asarray(given))
 
         of = lambda run: lambda *args: jnp.sum(run(*args)[0] ** 2) + run(*args)[1]
-        value = lambda run: jax.value_and_grad(of(run), (0, 1, 2))(carry, weights, shared)
+        value = lambda run: jax.jit(jax.value_and_grad(of(run), (0, 1, 2)))(carry, weights, shared)
         jax.tree.map(lambda x, y: assert_close(x, y, 1e-12), value(again), value(plain))
 
 

@@ -117,12 +117,15 @@ def assert_cached_equals_uncached(config: cfg.ModelConfig) -> None:
     """
     params, graphdef = models.random_parameters(config), models.graph(config)
     params = jax.tree.map(np.float32, params)
-    tokens, rows, lengths = models.tokens(seq=11), np.arange(2)[:, None], np.array([4, 6])
+    tokens, rows = np.asarray(models.tokens(seq=11)), np.arange(2)[:, None]
+    lengths = np.array([4, 6], np.int32)
     expected = jax.jit(lambda p, tokens: nnx.merge(graphdef, p)(tokens))(params, tokens)
+    expected = np.asarray(expected)
     prefill = jax.jit(lambda p, *given: nnx.merge(graphdef, p).prefill(*given))
     decode = jax.jit(lambda p, tokens, cache: nnx.merge(graphdef, p).decode(tokens, cache))
-    cache = nnx.merge(graphdef, params).empty_cache(2, 13)
-    logits, cache = prefill(params, tokens[:, :7], jnp.asarray(lengths, jnp.int32), cache)
+    cache = jax.jit(lambda: nnx.merge(graphdef, params).empty_cache(2, 13))()
+    logits, cache = prefill(params, tokens[:, :7], lengths, cache)
+    logits = np.asarray(logits)
     pieces, places = [logits[:, None]], lengths[:, None] - 1 + np.arange(6)
     for start, end in [(1, 2), (2, 3), (3, 6)]:
         logits, cache = decode(params, tokens[rows, places[:, start:end]], cache)

@@ -92,7 +92,7 @@ def test_cached_equals_uncached(store, name):
 
 def test_queries_get_a_gradient_once_their_gate_has_moved():
     """Queries get no gradient while their gate is 0, and one after the gate's first step."""
-    config = models.model("vector", mixer=cfg.DeltaAttention(num_blocks=2))
+    config = models.model("vector", mixer=cfg.DeltaAttention(num_blocks=2), num_layers=2)
     _, params = models.split(config)
     run, tree = checks.gradients_and_logits(config), lambda n: metadata(models.abstract(config), n)
     optimizer = make_optimizer(
@@ -111,7 +111,8 @@ def test_queries_get_a_gradient_once_their_gate_has_moved():
     assert max(norms(gradients, "query")) == 0 < min(norms(gradients, "gate"))
     # The warmup's first step has a rate of 0.
     update, state = jax.jit(optimizer.update), jax.jit(optimizer.init)(params)
+    apply = jax.jit(optax.apply_updates)
     for _ in range(2):
         updates, state = update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        params = apply(params, updates)
     assert min(norms(run(params)[0], "query")) > 0

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import sharding
@@ -113,7 +112,7 @@ def test_they_alone_are_scaled_and_do_not_decay(query, optimizer):
         updated = {}
         for one in (optimizer, dataclasses.replace(optimizer, weight_decay=0.0)):
             params = jax.tree.map(
-                lambda p: jnp.ones(p.shape, jnp.float32), models.random_parameters(config.model)
+                lambda p: np.ones(p.shape, np.float32), models.random_parameters(config.model)
             )
             made = make_optimizer(one, over_depth=over, **rule)
             update = lambda of, made=made: made.update(
@@ -126,7 +125,7 @@ def test_they_alone_are_scaled_and_do_not_decay(query, optimizer):
         for path, decays in jax.tree_util.tree_leaves_with_path(decayed):
             mine = path[-1].key in names[query] and "core" not in str(path)
             assert not (mine and decays), path
-        assert optax.tree.norm(updated[0.1]) > 0
+        assert any(np.any(x) for x in jax.tree.leaves(updated[0.1]))
 
 
 def test_the_optimizers_state_is_what_it_was():

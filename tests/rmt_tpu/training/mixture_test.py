@@ -103,6 +103,7 @@ def killed_at(patch, step: int) -> None:
     def run_step(self, train_step, number, batches):
         usual(self, train_step, number, batches)
         if number == step:
+            self.checkpoints.wait()  # a thread outlives what kills a process
             raise KeyboardInterrupt
 
     patch.setattr(Loop, "_step", run_step)

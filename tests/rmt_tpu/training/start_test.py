@@ -1,5 +1,6 @@
 """Runs that begin again at an older checkpoint, or as another run goes on."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rmt_tpu.hub.folder import export
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
+from rmt_tpu.training.run import prepare
 from rmt_tpu.training.start import warm_start_of
 from tests import models
 
@@ -25,9 +27,11 @@ pytestmark = pytest.mark.xdist_group("start")  # one worker makes the run that a
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
+    """And one program for all runs of one config."""
     one = sharding.make_mesh("data=1", jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.sharding, "make_mesh", lambda spec: one)
+        patch.setattr(trainer, "prepare", functools.cache(prepare))
         yield
 
 
@@ -46,7 +50,7 @@ def config(tmp_path_factory):
         "train.checkpoint_every": 2,
         "train.eval_every": 2,
         "train.eval_batches": 1,
-        "train.sample_tokens": 2,
+        "train.sample_tokens": 0,
     }
     return overrides.apply(preset_run("rmt-tiny"), changes)
 
@@ -73,8 +77,12 @@ def losses(run):
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_to_an_older_checkpoint(config, whole, tmp_path, capsys, monkeypatch):
+def test_a_run_goes_back_to_an_older_checkpoint(config, tmp_path, capsys, monkeypatch):
     """Killed after that it goes on from there; the same command again goes on, too."""
+    config = overrides.apply(config, {"train.sample_tokens": 2})
+    whole = tmp_path / "whole"
+    trainer.train(config, whole)
+    capsys.readouterr()
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainer, "SideFiles", killed)

@@ -1,0 +1,99 @@
+"""The packages' annotations are checked while tests run: types, shapes, arguments and outcomes."""
+
+import dataclasses
+
+import beartype
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Float, TypeCheckError
+
+import pallas_kernels
+from rmt_tpu.config import presets
+from tests import annotations
+
+checked = annotations.checked(typechecker=beartype.beartype)
+
+
+@checked
+def product(x: Float[np.ndarray, "a b"], y: Float[np.ndarray, "b c"]) -> Float[np.ndarray, "a c"]:
+    return x @ y if x[0, 0] == 0 else x
+
+
+@checked
+def repeated(text: str, times: int | None = 2) -> str:
+    return text * times if times else None
+
+
+def test_shapes_of_arguments_and_of_the_outcome():
+    x, y = np.zeros((2, 3)), np.zeros((3, 4))
+    assert product(x, y).shape == (2, 4)
+    with pytest.raises(TypeCheckError, match="Type-check error: .* parameter y=") as error:
+        product(x, y[1:])
+    assert "b=3" in "".join(error.value.__notes__)
+    with pytest.raises(TypeCheckError, match=r"product\(\) return"):
+        product(x + 1, y)
+    # The names of axes are of one call.
+    assert product(y.T, x.T).shape == (4, 2)
+
+
+def test_types_of_arguments_and_of_the_outcome():
+    assert repeated("a") == "aa"
+    for wrong in ((2,), ("a", "b"), ("a", 0)):
+        with pytest.raises(TypeCheckError, match=r"repeated\(\) (parameter|return)"):
+            repeated(*wrong)
+
+
+def test_methods_properties_and_fields():
+    @checked
+    @dataclasses.dataclass
+    class Sized:
+        size: int
+
+        @checked
+        def plus(self, more: int) -> int:
+            return self.size + more
+
+        half = property(checked(lambda self: self.size / 2))
+        named = staticmethod(repeated)
+
+        @classmethod
+        @checked
+        def of(cls, text: str):
+            return cls(len(text))
+
+    assert (Sized.of("abc").plus(1), Sized(3).half, Sized.named("b")) == (4, 1.5, "bb")
+    wrong = (lambda: Sized("3"), lambda: Sized(3).plus("1"), lambda: Sized.of(3))
+    for call in wrong:
+        with pytest.raises(TypeCheckError):
+            call()
+
+
+def test_names_as_text_are_looked_up():
+    @checked
+    def make(of: "int", more: "list[Sized] | None" = None) -> "str":
+        return str(of)
+
+    assert make(3) == "3"
+    with pytest.raises(TypeCheckError):
+        make("3")
+
+
+def test_what_has_no_annotation_is_left_as_it_is():
+    plain = lambda x: x
+    assert checked(plain) is plain
+
+
+def test_of_the_packages():
+    """Else the import hook has been passed by, and every test would pass with less."""
+    with pytest.raises(TypeCheckError):
+        presets.preset(3)
+    ones = jnp.ones
+    with pytest.raises(TypeCheckError, match="V"):
+        pallas_kernels.norm_retrieve(ones((2, 3, 4)), ones((3, 5)), ones((2, 3)))
+
+
+def test_without_them(unannotated):
+    assert repeated("a", 3.0 > 2) == "a"
+    with pytest.raises(TypeError, match="multiply sequence"):
+        repeated("a", "b")
