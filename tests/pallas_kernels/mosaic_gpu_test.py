@@ -231,8 +231,6 @@ def test_compiles_for_an_h100_without_spilling(size, residual, monkeypatch, capf
     usage |= usage_of(undo, (given,), monkeypatch, capfd)
     assert sorted(usage) == ["key_vector_backward", "key_vector_forward"]
     assert all(not use.spilled for use in usage.values()), usage
-    # Two backward programs of 128 threads share the 65536 registers of a multiprocessor.
-    assert usage["key_vector_backward"].registers <= 255
 
 
 @pytest.mark.compile
