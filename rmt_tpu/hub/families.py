@@ -28,6 +28,10 @@ class Family(NamedTuple):
       windows: which layers have a sliding window; None if the kind has no windows.
       activation: the name of the field with the activation of feed-forward layers.
       rotated: the part of a head that RoPE rotates by default; None if it rotates whole heads.
+      inside: the name of the object with the fields of the text model, if the kind also has models
+        of images; these are not opened.
+      other_bases: what the names of tensors may begin with in place of `base`.
+      ignored: what the names of tensors begin with that are not of the text model.
       ropes: whether layers with a window have a RoPE of their own, in `rope_parameters`.
     """
 
@@ -41,6 +45,9 @@ class Family(NamedTuple):
     ropes: bool = False
     activation: str = "hidden_act"
     rotated: float | None = None
+    inside: str | None = None
+    other_bases: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
@@ -218,3 +225,21 @@ FAMILIES = {
     ),
     "rmt_tpu": Family("RmtTpuDecoder", {}, frozenset({OWN}), base=""),
 }
+# The models of text and images whose text models are Gemma 3's.
+FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
+    absent={
+        **FAMILIES["gemma3_text"].absent,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "vocab_size": 262_208,
+    },
+    inside="text_config",
+    other_bases=("language_model.model.", "model.language_model."),
+    ignored=tuple(
+        f"{base}{part}."
+        for base in ("", "model.")
+        for part in ("vision_tower", "multi_modal_projector")
+    ),
+)

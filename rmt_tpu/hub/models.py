@@ -35,6 +35,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _ABSENT = {"hidden_act": "silu"}
 # Names that newer files have for fields.
 _RENAMED = {"num_local_experts": "num_experts"}
+# Fields of a model of text and images that also hold for its text model.
+_OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _MOST_LAYERS = 1000
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
@@ -89,6 +91,9 @@ def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a config.json, with the model type's defaults for absent keys."""
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family and family.inside and isinstance(inside := values.get(family.inside), dict):
+        outside = {name: values[name] for name in _OUTSIDE if name in values}
+        values = {**outside, **inside, "model_type": kind}
     known = {**_ABSENT, **(family.absent if family else {})}
     renamed = {ours: values[name] for name, ours in _RENAMED.items() if name in values}
     return {**known, **{name: x for name, x in renamed.items() if name in known}, **values}

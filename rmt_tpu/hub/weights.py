@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,9 @@ def pieces_by_parameter(
     if described.tied and "lm_head.weight" not in shapes:
         tied = {"lm_head.weight": expected[0].name}
         expected = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in expected]
-    base = described.family.base
-    if not any(name.startswith(base) for name in shapes):
-        expected = [piece._replace(name=piece.name.removeprefix(base)) for piece in expected]
+    family = described.family
+    bases = (base for base in (*family.other_bases, family.base) if _any_begins(shapes, base))
+    expected = _renamed(expected, family.base, next(bases, ""))
     for piece in expected:
         shape = shapes.get(piece.name)
         if shape is None:
@@ -109,6 +109,7 @@ def pieces_by_parameter(
     problems = list(dict.fromkeys(problems))
     names = {piece.name for piece in expected}
     unknown = [n for n in shapes if n not in names and not n.endswith(_CONSTANTS)]
+    unknown = [name for name in unknown if not name.startswith(family.ignored)]
     problems += [f"{name} {list(shapes[name])} is not a tensor of this model" for name in unknown]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -120,6 +121,20 @@ def pieces_by_parameter(
     for piece in expected:
         by_path.setdefault(piece.path, []).append(piece)
     return by_path
+
+
+def _any_begins(names: Iterable[str], base: str) -> bool:
+    return any(name.startswith(base) for name in names)
+
+
+def _renamed(expected: list[Piece], old: str, new: str) -> list[Piece]:
+    """Return pieces whose tensors' names begin with `new` in place of `old`."""
+
+    def renamed(piece: Piece) -> Piece:
+        begins = piece.name.startswith(old)
+        return piece._replace(name=new + piece.name.removeprefix(old)) if begins else piece
+
+    return [renamed(piece) for piece in expected]
 
 
 def reader(

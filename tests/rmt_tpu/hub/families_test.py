@@ -381,6 +381,30 @@ def test_early_files_of_gpt2_have_shorter_names_and_masks(tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["n_positions"] == 64
 
 
+@pytest.mark.parametrize("base", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_a_model_of_images(base, tmp_path):
+    """Its fields are in an object of their own, and its tensors among others."""
+    config = CONFIGS["gemma3_text"] | {"tie_word_embeddings": True}
+    tensors = oracle.drawn(config)
+    text, tokenizer = rmt_tpu.load(written(tmp_path / "text", config, tensors))
+    inside = {key: x for key, x in config.items() if key != "tie_word_embeddings"}
+    outside = {"model_type": "gemma3", "text_config": inside, "vision_config": {"hidden_size": 8}}
+    images = {
+        "vision_tower.vision_model.post_layernorm.weight": np.ones(8, np.float32),
+        "model.multi_modal_projector.mm_soft_emb_norm.weight": np.ones(8, np.float32),
+    }
+    renamed = {base + name.removeprefix("model."): x for name, x in tensors.items()}
+    found, _ = rmt_tpu.load(written(tmp_path / "both", outside, renamed | images))
+    assert found.config == text.config
+    same(found, text)
+    assert model_config({"model_type": "gemma3", "text_config": {}}, "x").width == 2304
+    with pytest.raises(UsageError, match="vision.weight .8. is not a tensor of this model"):
+        more = {"vision.weight": np.ones(8, np.float32)}
+        rmt_tpu.load(written(tmp_path / "other", outside, renamed | more))
+    export(found, tokenizer, tmp_path / "out", max_length=64)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "gemma3_text"
+
+
 def test_later_files_of_phi3_have_the_rotated_part_elsewhere():
     """And of 30 numbers of 44, where the rounded quotient would lose one."""
     config = config_of("phi3", "partial_rotary_factor")
