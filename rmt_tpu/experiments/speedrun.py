@@ -118,7 +118,7 @@ TRACKS = {
                 held_out=1276310477,
             ),
             source="the Python files of Django 5.2.8, as bytes",
-            loss=1.5,
+            loss=1.25,
             seconds=600.0,
             seq_len=256,
             eval_tokens=2**16,

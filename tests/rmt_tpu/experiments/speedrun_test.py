@@ -30,7 +30,7 @@ def small(tmp_path):
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     text = PinnedText("a==1", wheel.name, digest, 0, 0)
     track = CPU._replace(
-        text=text, seq_len=16, eval_tokens=64, eval_every=2, start={"train.batch_size": 2}
+        text=text, loss=1.5, seq_len=16, eval_tokens=64, eval_every=2, start={"train.batch_size": 2}
     )
     with pytest.raises(UsageError, match="does not have the tokens .*legal: 0 and 0"):
         speedrun.prepare_text(track, str(wheel), open_folder(tmp_path / "first"))
