@@ -37,11 +37,12 @@ from pallas_kernels.key_vector.interface import (
 from pallas_kernels.key_vector.mosaic_gpu_kernels import (
     ROWS,
     Sizes,
+    backward_bytes,
     backward_kernel,
     backward_scratch,
     forward_kernel,
     forward_scratch,
-    stored_count,
+    padded_count,
 )
 from pallas_kernels.key_vector.sharded import key_sums
 from pallas_kernels.mosaic_gpu import mosaic_gpu_call, no_mosaic_gpu
@@ -49,6 +50,8 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 _MOST = 64  # the maximum number of key vectors
 _COLUMNS = (32, 64)
+# Bytes of shared memory of a multiprocessor, less what two programs take for themselves.
+_SHARED = 228 * 1024 - 2 * 1280
 
 
 class Blocks(NamedTuple):
@@ -107,14 +110,17 @@ def _name(site: SiteOperands) -> str:
     return f"key_vector_{halves[site.stores, site.reads]}"
 
 
-def default_blocks(kernel: str, tokens: int) -> Blocks:
+def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
     """Return launch parameters for the 132 multiprocessors of an H100.
 
     They all run at once with the compiler of jax 0.11.2. That of jax 0.10.2 gives the forward
     kernel for int16 too many registers for three programs on a multiprocessor.
     """
-    on_each, stages = (2, 2) if kernel == "key_vector_backward" else (3, 3)
-    return Blocks(min(132 * on_each, tokens), stages)
+    if kernel != "key_vector_backward":
+        return Blocks(min(132 * 3, sizes.T), 3)
+    # Registers suffice for two programs on each multiprocessor, which share its shared memory.
+    fits = backward_bytes(sizes, 3) <= _SHARED // 2
+    return Blocks(min(132 * 2, sizes.T), 3 if fits else 2)
 
 
 # The ops ---------------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ def forward(
     inputs = {"residual": residual.reshape(T, K, V)}
     outputs = {}
     if site.stores:
-        keys = _padded(store_keys, stored_count(R, V), jnp.bfloat16)
+        keys = _padded(store_keys, padded_count(R, V), jnp.bfloat16)
         inputs |= {"store_keys": keys, "data": data.reshape(T, R, V)}
         outputs["stored"] = jax.ShapeDtypeStruct((T, K, V), residual.dtype)
     if site.reads:
@@ -161,7 +167,7 @@ def forward(
         outputs["retrieved"] = jax.ShapeDtypeStruct((T, P, V), jnp.bfloat16)
         outputs["statistics"] = jax.ShapeDtypeStruct((B, 2, N), jnp.float32)
     name = _name(site)
-    blocks = blocks or default_blocks(name, T)
+    blocks = blocks or default_blocks(sizes, name)
     out = mosaic_gpu_call(
         functools.partial(forward_kernel, sizes, blocks.stages, float(epsilon), scale),
         name,
@@ -207,13 +213,13 @@ def backward(
         "store_keys": _padded(store_keys, ROWS, jnp.bfloat16),
         "data": data.reshape(T, R, V),
         "gain": _gain(gain),
-        "read_keys": _padded(read_keys, ROWS, jnp.bfloat16),
+        "read_keys": _padded(read_keys, padded_count(P, V), jnp.bfloat16),
         "d_retrieved": d_retrieved.reshape(T, P, V),
     }
     if means is not None:
         inputs["mean_an"] = means.an.reshape(T)
         inputs |= {"mean_a": means.a.reshape(T)} if norm == "layernorm" else {}
-    blocks = blocks or default_blocks("key_vector_backward", T)
+    blocks = blocks or default_blocks(sizes, "key_vector_backward")
     programs = min(blocks.programs, T)
     outputs = {
         "d_residual": jax.ShapeDtypeStruct((T, K, V), d_residual.dtype),

@@ -48,24 +48,22 @@ class Sizes(NamedTuple):
         return 2.0**self.fraction_bits
 
 
-def store_width(R: int, V: int) -> int:
-    """Return the width, in bytes, of the tiles that hold the operands of a forward pass's write.
+def width_of(count: int, V: int) -> int:
+    """Return the width in bytes of the tiles of the operands of a product over `count` vectors.
 
-    A product sums over a multiple of `width / 2` vectors, and a row of a tile has at most V
-    numbers. The result is the largest width such that R is a multiple of `width / 2`; if there is
-    none, it is the largest width.
+    A product sums over a multiple of `width / 2` vectors, and a row of a tile is at most V numbers.
+    The width is the largest for which `count` is such a multiple, or else the largest.
     """
     widths = [width for width in (128, 64, 32) if width <= 2 * V]
-    return next((width for width in widths if R % (width // 2) == 0), widths[0])
+    return next((width for width in widths if count % (width // 2) == 0), widths[0])
 
 
-def stored_count(R: int, V: int) -> int:
-    """Return the number of vectors that a write sums over, including vectors of zeros.
+def padded_count(count: int, V: int) -> int:
+    """Return the number of vectors, with those that are zeros, that a product sums over.
 
-    It is R if the tiles permit that (see `store_width`), and else ROWS, because zeros can only be
-    filled in up to ROWS.
+    It is `count`, or else ROWS, because only that many rows of zeros can be filled in.
     """
-    return R if R % (store_width(R, V) // 2) == 0 else ROWS
+    return count if count % (width_of(count, V) // 2) == 0 else ROWS
 
 
 # Steps of a program ----------------------------------------------------------------------------
@@ -155,8 +153,8 @@ def _steps(sizes, written):
 
 def forward_scratch(sizes, stages):
     """Return the scratch buffers of `forward_kernel`."""
-    bf16, width = jnp.bfloat16, store_width(sizes.R, sizes.V)
-    R, P = stored_count(sizes.R, sizes.V), round_up(sizes.P, ROWS)
+    bf16, width = jnp.bfloat16, width_of(sizes.R, sizes.V)
+    R, P = padded_count(sizes.R, sizes.V), round_up(sizes.P, ROWS)
     scratch = {
         "x": buffer((stages, ROWS, sizes.V), sizes.residual),
         "ready": plgpu.Barrier(num_arrivals=1 + bool(sizes.R), num_barriers=stages),
@@ -269,20 +267,29 @@ def _write_statistics(sizes, ref, t, mean, rstd):
 def backward_scratch(sizes, stages):
     """Return the scratch buffers of `backward_kernel`."""
     bf16, V = jnp.bfloat16, sizes.V
-    width = min(128, 2 * V)
+    R, P = padded_count(sizes.R, V), padded_count(sizes.P, V)
+    of_R, of_P = width_of(sizes.R, V), width_of(sizes.P, V)
     return {
         "x": buffer((stages, ROWS, V), sizes.residual),
         "dx": buffer((stages, ROWS, V), bf16),
-        "y": buffer((stages, ROWS, V), bf16),
-        "dz": buffer((stages, ROWS, V), bf16),
-        "w": buffer((ROWS, ROWS), bf16, width),
-        "r": buffer((ROWS, ROWS), bf16, width),
+        "y": buffer((stages, R, V), bf16, of_R),
+        "dz": buffer((stages, P, V), bf16, of_P),
+        # The store keys as rows for the data's cotangent, and as few columns to undo the store.
+        "w": buffer((ROWS, ROWS), bf16, min(128, 2 * V)),
+        "few_w": buffer((R, ROWS), bf16, of_R),
+        "r": buffer((P, ROWS), bf16, of_P),
         "gains": buffer((ROWS, V), jnp.float32),
-        # For the normalised and scaled residual, and then for the data's cotangent.
-        "work": buffer((ROWS, V), bf16),
+        "dy": buffer((ROWS, V), bf16),
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-        "once": plgpu.Barrier(num_arrivals=3),
+        "once": plgpu.Barrier(num_arrivals=4),
     }
+
+
+def backward_bytes(sizes, stages):
+    """Return the bytes of shared memory of a program of `backward_kernel`, without its barriers."""
+    of_a_token = 2 * ROWS + padded_count(sizes.R, sizes.V) + padded_count(sizes.P, sizes.V)
+    keys = ROWS + padded_count(sizes.R, sizes.V) + padded_count(sizes.P, sizes.V)
+    return 2 * sizes.V * (stages * of_a_token + 3 * ROWS) + 2 * ROWS * keys
 
 
 def backward_kernel(sizes, stages, rebuild, ref):
@@ -292,9 +299,12 @@ def backward_kernel(sizes, stages, rebuild, ref):
     [K, R] and dr [K, P], side by side.
     """
     rows = {"x": sizes.K, "dx": sizes.K, "y": sizes.R, "dz": sizes.P}
-    for name in (name for name, count in rows.items() if count < ROWS):
-        _clear(getattr(ref, name))
+    for name, count in rows.items():
+        if count < getattr(ref, name).shape[1]:
+            _clear(getattr(ref, name))
+    few = ref.store_keys.at[pl.ds(0, ref.few_w.shape[0])]
     plgpu.copy_gmem_to_smem(ref.store_keys, ref.w, ref.once)
+    plgpu.copy_gmem_to_smem(few, ref.few_w, ref.once)
     plgpu.copy_gmem_to_smem(ref.read_keys, ref.r, ref.once)
     plgpu.copy_gmem_to_smem(ref.gain, ref.gains, ref.once)
     plgpu.commit_smem()
@@ -316,34 +326,34 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
     def token(slot, t, prefetch, carry):
         d_gain, mean, rstd = carry
-        plgpu.barrier_wait(ref.ready.at[slot])
-        x = ref.x[slot]
-        n = _inside(sizes, (_values(sizes, x) - mean) * rstd)
-        if rebuild:
-            ref.x[slot] = _undone(sizes, x, _product(ref.w.T, ref.y.at[slot]))
-        d_scaled = _product(ref.r.T, ref.dz.at[slot])
-        d_gain = d_gain + d_scaled * n
-        gain = ref.gains[...]
-        a = d_scaled * gain
         # The buffers of the token before are free once its results have been copied from them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         prefetch()
         of_next = statistics_of(t + jax.lax.axis_size(PROGRAMS))
-        ref.work[...] = (n * gain).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.wgmma(dr, ref.work, ref.dz.at[slot, pl.ds(0, sizes.P)].T)
+        plgpu.barrier_wait(ref.ready.at[slot])
+        x = ref.x[slot]
+        n = _inside(sizes, (_values(sizes, x) - mean) * rstd)
+        if rebuild:
+            ref.x[slot] = _undone(sizes, x, _product(ref.few_w.T, ref.y.at[slot]))
+        d_scaled = _product(ref.r.T, ref.dz.at[slot])
+        d_gain = d_gain + d_scaled * n
+        gain = ref.gains[...]
+        a = d_scaled * gain
+        scaled = (n * gain).astype(jnp.bfloat16)
+        plgpu.wgmma(dr, scaled, ref.dz.at[slot, pl.ds(0, sizes.P)].T)
         dx = ref.dx[slot].astype(jnp.float32) + rstd * _through_norm(sizes, ref, t, a, n)
-        ref.dx[slot] = _inside(sizes, dx).astype(jnp.bfloat16)
+        dx = _inside(sizes, dx).astype(jnp.bfloat16)
+        ref.dx[slot] = dx
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ref.dx.at[slot, pl.ds(0, sizes.K)], ref.d_residual.at[t])
         if rebuild:
             plgpu.copy_smem_to_gmem(ref.x.at[slot, pl.ds(0, sizes.K)], ref.rebuilt.at[t])
-        plgpu.wgmma(dw, ref.dx.at[slot], ref.y.at[slot, pl.ds(0, sizes.R)].T)
+        plgpu.wgmma(dw, dx, ref.y.at[slot, pl.ds(0, sizes.R)].T)
         dy = _product(ref.w, ref.dx.at[slot])
         plgpu.wgmma_wait(0)
-        ref.work[...] = dy.astype(jnp.bfloat16)
+        ref.dy[...] = dy.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(ref.work.at[pl.ds(0, sizes.R)], ref.d_data.at[t])
+        plgpu.copy_smem_to_gmem(ref.dy.at[pl.ds(0, sizes.R)], ref.d_data.at[t])
         return d_gain, *of_next
 
     def statistics_of(t):

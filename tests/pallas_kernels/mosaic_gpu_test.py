@@ -1,12 +1,14 @@
 """The Mosaic GPU kernels of the key-vector ops: interpreted numbers, and their code for an H100."""
 
 import functools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels import store_norm_retrieve
 from pallas_kernels.key_vector import calls, mosaic_gpu, xla
@@ -18,6 +20,7 @@ from pallas_kernels.key_vector.interface import (
     Statistics,
 )
 from pallas_kernels.key_vector.mosaic_gpu import Blocks
+from pallas_kernels.key_vector.mosaic_gpu_kernels import Sizes, backward_bytes, backward_scratch
 from pallas_kernels.mosaic_gpu import plgpu
 from pallas_kernels.platform import UnsupportedImplementation, preferring
 from pallas_kernels.shapes import RMT_305M
@@ -70,6 +73,25 @@ class TestKernels(Battery):
     # These are tests of float32 residuals, which have no kernel.
     spreads = ()
     test_small_spread_on_a_large_mean = None
+
+    @pytest.fixture(autouse=True)
+    def multiply_by_way_of_shared_memory(self, monkeypatch):
+        """JAX's interpreter has no product of registers with shared memory."""
+        multiply = plgpu.wgmma
+
+        def wgmma(sums, a, b):
+            if not isinstance(a, jax.Array):
+                return multiply(sums, a, b)
+
+            def run(copy):
+                copy[...] = a
+                plgpu.commit_smem()
+                multiply(sums, copy, b)
+                plgpu.wgmma_wait(0)
+
+            pl.run_scoped(run, plgpu.SMEM(a.shape, a.dtype))
+
+        monkeypatch.setattr(plgpu, "wgmma", wgmma)
 
     def options(self, case, op):
         blocks = case.blocks if op == "forward" else case.undone
@@ -205,6 +227,20 @@ def test_the_default_names_no_kernel_on_request():
     assert group.names["mosaic_gpu"] == ("cuda",)
     with lowering_for(H100):
         assert group.chosen("forward", shapes())["cuda"][0] == "xla"
+
+
+@pytest.mark.parametrize(
+    "size, stages", [(RMT_305M, 3), (RMT_305M.before_feed_forward, 3), (RMT_305M._replace(R=8), 2)]
+)
+def test_two_backward_programs_share_a_multiprocessor(size, stages):
+    sizes = Sizes.of(size.site((16, 512), "bfloat16", "int16"), "layernorm", 9)
+    assert mosaic_gpu.default_blocks(sizes, "key_vector_backward") == (264, stages)
+    scratch = backward_scratch(sizes, stages)
+    for barrier in ("ready", "once"):
+        del scratch[barrier]
+    held = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
+    # A program has 1 KiB of its own, and barriers.
+    assert held == backward_bytes(sizes, stages) and 2 * (held + 1024 + 256) <= 228 * 1024
 
 
 # Compilation -------------------------------------------------------------------------------------
