@@ -11,6 +11,7 @@ written after every case, so that an interrupted check keeps its results. On a C
 kernels, the plain JAX forms are checked at small sizes.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -24,8 +25,9 @@ _OP = flags.DEFINE_list("op", ["all"], "ops to check, like key_vector,attention,
 _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation",
     "auto",
-    ["auto", "pallas", "xla"],
-    "auto: the kernels that programs use on this device; pallas: all kernels; xla: plain JAX",
+    ["auto", "pallas", "xla", "mosaic_gpu"],
+    "auto: the kernels that programs use on this device; pallas: all kernels; xla: plain JAX; "
+    "mosaic_gpu: as auto, but key-vector ops use Mosaic GPU kernels where they can",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
 _TIME = flags.DEFINE_bool("time", True, "also time every call, a matrix product and a copy")
@@ -35,6 +37,7 @@ def main() -> int:
     """Check the ops that --op names; return 0 if all results are right, otherwise 1."""
     import jax
 
+    from pallas_kernels.platform import preferring
     from rmt_tpu.analysis import device_check
     from rmt_tpu.analysis.device_cases import OPS
 
@@ -46,13 +49,17 @@ def main() -> int:
     output = _output()
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
-    implementation = None if _IMPLEMENTATION.value == "auto" else _IMPLEMENTATION.value
+    on_request = _IMPLEMENTATION.value == "mosaic_gpu"
+    implementation = (
+        None if on_request or _IMPLEMENTATION.value == "auto" else _IMPLEMENTATION.value
+    )
     rates = device_check.measure_rates(small=on_cpu) if _TIME.value else None
     ops = list(OPS) if "all" in _OP.value else _OP.value
     cases = [case for op in ops for case in OPS[op]("small" if on_cpu else "real")]
     rows = []
     for number, case in enumerate(cases, start=1):
-        row = device_check.check(case, implementation, timed=_TIME.value)
+        with preferring("mosaic_gpu") if on_request else contextlib.nullcontext():
+            row = device_check.check(case, implementation, timed=_TIME.value)
         rows.append(row)
         time = "" if row.seconds is None else f", {1e3 * row.seconds:.3g} ms"
         verdict = "ok" if row.ok else "NOT OK"

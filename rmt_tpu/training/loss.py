@@ -142,8 +142,8 @@ def _unembedding(kernel, dtype):
     """Return all rows of W_U in `dtype`, on GPUs padded with columns of zeros.
 
     A matrix product for a GPU's tensor cores needs rows that begin at a multiple of 16 bytes. With
-    GPT-2's 50,257 words, products of padded matrices take a quarter to a half of the time on an
-    H100.
+    GPT-2's 50,257 words, two products of the loss took three and four times as long as the third,
+    which has as many FLOPs (docs/benchmarks/gpus.md).
     """
     kernel = sharding.gather(kernel.astype(dtype), "fsdp", axis=0)
     missing = -kernel.shape[1] % _GPU_COLUMNS if target().platform == "cuda" else 0
