@@ -191,9 +191,20 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
             idle = 1 - experts.top_k / experts.num_experts
             size = round(size * (1 - idle**case.batch))
         read += size
-    cache = lambda capacity: _bytes(_cache(decoder, case.batch, capacity).cores)
     flops = case.batch * cost.flops_per_token(decoder.config, case.context)
-    return DecodeLowerBound(read, cache(case.context), held + cache(case.capacity), flops)
+    held += _bytes(_cache(decoder, case.batch, case.capacity).cores)
+    return DecodeLowerBound(read, _read_of_cache(decoder, case), held, flops)
+
+
+def _read_of_cache(decoder: Decoder, case: DecodeCase) -> int:
+    """Return the bytes of the cache that each core reads or writes for one more token."""
+    total = 0
+    for s, stack in enumerate(decoder.config.stacks):
+        for k, core in enumerate(stack.cores):
+            window = core.softmax and core.softmax.window
+            tokens = case.context if window is None else min(case.context, window)
+            total += _bytes(_cache(decoder, case.batch, tokens).cores[s][k])
+    return total
 
 
 def estimate(

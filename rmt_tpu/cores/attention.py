@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels
 import sharding
+from pallas_kernels.call import LANES, round_up
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
 from rmt_tpu.cores.core import (
@@ -197,22 +198,23 @@ class Attention(Core):
         cache = Cache(*map(append, cache, new))
         if context.start is None:
             return self(whole, context, index), cache
-        k, v = stacks.slice_at(cache, layer)
         if q.shape[1] == 1:
-            queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
+            k, v, first = self._within_reach(cache, layer, context.start + 1)
+            queries, keys = context.query_positions, first[:, None] + jnp.arange(k.shape[1])
             distance = queries[:, :, None] - keys[:, None, :]
             mask = distance >= 0
             if self.core.window is not None:
                 mask = mask & (distance < self.core.window)
             y = self._attend_one_query(q, k, v, groups, index, queries, keys, mask)
         else:
+            k, v, first = self._within_reach(cache, layer, context.start)
             heads = lambda x: x[..., : groups * size].reshape(*x.shape[:2], groups, size)
             cached = jnp.concatenate([heads(k), heads(v)], axis=2)
             qkv = jnp.concatenate([q, *new], axis=2)
             y = pallas_kernels.attention_after(
                 qkv,
                 cached,
-                context.start,
+                context.start - first,
                 scale=self._scale(index),
                 slopes=self._slopes(),
                 kv_heads=groups,
@@ -221,6 +223,31 @@ class Attention(Core):
             )
         y = flatten_rows(_gated(y, gates), context)
         return self._output(self._to_tokens(y)), cache
+
+    def _within_reach(self, cache, layer, end):
+        """Return the keys and values of a layer that a window may contain, for each row.
+
+        A window ends before the token `end` of its row. If the cache is at least twice as long as a
+        window, so that copying the window costs less than reading the cache, a part of the cache
+        is returned, and otherwise all of it.
+
+        Returns:
+          Keys and values, [batch, keys, heads_size], and the position of the first of them, [batch
+          or 1].
+        """
+        capacity = cache.keys.shape[2]
+        count = capacity if self.core.window is None else round_up(self.core.window, LANES)
+        if 2 * count > capacity:
+            return *stacks.slice_at(cache, layer), jnp.zeros(1, end.dtype)
+        first = jnp.clip(end - count, 0, capacity - count)
+        layer = jnp.asarray(layer, first.dtype)
+
+        def part(row: Array, begin: Array) -> Array:
+            size = (1, count, row.shape[2])
+            return jax.lax.dynamic_slice(row, (layer, begin, jnp.zeros_like(begin)), size)[0]
+
+        k, v = (jax.vmap(part, (1, 0))(x, first) for x in cache)
+        return k, v, first
 
     def _split_gates(self, z):
         """Return the gates of this device's heads or None, and z without them."""

@@ -55,6 +55,14 @@ def test_the_least_of_a_residual_matrix():
     assert found.held == products + keys + gains + embeddings + 32 * 512 * TOKEN
 
 
+def test_a_window_is_all_that_is_read_of_a_cache():
+    whole, window = (
+        lower_bound(DecodeCase("llama-tiny", 2, 64, changes), "bfloat16")
+        for changes in ({}, {"model.attention.window": 16})
+    )
+    assert window.cache == whole.cache // 4 and window.held == whole.held
+
+
 def test_every_core_has_its_own_cache():
     grouped = lower_bound(DecodeCase("llama-374m", 2, 64), "bfloat16")
     assert grouped.cache == 2 * 64 * LAYERS * 2 * 4 * 64 * 2  # four heads of keys

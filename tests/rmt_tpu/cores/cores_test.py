@@ -1,6 +1,7 @@
 """Cores of any kind in one model: against their equations, in every schedule, from caches."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,34 @@ def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
         whole, decoded = both(models.random_parameters(config), jnp.array([6, 4]))
         places = np.array([[5, 5, 8, 9], [3, 3, 5, 6]])
         assert_close(decoded, np.take_along_axis(whole, places[..., None], axis=1), 1e-12)
+
+
+def test_windows_are_read_from_a_long_cache():
+    """Of 300 tokens in two rows, those of a window of 130 alone: at its ends, and beyond."""
+    with jax.enable_x64(True):
+        core = cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=130)
+        config = model("vector", "sum", stacks=(cfg.Stack((core, GATED), 2),))
+        graphdef, tokens = models.graph(config), models.tokens(seq=300)
+
+        @jax.jit
+        def whole(params):
+            return nnx.merge(graphdef, params)(tokens)
+
+        @functools.partial(jax.jit, static_argnums=3)
+        def on(params, cache, start, count):
+            """Logits of the next `count` tokens of both rows, which begin at `start`."""
+            decoder, rows = nnx.merge(graphdef, params), jax.vmap(jnp.roll)(tokens, -start)
+            return decoder.decode(rows[:, :count], cache._replace(length=start))
+
+        params = jax.tree.map(jnp.asarray, models.random_parameters(config))
+        wanted = whole(params)
+        cache = nnx.merge(graphdef, params).empty_cache(2, 600)
+        _, cache = on(params, cache, jnp.array([0, 0]), 300)
+        for count in (1, 7):
+            for start in ([0, 293], [129, 130], [131, 255], [256, 257]):
+                got, _ = on(params, cache, jnp.array(start), count)
+                places = np.array(start)[:, None] + np.arange(count)
+                assert_close(got, np.take_along_axis(wanted, places[..., None], 1), 1e-11)
 
 
 @pytest.mark.slow
