@@ -1,8 +1,8 @@
 """Speedruns: tracks with a fixed text and a stated loss, which is to be reached in little time.
 
 A track fixes the text, the held-out tokens and the length of a window. An entry chooses everything
-else. Its figure is the time of its training steps up to the first evaluation whose loss is at most
-the track's, and the FLOPs up to there. The rules are in docs/guides/speedrun.md.
+else. Its figures are the time and the FLOPs of its training steps up to the first evaluation whose
+loss is at most the track's. The rules are in docs/guides/speedrun.md.
 """
 
 import hashlib

@@ -148,6 +148,19 @@ def is_frozen(path: str, patterns: tuple[str, ...]) -> bool:
     return matches(included) and not matches(excepted)
 
 
+def learned(config: TrainConfig, tree: Any) -> dict[str, Any]:
+    """Return what a tree has for the parameters that learn in some step of a run, by path.
+
+    Args:
+      config: the config of training.
+      tree: tree in the structure of the parameters.
+    """
+    leaves = {path_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    if not config.freeze or config.freeze_steps is not None:
+        return leaves
+    return {path: x for path, x in leaves.items() if not is_frozen(path, config.freeze)}
+
+
 def path_of(path: tuple) -> str:
     """Return the path of a parameter as runs print it, such as `stacks/0/1/core/w_1`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

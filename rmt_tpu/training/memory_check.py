@@ -15,6 +15,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import compute_dtype, residual_dtype
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
+from rmt_tpu.training import freeze
 from rmt_tpu.training.copies import substitute_copies
 from rmt_tpu.training.run import PreparedRun
 
@@ -27,7 +28,7 @@ class MemoryLowerBound(NamedTuple):
     Attributes:
       state: parameters and optimizer state on one device.
       gradients: gradients on one device. All of them exist at once, because their norm is computed
-        before the first is used.
+        before the first is used. Parameters that are frozen for the whole run have none.
       activations: residuals on one device of all tokens in a forward pass: one residual per token,
         or one per token and layer if the backward pass needs the residual of every layer.
       batch: the part of the batch that one process holds in host memory.
@@ -62,11 +63,11 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     # number of layers that the scan over layers runs, which is how often stacks repeat their period
     repeats = sum(stack.repeat for stack in model.stacks)
     activations = tokens_at_once * token_bytes * (repeats if keeps_residuals else 1)
+    gradients = substitute_copies(run.abstract.params, run.abstract.copies)
+    own = [freeze.learned(train, tree) for tree in (gradients, run.state_shardings.params)]
     return MemoryLowerBound(
         state=bytes_per_device(run.abstract, run.state_shardings),
-        gradients=bytes_per_device(
-            substitute_copies(run.abstract.params, run.abstract.copies), run.state_shardings.params
-        ),
+        gradients=bytes_per_device(*own),
         activations=activations // run.mesh.size,
         batch=tokens * _BATCH_BYTES_PER_TOKEN // processes.num_processes(),
     )

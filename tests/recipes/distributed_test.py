@@ -109,6 +109,30 @@ def test_of_a_complete_run_the_first_process_tells(trained, tmp_path):
     assert len(list(copy.glob("tensorboard/*"))) == 1 + len(list(trained.glob("tensorboard/*")))
 
 
+# A spike of the gradient norm in step 5, which comes only once.
+SPIKE = """
+import math
+from rmt_tpu.training.loop import Loop
+from rmt_tpu.training.spikes import Spread
+usual, left = Loop._watch_gradient_norm, [5]
+def watch(self, norm):
+    self.spikes = self.spikes._replace(spread=Spread(math.log(norm), 0.01, 60))
+    return usual(self, norm * (50 if self.step in left and not left.clear() else 1))
+Loop._watch_gradient_norm = watch
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_go_back_from_a_spike(tmp_path):
+    flags = (*TRAIN, SMALL[0], "--set=train.spike_restarts=1", f"--workdir={tmp_path}")
+    ends = cli.launch(2, *flags, devices=SMALL[1], first=(SPIKE, SPIKE))
+    assert [code for code, *_ in ends] == [0, 0], ends
+    (_, _, progress), _ = ends
+    assert "is a spike" in progress and f"resuming {tmp_path} from step 3" in progress
+    assert [row["step"] for row in numbers(tmp_path)] == list(range(1, STEPS + 1))
+    assert (tmp_path / "spikes.jsonl").read_text().count("\n") == 1
+
+
 @pytest.mark.slow
 def test_only_the_first_process_tells_and_writes(two):
     workdir, ((_, output, progress), (_, other_output, other_progress)) = two

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rmt_tpu.data import ByteTokenizer, documents, open_store, pack
+from rmt_tpu.data import ByteTokenizer, documents, open_store, pack, read_template
 from rmt_tpu.data.token_store import read_sealed, seal
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import open_folder
@@ -275,3 +275,23 @@ def test_completions_are_trained_on_alone(tmp_path):
         found.append(series(rows, "train/loss")[1])
         assert 0.0 in found[-1] and max(found[-1]) > 3
     assert len(found[0]) == len(found[1]) == cli.STEPS
+
+
+@pytest.mark.slow
+def test_a_run_of_conversations_keeps_the_template_for_the_server(tmp_path):
+    source, template = tmp_path / "talks.jsonl", tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    rows = ({"messages": [*talk, {"role": "user", "content": f"{n}"}]} for n in range(60))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form = ["--format=messages", f"--chat_template={template}"]
+    cli.succeed("prepare_data", f"--input={source}", *form, f"--output={tmp_path}/store")
+    tiny = [flag for flag in cli.TINY if not flag.startswith(("--data", "--seq_len"))]
+    for number, data in enumerate((f"{tmp_path}/store", str(source))):
+        more = [f"--data={data}", "--seq_len=64", *(form if number else [])]
+        run = tmp_path / f"run{number}"
+        cli.succeed("train", "--preset=rmt-tiny", *tiny, *more, f"--workdir={run}")
+        found = read_template(open_folder(run), ByteTokenizer())
+        assert found.render(talk) == "user: Hi;assistant: Yes?;"
+        _, losses = series(read_metrics(run), "train/loss")
+        assert losses[-1] < losses[0] / 2

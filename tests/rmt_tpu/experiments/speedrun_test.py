@@ -115,7 +115,7 @@ def metrics(folder, seconds, losses):
 
 @pytest.fixture
 def run(small, tmp_path):
-    """A run of a small track, of which only the files that are read exist."""
+    """Make the folder of a run of a small track, with only the files that are read."""
     track, folder = small[0]._replace(text=None), open_folder(tmp_path / "run")
     config = speedrun.entry(track, presets.run("gpt2-tiny"), "stdlib")
     config = overrides.apply(config, {"train.steps": 6, "train.seed": 3})

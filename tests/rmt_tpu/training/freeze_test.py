@@ -16,7 +16,7 @@ from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs.workdir import open_checkpoints
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import freeze, trainer
+from rmt_tpu.training import freeze, memory_check, trainer
 from rmt_tpu.training.optimizer import learning_rate, make_optimizer, near_orthogonal
 from rmt_tpu.training.run import prepare
 from tests import models
@@ -235,6 +235,21 @@ def test_on_a_mesh_it_is_that_of_one_device(mesh, optimizer):
     for one, other in zip(alone, divided, strict=True):
         for path in one:
             np.testing.assert_allclose(one[path], other[path], atol=1e-6)
+
+
+def test_frozen_for_the_whole_run_they_have_no_memory_of_gradients():
+    def gradients(**changes):
+        train = dataclasses.replace(run_config().train, **changes)
+        config = dataclasses.replace(run_config(), train=train)
+        run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
+        paths = jax.tree_util.tree_leaves_with_path(run.abstract.params)
+        sizes = {freeze.path_of(path): 4 * x.size for path, x in paths}
+        return memory_check.lower_bound(config, run).gradients, sizes
+
+    whole, sizes = gradients(freeze=(), freeze_steps=None)
+    assert whole == sum(sizes.values()) == gradients()[0]
+    mixes = sum(size for path, size in sizes.items() if "/mix/" in path)
+    assert 0 < gradients(freeze_steps=None)[0] == mixes < whole / 10
 
 
 @pytest.mark.slow
