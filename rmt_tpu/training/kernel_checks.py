@@ -150,7 +150,7 @@ def _check(
             if platform not in call.by_default
             and call.name not in (*own_plain, *earlier.plain, *earlier.seconds)
         ]
-        own_seconds = _times(untimed, platform) if timing else {}
+        own_seconds = _times(untimed, platform, log) if timing else {}
     texts = processes.exchange(
         json.dumps([own_plain, own_seconds]), "the check of kernels", timeout=_SECONDS
     )
@@ -226,24 +226,33 @@ def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Fa
     return found
 
 
-def _times(calls: Sequence[TracedCall], platform: str) -> dict[str, list[float]]:
+def _times(
+    calls: Sequence[TracedCall], platform: str, log: Callable[[str], None]
+) -> dict[str, list[float]]:
     """Return the seconds that operations take in their kernels and in plain JAX.
 
     The seconds are sums over the different calls of an operation. A call with a record from an
-    earlier run is not timed again.
+    earlier run is not timed again. An operation that cannot be timed, for example for lack of
+    memory, is left out, and a line says so.
     """
     from rmt_tpu.analysis import device_calls, device_check
 
     found = {}
     for name, cases in device_calls.cases_of(calls, platform).items():
-        found[name] = [0.0, 0.0]
-        for case in cases:
-            key = _key(name, f"{case.op} {case.size}", "both, timed")
-            seconds = _recorded(key, "seconds", list)
-            if seconds is None:
-                seconds = [device_check.time_case(case, kind) for kind in ("pallas", "xla")]
-                _record(key, seconds=seconds)
-            found[name] = [total + time for total, time in zip(found[name], seconds, strict=True)]
+        total = [0.0, 0.0]
+        try:
+            for case in cases:
+                key = _key(name, f"{case.op} {case.size}", "both, timed")
+                seconds = _recorded(key, "seconds", list)
+                if seconds is None:
+                    seconds = [device_check.time_case(case, kind) for kind in ("pallas", "xla")]
+                    _record(key, seconds=seconds)
+                total = [a + b for a, b in zip(total, seconds, strict=True)]
+        except Exception as error:  # whatever it is, a run must not end because of a timing
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            log(f"note: {name} cannot be timed, so it uses plain JAX: {words}")
+            continue
+        found[name] = total
     return found
 
 

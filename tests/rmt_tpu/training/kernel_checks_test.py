@@ -263,6 +263,22 @@ def test_a_gpu_kernel_that_differs_is_not_taken_for_its_speed(gpu, tmp_path):
     assert start_on_gpu(gpu, tmp_path / "run") == (taken, [])
 
 
+def test_a_kernel_that_cannot_be_timed_ends_no_run(gpu, tmp_path, monkeypatch):
+    def time_case(case, implementation):
+        if case.op == "store_norm_retrieve":
+            raise RuntimeError("RESOURCE_EXHAUSTED:\nout of memory")
+        return gpu.time_case(case, implementation)
+
+    monkeypatch.setattr(device_check, "time_case", time_case)
+    taken, said = start_on_gpu(gpu, tmp_path / "run")
+    (note,) = [line for line in said if "key_vector" in line]
+    assert "key_vector" not in taken
+    assert note.startswith("note: ") and "RESOURCE_EXHAUSTED: out of memory" in note
+    assert (
+        "key_vector" not in json.loads((tmp_path / "run" / "kernels.json").read_text())["seconds"]
+    )
+
+
 @pytest.mark.parametrize("kernels", ["xla", "pallas"])
 def test_kernels_that_are_configured_are_not_timed(gpu, tmp_path, kernels, monkeypatch):
     monkeypatch.setattr(gpu, "check", lambda *given, timed: CheckRow("", "", ""))
