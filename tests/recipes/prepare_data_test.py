@@ -153,7 +153,8 @@ def test_a_run_of_a_column_has_the_text_of_its_store(tmp_path):
         "prepare_data", f"--input={source}", "--text_field=body", f"--output={tmp_path}/store"
     )
     assert f"{tmp_path}/store is complete" in done.stdout
-    flags = "train", "--preset=rmt-tiny", f"--data={source}", "--dry_run", "--seq_len=64"
+    run = f"--workdir={tmp_path}/run"  # the default may hold a run of `make train`
+    flags = "train", "--preset=rmt-tiny", f"--data={source}", "--dry_run", "--seq_len=64", run
     assert '"text_field": "body"' in cli.succeed(*flags, "--text_field=body").stdout
     assert "has no column 'text' of strings" in cli.fail(*flags)
 
