@@ -33,7 +33,7 @@ def check_cheaply() -> None:
 
 
 def checked(fn=_NO_ANNOTATION, *, typechecker: Callable | None = None):
-    """What `jaxtyping.jaxtyped` is, to the import hook and to whoever calls it otherwise."""
+    """Stand in for `jaxtyping.jaxtyped`, for the import hook and for other callers."""
     if fn is _NO_ANNOTATION:
         return functools.partial(checked, typechecker=typechecker)
     if typechecker is None or isinstance(fn, str):
@@ -84,7 +84,7 @@ def _function(fn, typechecker):
 
 
 def _parts(hint) -> set[str]:
-    """Of what kinds an annotation's parts are: "shape", "string" or "type"."""
+    """Return the kinds of an annotation's parts: "shape", "string" or "type"."""
     if isinstance(hint, str | typing.ForwardRef):
         return {"string"}
     if type(hint).__module__.startswith("jaxtyping") or (

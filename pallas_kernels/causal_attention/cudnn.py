@@ -223,7 +223,7 @@ def _of_positions(operands: PartOperands):
 
 
 class _Mask(NamedTuple):
-    """What cuDNN's kernels mask.
+    """The mask that cuDNN's kernels apply.
 
     Attributes:
       causal: whether keys after the query are masked.

@@ -64,7 +64,7 @@ class Marked(str):
 
 
 class Reading(NamedTuple):
-    """How the documents of a source are read from its files.
+    """The rules by which the documents of a source are read from its files.
 
     Attributes:
       field: name of the field of .jsonl files, or of the column of tables, that has the document.

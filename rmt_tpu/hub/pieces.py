@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the parameters of one sublayer are: in a repeat of a core of a stack.
+    """The place of one sublayer's parameters: a repeat of a core of a stack.
 
     Attributes:
       core: the config of the sublayer's core.

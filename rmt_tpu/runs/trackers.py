@@ -17,7 +17,7 @@ FILE = "trackers.json"  # which tracked run belongs to this run folder, by the t
 
 
 class Tracker(Protocol):
-    """What a tracker does with the values of a run. Any method may raise any exception."""
+    """A receiver of the values of a run. Any method may raise any exception."""
 
     def config(self, config: Mapping[str, Any]) -> None:
         """Record the run's config, as JSON values."""

@@ -71,7 +71,7 @@ class Spread(NamedTuple):
 
 
 class SpikeState(NamedTuple):
-    """What a checkpoint keeps of the gradient norms of a run.
+    """The part of a checkpoint that describes the gradient norms of a run.
 
     Attributes:
       spread: the spread of the gradient norms.

@@ -140,7 +140,7 @@ class TestEntries(Battery):
 
 
 def test_pairs_before_the_window_are_not_computed():
-    """Of 64 blocks, a block of queries sees its own block of keys and two before it."""
+    """A block of queries, of 64 blocks, sees its own block of keys and the two before it."""
     found = []
     for window in (None, 2 * 128):
         given = mosaic_tpu_blocks.BlockOperands(

@@ -99,7 +99,7 @@ def test_flops_of_delta_attention():
 
 
 def test_counts_of_gated_delta_net():
-    """With 2 heads of keys and 4 of values of 5, decays of heads, and gates that the site reads."""
+    """The core has 2 heads of keys, 4 of values of size 5, a decay a head, and gates."""
     shape = dict(num_key_heads=2, decays="heads", gates="full")
     core = cfg.Kda(4, 5, conv_size=3, **shape)
     taps, decays, betas = 3 * (2 * 2 + 4) * 5, 13 * 4 + 2 * 4, 13 * 4

@@ -205,7 +205,7 @@ def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
 
 
 def test_windows_are_read_from_a_long_cache():
-    """Of 300 tokens in two rows, those of a window of 130 alone: at its ends, and beyond."""
+    """A query sees the tokens of its window of 130 alone, in two rows of 300 tokens."""
     with jax.enable_x64(True):
         core = cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=130)
         config = model("vector", "sum", stacks=(cfg.Stack((core, GATED), 2),))

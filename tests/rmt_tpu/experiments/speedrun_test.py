@@ -162,7 +162,7 @@ def test_the_command_reports_what_is_missing(tmp_path):
 
 @pytest.mark.slow
 def test_an_entry_from_the_text_to_the_table(small, tmp_path, monkeypatch):
-    """With a track of a small text and an easy loss, in the recipe's own process."""
+    """The track has a small text and an easy loss; the recipe trains in this process."""
     track, wheel = small
     track = track._replace(loss=5.9, start={"train.batch_size": 2, "train.steps": 4})
     first = (

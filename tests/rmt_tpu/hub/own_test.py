@@ -67,7 +67,7 @@ def test_a_tensor_is_a_parameter_of_its_shape_and_name(tmp_path):
 
 
 def test_a_new_run_takes_over_what_it_shares(tmp_path):
-    """With the same mixer it takes over everything, and with another everything but the mixes."""
+    """A run with the same mixer takes over all weights, and with another all but the mixes."""
     export(made(MODELS["blocks"]), ByteTokenizer(), tmp_path / "own", max_length=32, kind="rmt_tpu")
     assert not WarmStart(str(tmp_path / "own"), MODELS["blocks"]).new
     delta = dataclasses.replace(MODELS["blocks"], mixer=cfg.WideStreams(streams=2))
