@@ -228,11 +228,10 @@ class Mla(Heads):
       query_rank: size of a latent vector from which the queries are computed; None computes them
         directly from the input.
       positions: whether the additional parts are rotated by position ("rope").
-
-    The norms of the latent vectors use the model's `norm_epsilon`. The transformers library always
-    uses 1e-6 in these norms for Kimi Linear and DeepSeek-V3, so weights from these models would
-    give different results here if the latents are small. This package cannot read or write models
-    with this core in the Hugging Face hub's format.
+      scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim +
+        rope_dim)`, or muP's factor.
+      latent_epsilon: the epsilon in the norms of the latent vectors, which is 1e-6 in Kimi Linear
+        and DeepSeek-V3; None means the model's `norm_epsilon`.
     """
 
     kind: ClassVar[str] = "mla"
@@ -241,6 +240,8 @@ class Mla(Heads):
     rope_dim: Size
     query_rank: Size | None = None
     positions: Rope | NoPositions = Rope()
+    scale: Positive | None = None
+    latent_epsilon: Positive | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -62,6 +62,9 @@ class Experts(Computes):
       scores: function that makes the scores of experts from the router's logits: a "sigmoid" of
         each, or a "softmax" over all experts.
       normalized: whether the scores of the chosen experts are divided by their sum.
+      groups, top_groups: number of groups of adjacent experts, and number of groups that a token
+        may choose experts from. A group's score is the sum of its two highest scores with their
+        biases (DeepSeek-V3).
       balance: rule that balances the load among experts.
       capacity: room per device on a mesh that shards experts, as a multiple of the number of
         choices (pairs of a token and its expert) that the device receives if the load is even.
@@ -82,6 +85,8 @@ class Experts(Computes):
     normalized: bool = True
     balance: Balance = SignRule()
     capacity: Positive | None = None
+    groups: Size = 1
+    top_groups: Size = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -90,6 +95,31 @@ class Experts(Computes):
         if self.top_k > self.num_experts:
             raise UsageError(
                 f"Experts.top_k={self.top_k} must be at most num_experts={self.num_experts}"
+            )
+        if self.top_groups > self.groups:
+            raise UsageError(
+                f"Experts.top_groups={self.top_groups} must be at most groups={self.groups}"
+            )
+        if self.groups > 1:
+            self._check_groups()
+
+    def _check_groups(self):
+        """Raise UsageError unless experts can be chosen from groups of equal size."""
+        size, left = divmod(self.num_experts, self.groups)
+        if left or size < 2:
+            raise UsageError(
+                f"Experts.groups={self.groups} must divide num_experts={self.num_experts} into "
+                "groups of at least 2"
+            )
+        if self.top_k > self.top_groups * size:
+            raise UsageError(
+                f"Experts.top_k={self.top_k} must be at most the {self.top_groups * size} experts "
+                f"of top_groups={self.top_groups} groups"
+            )
+        if isinstance(self.balance, Quantiles):
+            raise UsageError(
+                f"Experts.groups={self.groups} cannot be balanced by quantiles, which compare an "
+                "expert with all others; legal: 1, or another balance"
             )
 
     @property

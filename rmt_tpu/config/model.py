@@ -263,9 +263,11 @@ class ModelConfig(Checked):
             *([core.kind for core in stack.cores] for stack in model.stacks),
         ]
         scaled = isinstance(self.parametrization, MuP)
-        if scaled and any(getattr(core, "scale", None) is not None for core in self.cores):
+        attends = (core for core in self.cores if core.softmax is not None)
+        own = next((core.kind for core in attends if core.scale is not None), None)
+        if scaled and own is not None:
             raise UsageError(
-                "ModelConfig.attention.scale is a factor of logits, which muP has itself; legal: "
+                f"ModelConfig.{own}.scale is a factor of logits, which muP has itself; legal: "
                 "null, or parametrization=standard"
             )
         if kinds(self.base_model) != kinds(self):

@@ -6,12 +6,13 @@ For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek
     s = sigmoid(W_r x)                  C = the experts with the k largest s + b
     w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
 
-The scores s can also be a softmax, and their division by their sum can be left out. Scores and
-weights are at least float32. The bias b of an expert affects only which experts are
-chosen. It has no gradient and is not a trained weight: it is computed from the experts' loads, the
-numbers of tokens per expert, according to `config.Balance`. Loads are passed on as gradients. For
-this, the loss contains the term `load_e (b_e - b_e)`, which is 0 and whose derivative is the load.
-Every schedule and mesh then sums loads together with the gradients.
+The scores s can also be a softmax, and their division by their sum can be left out. If experts are
+in groups, C are the best of a few groups alone. Scores and weights are at least float32. The bias b
+of an expert affects only which experts are chosen. It has no gradient and is not a trained weight:
+it is computed from the experts' loads, the numbers of tokens per expert, according to
+`config.Balance`. Loads are passed on as gradients. For this, the loss contains the term `load_e
+(b_e - b_e)`, which is 0 and whose derivative is the load. Every schedule and mesh then sums loads
+together with the gradients.
 
 On a mesh the axis `expert` shards the experts and, outside this core, the sequences. In this core
 the devices along that axis gather each other's tokens, compute the outputs of their own experts for
@@ -180,6 +181,8 @@ class Experts(Core):
         return jax.lax.stop_gradient(bias)
 
     def _route(self, scores, biased) -> Routing:
+        if self.core.groups > 1:
+            biased = _in_best_groups(biased, self.core.groups, self.core.top_groups)
         _, chosen = jax.lax.top_k(biased, self.core.top_k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if not self.core.normalized:
@@ -262,6 +265,18 @@ class Experts(Core):
         places = jnp.where(places < ends[-1], places, row_limit)
         sizes = jnp.diff(ends, prepend=0)
         return Rows(order[:row_limit], places, sizes, requested[-1] - ends[-1])
+
+
+def _in_best_groups(biased, groups, top_groups):
+    """Return scores that are -inf in all groups of experts but each token's best.
+
+    A group's own score is the sum of its two highest.
+    """
+    by_group = biased.reshape(*biased.shape[:-1], groups, -1)
+    of_group = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, best = jax.lax.top_k(of_group, top_groups)
+    kept = jnp.any(best[..., None] == jnp.arange(groups), axis=-2)
+    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(biased.shape)
 
 
 def _loads(chosen, count, dtype):

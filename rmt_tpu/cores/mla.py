@@ -5,7 +5,7 @@ With x the concatenated data vectors of a token:
     q = W_q x, or W_qb norm(W_qa x)                  H queries [q_nope, q_rope]
     [c, k_rope] = W_kva x                            one latent, and one key part for all heads
     [k_nope, v] = W_kvb norm(c)                      of every head
-    y = softmax(q . [k_nope, k_rope] / sqrt(D_h + D_r)) v
+    y = softmax(scale q . [k_nope, k_rope]) v        scale = 1 / sqrt(D_h + D_r) by default
 
 Norms are RMS norms with a gain. k_rope is not normed, and queries are normed only if there is a
 low-rank factor W_qa. The "rope" parts are rotated by position if the config has RoPE. Otherwise
@@ -73,7 +73,9 @@ class Mla(Core):
     name: ClassVar[str] = "mla"
 
     def __init__(self, config: cfg.ModelConfig, core: cfg.Mla, seed: Seed, layout: HeadsLayout):
-        self.core, self.layout, self.epsilon = core, layout, config.norm_epsilon
+        self.core, self.layout = core, layout
+        own = core.latent_epsilon
+        self.epsilon = config.norm_epsilon if own is None else own
         self.scale = logit_scale(config, core)
         width, heads = config.width, core.num_heads
 

@@ -78,8 +78,9 @@ ACTIVATIONS = {
 }
 
 
-def rms_norm(x, gain, config):
-    return gain * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
+def rms_norm(x, gain, config, epsilon=None):
+    epsilon = config.norm_epsilon if epsilon is None else epsilon
+    return gain * x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
 
 
 def rotated(x, positions, dims=None):
@@ -189,13 +190,15 @@ def mla_core(core, params, store, site, x, index, config):
     split = lambda x: x.reshape(*x.shape[:2], core.num_heads, -1)
     q = x
     if core.query_rank is not None:
-        q = rms_norm(x @ params["w_q_down"], params["q_gain"], config)
+        q = rms_norm(x @ params["w_q_down"], params["q_gain"], config, core.latent_epsilon)
     q, down, own = split(q @ params["w_q"]), x @ params["w_kv_down"], core.head_dim
-    latent = rms_norm(down[..., : core.kv_rank], params["kv_gain"], config)
+    latent = down[..., : core.kv_rank]
+    latent = rms_norm(latent, params["kv_gain"], config, core.latent_epsilon)
     k, v = (split(latent @ w) for w in params["w_kv_up"])
     turned = lambda x: rotated(x, core.positions)
     k_rope = turned(down[:, :, None, core.kv_rank :]).repeat(core.num_heads, axis=2)
     q = np.concatenate([q[..., :own], turned(q[..., own:])], axis=-1)
+    q = q if core.scale is None else q * core.scale * np.sqrt(core.query_dim)
     return attention(q, np.concatenate([k, k_rope], axis=-1), v)
 
 
@@ -258,7 +261,14 @@ def experts_core(core, params, store, site, x, index, config):
     logits = x @ params["w_router"]
     scores = sigmoid(logits) if core.scores == "sigmoid" else softmax(logits, -1)
     bias = core.balance.rate * params["load"] if core.balance.kind == "sign" else 0
-    chosen = np.argsort(-(scores + bias).real, axis=-1)[..., : core.top_k]
+    biased = (scores + bias).real
+    if core.groups > 1:
+        by_group = np.split(biased, core.groups, axis=-1)
+        best_two = np.stack([np.sort(x, axis=-1)[..., -2:].sum(-1) for x in by_group], axis=-1)
+        rank = np.argsort(np.argsort(-best_two, axis=-1), axis=-1)
+        left_out = rank.repeat(core.num_experts // core.groups, axis=-1) >= core.top_groups
+        biased = np.where(left_out, -np.inf, biased)
+    chosen = np.argsort(-biased, axis=-1)[..., : core.top_k]
     weights = np.zeros_like(scores)
     np.put_along_axis(weights, chosen, np.take_along_axis(scores, chosen, -1), -1)
     weights = core.scale * weights / (weights.sum(-1, keepdims=True) if core.normalized else 1)

@@ -22,7 +22,9 @@ from tests.tiers import later
 GROUPED = cfg.Attention(
     4, 4, cfg.Rope(dims=2), False, num_kv_heads=2, query_key_norm=True, bias=True
 )
-LATENT = cfg.Mla(num_heads=2, head_dim=4, kv_rank=6, rope_dim=2, query_rank=5)
+LATENT = cfg.Mla(
+    num_heads=2, head_dim=4, kv_rank=6, rope_dim=2, query_rank=5, scale=0.7, latent_epsilon=0.1
+)
 UNTURNED = cfg.Mla(num_heads=2, head_dim=4, kv_rank=6, rope_dim=2, positions=cfg.NoPositions())
 GATED, SQUARED = cfg.FeedForward(10, "swiglu"), cfg.FeedForward(7, "relu2")
 STACKS = (
@@ -354,6 +356,10 @@ def test_a_list_of_layers_becomes_stacks():
                 "vector", "sum", stacks=(cfg.Stack(WINDOWED),), parametrization=cfg.MuP()
             ),
             "attention.scale is a factor of logits, which muP has itself; legal: null, or param",
+        ),
+        (
+            lambda: model("vector", "sum", stacks=STACKS[1:], parametrization=cfg.MuP()),
+            "mla.scale is a factor of logits, which muP has itself; legal: null, or param",
         ),
         (
             lambda: model("matrix", "sum", stacks=(cfg.Stack(BIASED[:2]),)),

@@ -23,7 +23,9 @@ from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks, over_depth
 from tests.tiers import later
 
-MIX = cfg.Experts(6, 2, 5, shared_gate=True, scale=2.5, balance=cfg.SignRule(rate=0.4))
+MIX = cfg.Experts(
+    6, 2, 5, shared_gate=True, scale=2.5, balance=cfg.SignRule(rate=0.4), groups=3, top_groups=2
+)
 ALONE = cfg.Experts(5, 3, 4, shared=0, balance=cfg.BalanceLoss())
 ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
 SOFT = cfg.Experts(
@@ -222,6 +224,20 @@ def test_what_has_no_room_is_dropped_and_counted():
     assert_close(y.reshape(-1, WIDTH), expected, 1e-5)
 
 
-def test_more_choices_than_experts_are_refused():
-    with pytest.raises(UsageError, match="Experts.top_k=7 must be at most num_experts=6"):
-        cfg.Experts(6, 7, 5)
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"top_k": 7}, "top_k=7 must be at most num_experts=6"),
+        ({"top_groups": 2}, "top_groups=2 must be at most groups=1"),
+        ({"groups": 4}, "groups=4 must divide num_experts=6 into groups of at least 2"),
+        ({"groups": 6}, "groups=6 must divide num_experts=6 into groups of at least 2"),
+        (
+            {"groups": 3, "top_k": 3},
+            "top_k=3 must be at most the 2 experts of top_groups=1 groups",
+        ),
+        ({"groups": 3, "balance": cfg.Quantiles()}, "groups=3 cannot be balanced by quantiles"),
+    ],
+)
+def test_choices_that_experts_do_not_allow_are_refused(changes, message):
+    with pytest.raises(UsageError, match=f"Experts.{message}"):
+        cfg.Experts(**{"num_experts": 6, "top_k": 2, "hidden_dim": 5} | changes)
