@@ -35,7 +35,9 @@ class _DepthAttention(BankedSystem):
       newest_bias: initial value of a learned number per site that is added to the logit of the
         newest source; None if there is no such number.
       cumulative: whether a source is the sum of the embedding and all outputs up to the end of a
-        block, instead of the sum of the block's outputs.
+        block, instead of the sum of the block's outputs. The sum of the embedding and all outputs
+        so far is then a source of every site, besides the last complete block's, which it equals
+        at sites right after a block.
       output_site: what the unembedding reads: "attention" over all sources as at every other site,
         the "sum" of the embedding and all outputs, or the "newest" source alone. Only "attention"
         has parameters at this site.

@@ -11,7 +11,8 @@ paper names the ablations and gives their losses. The equations are our reading 
 - a window: only the embedding and the newest rows are sources.
 
 The bias of the newest source and cumulative sources, whose equations are in `depth_attention`, are
-computed here too. Rows stay sums of blocks, and each site adds them up.
+computed here too. Rows stay sums of blocks, and each site adds them up. With cumulative sources the
+running residual is a source of every site, also where it repeats the newest row's.
 """
 
 from collections.abc import Sequence
@@ -147,8 +148,8 @@ class DepthAblation(depth_attention.DepthAttention):
     def _mix(self, at, shared, rows, count, current, running):
         """Return the weighted sum of sources for one site.
 
-        The sources are `rows[:count]`, and the running sum `current` if `running` is True. `at` is
-        the site, and `shared` its query or its learned logits.
+        The sources are `rows[:count]`, and the running sum `current` if `running` is True or
+        sources are cumulative. `at` is the site, and `shared` its query or its learned logits.
         """
         written = jnp.arange(self.num_rows) < count
         rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
@@ -157,6 +158,7 @@ class DepthAblation(depth_attention.DepthAttention):
             wide = jnp.result_type(rows, jnp.float32)
             rows = jnp.cumsum(rows.astype(wide), axis=0)
             current = rows[-1] + jnp.where(running, current, 0).astype(wide)
+            running = jnp.bool(True)
         weights = self._weights(at, shared, rows, count, current, running)
         heads = weights.shape[-1]
 
@@ -234,7 +236,10 @@ class DepthAblation(depth_attention.DepthAttention):
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the attention weights over `values` of the site before sublayer `index`."""
+        """Return the attention weights over `values` of the site before sublayer `index`.
+
+        The weight of a value that is two sources is the sum of their weights.
+        """
         flat = values.reshape(*values.shape[:3], -1)
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
         normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
@@ -249,11 +254,15 @@ class DepthAblation(depth_attention.DepthAttention):
                 query = query + gained * projected
             products = query * (normed if self.mixer.key_norm else flat)
             logits = products.reshape(*flat.shape[:3], self.mixer.num_heads, -1).sum(-1)
+        ended = index % self.block == 0 or index == self.num_sublayers
+        repeated = self.mixer.cumulative and ended
+        if repeated:
+            logits = jnp.concatenate([logits, logits[-1:]])
         if site.mix.newest_bias is not None:
             logits = logits.at[-1].add(site.mix.newest_bias[0])
-        if self.mixer.weights == "sigmoid":
-            return jax.nn.sigmoid(logits)
-        return jax.nn.softmax(logits, axis=0)
+        sigmoid = self.mixer.weights == "sigmoid"
+        weights = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=0)
+        return weights[:-1].at[-1].add(weights[-1]) if repeated else weights
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:

@@ -18,7 +18,9 @@ Some options are not in the paper:
 - A learned bias b per site is added to the logit of the newest source (open-attention-residuals,
   which starts it at 3 or 10):  `logit_last = <gain * query, v_last> / rms(v_last) + b`
 - Cumulative sources (open-attention-residuals) are the plain residual at the ends of blocks, and
-  the running one:  `v_n = embedding + sum of the outputs of blocks 1 to n`
+  the running one:  `v_n = embedding + sum of the outputs of blocks 1 to n`. The running residual is
+  a source of every site. At a site right after a block it equals that block's source, so that this
+  value has two weights. The bias of the newest source is the running residual's alone.
 - Without attention at the output site, the unembedding reads the newest source (which is the plain
   residual if sources are cumulative, as in open-attention-residuals), or the sum of the embedding
   and all outputs (an option of marin).

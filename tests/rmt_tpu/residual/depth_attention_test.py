@@ -58,6 +58,10 @@ TRAINERS = {
     "cumulative": cfg.BlockAttention(sublayers_per_block=3, cumulative=True),
     "cumulative, window": cfg.FullAttention(cumulative=True, window=3),
     "cumulative, input query": cfg.FullAttention(cumulative=True, query="input"),
+    "cumulative, scalars": cfg.BlockAttention(
+        sublayers_per_block=3, cumulative=True, query="scalars", newest_bias=1.0
+    ),
+    "cumulative, sigmoid": cfg.FullAttention(cumulative=True, weights="sigmoid", newest_bias=1.0),
     "cumulative, output sum": cfg.FullAttention(cumulative=True, output_site="sum"),
     "output sum": cfg.BlockAttention(sublayers_per_block=3, output_site="sum"),
     "output newest": cfg.BlockAttention(sublayers_per_block=3, output_site="newest"),

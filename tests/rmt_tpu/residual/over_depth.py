@@ -11,14 +11,21 @@ def of_blocks(mixer: cfg.Mixer, depth: int) -> int:
     return mixer.sublayers_a_block(depth)
 
 
+def has_ended(k: int, mixer: cfg.Mixer, depth: int) -> bool:
+    """Whether site k is right after a block, or before the first one."""
+    return k % of_blocks(mixer, depth) == 0 or k == depth
+
+
 def plain_weights(k, sources, site, params, mixer, depth, epsilon=1e-6):
     """Weights [sources, batch, seq, heads] of flat sources [sources, batch, seq, D] at site k."""
     v = np.stack(sources)
     rms = lambda x: np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)
     H, D = mixer.num_heads, v.shape[-1]
+    repeated = mixer.cumulative and has_ended(k, mixer, depth)
     if mixer.query == "scalars":
         before = sum(len(plain_sources_of(i, of_blocks(mixer, depth))) for i in range(k))
-        logits = params["mixer"]["logits"][before : before + len(v)][:, None, None, None]
+        logits = params["mixer"]["logits"][before : before + len(v) - repeated]
+        logits = np.append(logits, logits[len(logits) - repeated :])[:, None, None, None]
         logits = logits * np.ones((*v.shape[:-1], 1))
     elif mixer.query == "none":
         logits = np.zeros((*v.shape[:-1], 1))
@@ -37,7 +44,7 @@ def plain_weights(k, sources, site, params, mixer, depth, epsilon=1e-6):
         return checks.sigmoid(logits)
     shown = np.ones(len(v), bool)
     if getattr(mixer, "window", None) is not None:
-        shown[1 : -mixer.window] = False
+        shown[1 : -mixer.window - repeated] = False
     logits = np.where(shown[:, None, None, None], logits, -np.inf)
     return plain.softmax(logits, 0)
 
@@ -60,6 +67,8 @@ def attention_over_depth(mixer, params, depth):
         parts = plain_sources_of(k, of_blocks(mixer, depth))
         if mixer.cumulative:
             parts = [range(part.stop) for part in parts]
+            # The running residual is a source at every site.
+            parts += [range(k + 1)] if has_ended(k, mixer, depth) else []
         sources = [sum(written[i] for i in part).reshape(*shape[:2], -1) for part in parts]
         if k == depth and mixer.output_site != "attention":
             return (sum(written) if mixer.output_site == "sum" else sources[-1]).reshape(shape)
