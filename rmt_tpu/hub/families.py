@@ -6,6 +6,8 @@ This module imports no jax.
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from rmt_tpu.hub import attnres
+
 # Which layers have a sliding window if config.json has one: "all"; all unless `layer_types` lists
 # them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); or
 # all but every fourth, or all but every n-th, where `sliding_window_pattern` is n ("most"). For all
@@ -64,6 +66,8 @@ NORMS_AFTER = "norms of outputs"
 GEMMA = "norms of inputs and outputs"
 # Layers of Gated DeltaNet, gated attention, a gated shared expert, and names of its own.
 NEXT = "gated delta net"
+# Attention over depth, whose sources are cumulative.
+ATTNRES = "attention over depth"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"
 # Any model of this package.
@@ -225,6 +229,12 @@ FAMILIES = {
     ),
     "rmt_tpu": Family("RmtTpuDecoder", {}, frozenset({OWN}), base=""),
 }
+# Qwen3 with another residual.
+FAMILIES[attnres.KIND] = FAMILIES["qwen3"]._replace(
+    architecture="Qwen3AttnResForCausalLM",
+    absent={**FAMILIES["qwen3"].absent, **attnres.ABSENT},
+    traits=FAMILIES["qwen3"].traits | {ATTNRES},
+)
 # The models of text and images whose text models are Gemma 3's.
 FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
     absent={

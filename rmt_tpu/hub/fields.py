@@ -97,6 +97,17 @@ class Fields:
             raise self.wrong(name, value, "a number, at least 0")
         return float(value)
 
+    def number(self, name: str) -> float:
+        """Return a field that holds a finite number.
+
+        Raises:
+          UsageError: the field has another value or is missing.
+        """
+        value = self._values.get(name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.wrong(name, value, "a number")
+        return float(value)
+
     def layers(self, name: str, count: int) -> list[int]:
         """Return a field that lists some of `count` layers; an absent or null field lists none.
 

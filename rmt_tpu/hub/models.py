@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub import gpt2, own, qwen3_next
+from rmt_tpu.hub import attnres, gpt2, own, qwen3_next
 from rmt_tpu.hub.families import (
+    ATTNRES,
     BIAS,
     EXPERTS,
     FAMILIES,
@@ -146,11 +147,18 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     return cfg.ModelConfig(
         cfg.stacks(list(zip(cores, seconds, strict=True))),
         cfg.VectorStore(config_fields.size("hidden_size")),
+        mixer=_mixer(config_fields, family, len(cores)),
         vocab_size=config_fields.size("vocab_size"),
         norm="rmsnorm",
         norm_epsilon=config_fields.positive("rms_norm_eps", 1e-6),
         embedding_scale=_embedding_scale(family, config_fields.size("hidden_size")),
     )
+
+
+def _mixer(config_fields: Fields, family: Family, layers: int) -> cfg.Mixer:
+    if ATTNRES in family.traits:
+        return attnres.read_mixer(config_fields, layers)
+    return cfg.Sum()
 
 
 def _num_layers(config_fields: Fields) -> int:
@@ -298,6 +306,8 @@ def config_values(
     values |= _position_values(family, layers)
     if EXPERTS in family.traits:
         values |= _expert_values(layers, dense)
+    if ATTNRES in family.traits:
+        values |= attnres.mixer_values(model)
     _check_expressed(model, model_config(values, CONFIG))
     return values
 
@@ -366,6 +376,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
         GEMMA: any(core.normed == "both" for core in cores),
         QUERY_KEY_NORM: any(core.query_key_norm for core in cores),
         UNROTATED_LAYERS: any(core.positions == cfg.NoPositions() for core in cores),
+        ATTNRES: attnres.is_one(model),
         EXPERTS: any(core.kind == cfg.Experts.kind for core in seconds),
         PARTIAL_ROPE: any(getattr(core.positions, "dims", None) for core in cores),
     }
@@ -411,7 +422,7 @@ def _layers(
     """
     if not isinstance(model.store, cfg.VectorStore):
         raise _not_in_hub_format("model.store", model.store.kind, "vector")
-    if not isinstance(model.mixer, cfg.Sum):
+    if not isinstance(model.mixer, cfg.Sum) and not attnres.is_one(model):
         raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     if not isinstance(model.parametrization, cfg.Standard):
         raise _not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")
@@ -438,6 +449,8 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
     if model.embedding_scale != found.embedding_scale:
         given, legal = model.embedding_scale, found.embedding_scale
         raise _not_in_hub_format("model.embedding_scale", given, legal)
+    if isinstance(found.mixer, cfg.Sum) and not isinstance(model.mixer, cfg.Sum):
+        raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     for core, other in zip(model.sublayers, found.sublayers, strict=True):
         for name in (field.name for field in fields(core)):
             value, legal = getattr(core, name), getattr(other, name)

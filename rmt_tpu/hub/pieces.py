@@ -12,6 +12,8 @@ Path = tuple[Any, ...]
 # How the names of tensors with one axis end.
 _VECTORS = (".bias", "norm.weight", ".ln_1.weight", ".ln_2.weight", "ln_f.weight")
 _VECTORS += (".A_log", ".dt_bias")
+# How the names of tensors without axes end.
+_SCALARS = ("_res_bias",)
 
 
 class Part(NamedTuple):
@@ -76,6 +78,8 @@ class Piece(NamedTuple):
         """The shape of the piece of the tensor."""
         if self.as_it_is:
             return self.sizes
+        if self.name.endswith(_SCALARS):
+            return ()
         *rows, last = self.sizes
         if self.name.endswith(_VECTORS):
             return (math.prod(self.sizes),)

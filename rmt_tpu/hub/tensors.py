@@ -3,8 +3,17 @@
 from collections.abc import Iterator
 
 from rmt_tpu import config as cfg
-from rmt_tpu.hub import gpt2, own, qwen3_next
-from rmt_tpu.hub.families import EXPERTS, GEMMA, GPT2, NEXT, OWN, PARTIAL_ROPE, Family
+from rmt_tpu.hub import attnres, gpt2, own, qwen3_next
+from rmt_tpu.hub.families import (
+    ATTNRES,
+    EXPERTS,
+    GEMMA,
+    GPT2,
+    NEXT,
+    OWN,
+    PARTIAL_ROPE,
+    Family,
+)
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
@@ -32,6 +41,9 @@ def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
         name = f"model.layers.{layer}."
         tensors += _attention_pieces(name, attention, dim, family)
         tensors += _mlp_pieces(name, mlp, attention, dim, family)
+        if ATTNRES in family.traits:
+            tensors += attnres.pieces(name, attention, "attn", dim)
+            tensors += attnres.pieces(name, mlp, "mlp", dim)
     if GEMMA in family.traits:
         is_gain = lambda piece: piece.name.endswith("norm.weight")
         tensors = [piece._replace(offset=1.0) if is_gain(piece) else piece for piece in tensors]

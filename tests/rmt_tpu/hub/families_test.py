@@ -95,6 +95,17 @@ CONFIGS = {
         "layer_types": LAYER_TYPES,
         **WINDOWS,
     },
+    "qwen3_attnres": COMMON
+    | {
+        "attnres_mode": "block",
+        "attnres_gate_type": "bias",
+        "attnres_num_blocks": 2,
+        "attnres_recency_bias_init": -0.5,
+        "max_window_layers": 3,
+        "num_attention_heads": 32,
+        "layer_types": LAYER_TYPES,
+        **WINDOWS,
+    },
     "qwen3_moe": COMMON
     | {
         "hidden_act": "silu",
@@ -145,6 +156,7 @@ CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.item
 # Keys that do not fit what others are by default: see REFUSED.
 TOGETHER = [
     ("qwen3", "use_sliding_window"),
+    ("qwen3_attnres", "use_sliding_window"),
     ("qwen3_next", "linear_key_head_dim"),
     ("qwen3_next", "linear_num_key_heads"),
     ("qwen3_next", "linear_value_head_dim"),
@@ -275,6 +287,14 @@ REFUSED = {
     "too few layers": (
         {"model_type": "olmo3", "layer_types": LAYER_TYPES[1:]},
         "layer_types=.* is not .*; legal: null, or a list of 'full_attention' or 'sliding_a.* of 5",
+    ),
+    "a gate of attention over depth": (
+        CONFIGS["qwen3_attnres"] | {"attnres_gate_type": "sigmoid_scalar"},
+        "attnres_gate_type='sigmoid_scalar' is not supported; legal: \"bias\"$",
+    ),
+    "a mode of attention over depth": (
+        CONFIGS["qwen3_attnres"] | {"attnres_mode": "delta"},
+        "attnres_mode 'delta' is unknown; legal: block, full",
     ),
     "late layers": (
         {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1},

@@ -114,6 +114,14 @@ DEFAULTS = {
 }
 
 
+DEFAULTS["qwen3_attnres"] = DEFAULTS["qwen3"] | {
+    "attnres_gate_type": "bias",
+    "attnres_mode": "block",
+    "attnres_num_blocks": 8,
+    "attnres_recency_bias_init": 3.0,
+}
+# Kinds that norm each query and key.
+NORMED = ("qwen3", "qwen3_attnres", "qwen3_moe", "gemma3_text")
 # Kinds that norm what sublayers write, and not what they read.
 AFTER = ("olmo2", "olmo3")
 
@@ -145,7 +153,7 @@ def shapes(config):
         layer[f"self_attn.{letter}_proj.weight"] = (count * size, width)
         if kind == "qwen2":
             layer[f"self_attn.{letter}_proj.bias"] = (count * size,)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text") and letter != "v":
+        if kind in NORMED and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (size,)
         if kind in AFTER and letter != "v":
             layer[f"self_attn.{letter}_norm.weight"] = (count * size,)
@@ -160,6 +168,10 @@ def shapes(config):
     if kind == "gemma3_text":
         norms += ["pre_feedforward", "post_feedforward"]
     layer |= {f"{n}_layernorm.weight": (width,) for n in norms}
+    if kind == "qwen3_attnres":
+        for site in ("attn_res_", "mlp_res_"):
+            layer |= {f"{site}proj.weight": (1, width), f"{site}norm.weight": (width,)}
+            layer[f"{site}bias"] = ()
     found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
         found["lm_head.weight"] = (c["vocab_size"], width)
@@ -214,12 +226,15 @@ def drawn(config, seed=0):
     rng = np.random.default_rng(seed)
 
     def draw(name, shape):
-        x = rng.normal(size=shape) * shape[-1] ** -0.5
+        fan_in = shape[-1] if shape else 1
+        x = rng.normal(size=shape) * fan_in**-0.5
         is_gain = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
         less = config["model_type"] in ("gemma3_text", "qwen3_next")
         if is_gain and less and not name.endswith("linear_attn.norm.weight"):
-            return np.float32(np.round(1024 * x) / 1024)  # one more has no rounding in float32
-        return np.float32(1 + x if is_gain else x)
+            return np.array(
+                np.round(1024 * x) / 1024, np.float32
+            )  # one more has no rounding in float32
+        return np.array(1 + x if is_gain else x, np.float32)
 
     return {name: draw(name, shape) for name, shape in shapes(config).items()}
 
@@ -232,6 +247,7 @@ def logits(tensors, config, tokens):
     if c["model_type"] == "qwen3_next":
         return oracle_next.logits(t, c, tokens, sys.modules[__name__])
     h = t["model.embed_tokens.weight"][tokens]
+    sources = [h]
     if c["model_type"] == "gemma3_text":
         h = h * np.sqrt(c["hidden_size"])
     for number in range(c["num_hidden_layers"]):
@@ -243,6 +259,9 @@ def logits(tensors, config, tokens):
             attention(x, own, c, number) @ own["self_attn.o_proj.weight"].T
         )
         post = own["post_attention_layernorm.weight"]
+        if c["model_type"] == "qwen3_attnres":
+            sources, h = attention_over_depth(sources, h, own, c, number, attended)
+            continue
         if c["model_type"] == "gemma3_text":
             of = lambda name, own=own: own[f"{name}_layernorm.weight"]
             h = h + norm(attended(norm(h, of("input"), c)), of("post_attention"), c)
@@ -257,6 +276,28 @@ def logits(tensors, config, tokens):
             h = h + second(norm(h, post, c), own, c)
     unembedding = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
     return norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
+
+
+def attention_over_depth(sources, h, own, c, number, attended):
+    """A layer of open-attention-residuals: its sources and the residual, before and after.
+
+    The residual h is a source of every site, and its logit has a bias. It joins the others at the
+    end of a block of layers, or after every sublayer in the mode "full".
+    """
+    layers, blocks = c["num_hidden_layers"], c["attnres_num_blocks"]
+    ends = (number + 1) % -(-layers // blocks) == 0
+    every = c["attnres_mode"] == "full"
+
+    def read(site):
+        values = np.array([*sources, h])
+        scores = norm(values, own[f"{site}_res_norm.weight"], c) @ own[f"{site}_res_proj.weight"][0]
+        scores[-1] += own[f"{site}_res_bias"]
+        return np.einsum("nt,ntd->td", softmax(scores.T).T, values)
+
+    h = h + attended(norm(read("attn"), own["input_layernorm.weight"], c))
+    sources = [*sources, h] if every else sources
+    h = h + mlp(norm(read("mlp"), own["post_attention_layernorm.weight"], c), own, c)
+    return [*sources, h] if every or ends else sources, h
 
 
 def separate(own, c):
@@ -285,7 +326,7 @@ def attention(x, own, c, layer):
         if c["model_type"] in AFTER and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         y = y.reshape(len(x), -1, size)
-        if c["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text") and letter != "v":
+        if c["model_type"] in NORMED and letter != "v":
             y = norm(y, own[f"self_attn.{letter}_norm.weight"], c)
         if letter != "v" and rotates(c, layer):
             dims = int(size * c.get("partial_rotary_factor", 1))

@@ -1,0 +1,104 @@
+"""Attention over depth in the hub's format: Qwen3 with Attention Residuals of open-attnres.
+
+These models (`model_type` "qwen3_attnres") are Qwen3 with another residual. Their sources are
+cumulative, the newest one's logit has a learned bias, and the unembedding reads the plain residual:
+see `rmt_tpu.residual.depth_attention`.
+
+This module imports no jax.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from rmt_tpu import config as cfg
+from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.fields import Fields
+from rmt_tpu.hub.pieces import Piece, Place
+
+KIND = "qwen3_attnres"
+ABSENT = {
+    "attnres_gate_type": "bias",
+    "attnres_mode": "block",
+    "attnres_num_blocks": 8,
+    "attnres_recency_bias_init": 3.0,
+}
+Mixer = cfg.BlockAttention | cfg.FullAttention
+
+
+def is_one(model: cfg.ModelConfig) -> bool:
+    """Return whether a model has the options of attention over depth that this kind has."""
+    mixer = model.mixer
+    return isinstance(mixer, Mixer) and mixer.cumulative and mixer.newest_bias is not None
+
+
+def read_mixer(fields: Fields, layers: int) -> Mixer:
+    """Return the mixer that a config.json describes.
+
+    Args:
+      fields: the fields of config.json.
+      layers: the number of layers.
+
+    Raises:
+      UsageError: the model needs an operation that is not supported here.
+    """
+    fields.only("attnres_gate_type", "bias")
+    full = fields.lookup("attnres_mode", {"block": False, "full": True})
+    blocks = fields.size("attnres_num_blocks")
+    options = {
+        "newest_bias": fields.number("attnres_recency_bias_init"),
+        "cumulative": True,
+        "output_site": "newest",
+        "epsilon": fields.positive("rms_norm_eps", 1e-6),
+    }
+    if full:
+        return cfg.FullAttention(**options)
+    return cfg.BlockAttention(layers_per_block=-(-layers // blocks), **options)
+
+
+def mixer_values(model: cfg.ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json that describe the mixer of a model.
+
+    Raises:
+      UsageError: the fields cannot express the mixer; the message names the option that differs.
+    """
+    mixer, layers = model.mixer, model.num_layers
+    full = isinstance(mixer, cfg.FullAttention)
+    block = mixer.sublayers_a_block(model.num_sublayers)
+    values = ABSENT | {
+        "attnres_mode": "full" if full else "block",
+        "attnres_recency_bias_init": mixer.newest_bias,
+        "attnres_num_blocks": ABSENT["attnres_num_blocks"] if full else -(-2 * layers // block),
+    }
+    found = read_mixer(Fields(values | {"rms_norm_eps": model.norm_epsilon}, ""), layers)
+    sizes = ("num_blocks", "sublayers_per_block", "layers_per_block", "phase_layers")
+    for name in (field.name for field in dataclasses.fields(mixer)):
+        value, legal = getattr(mixer, name), getattr(found, name)
+        if name not in sizes and value != legal:
+            raise _not_in_hub_format(f"model.mixer.{name}", value, legal)
+    legal = found.sublayers_a_block(model.num_sublayers)
+    if block != legal:
+        raise _not_in_hub_format("model.mixer.sublayers_per_block", block, legal)
+    return values
+
+
+def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
+    return UsageError(
+        f"{name}={value} cannot be written as {KIND}; legal: {legal}, or the kind rmt_tpu for this "
+        "package alone (recipes.export --kind=rmt_tpu)"
+    )
+
+
+def pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[Piece]:
+    """Yield the tensors of the attention over depth at one site.
+
+    Args:
+      layer: what the names of the layer's tensors begin with.
+      place: the place of the sublayer after the site.
+      sublayer: the name of the sublayer in the names of tensors.
+      dim: the width of the residual.
+    """
+    name = f"{layer}{sublayer}_res_"
+    yield place.piece(f"{name}proj.weight", "site/mix/query", (0, dim), transposed=False)
+    yield place.piece(f"{name}norm.weight", "site/mix/key_gain", (0, dim))
+    yield place.piece(f"{name}bias", "site/mix/newest_bias", (0, 1))
