@@ -26,16 +26,18 @@ from rmt_tpu.hub.models import (
     special_tokens,
 )
 from rmt_tpu.hub.pieces import Piece
+from rmt_tpu.hub.placing import read_parameter
 from rmt_tpu.hub.tensors import pieces
+from rmt_tpu.storage import Location
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
-def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.Tokenizer]:
+def load(folder: Location, *, mesh: str | None = None) -> tuple[Decoder, data.Tokenizer]:
     """Read the decoder and the tokenizer in a folder.
 
     Args:
-      folder: a local folder in the hub's format.
+      folder: a local or gs:// folder in the hub's format.
       mesh: see `rmt_tpu.load`.
 
     Raises:
@@ -50,24 +52,23 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     shardings = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
-    params = _read(Path(folder), described, nnx.to_pure_dict(shapes), shardings)
+    params = _read(folder, described, nnx.to_pure_dict(shapes), shardings)
     return nnx.merge(graphdef, params), tokenizer
 
 
-def _read(folder: Path, described: Description, shapes: Any, shardings: Any | None) -> Any:
+def _read(folder: Location, described: Description, shapes: Any, shardings: Any | None) -> Any:
     """Return the parameters as a tree like that of `nnx.to_pure_dict`.
 
-    Each device reads only its shards of the parameters. If `shardings` is None, the first device
-    reads them whole.
+    Each process reads only the shards of its devices; see `placing.read_parameter`. If `shardings`
+    is None, the first device gets them whole.
     """
     tensors = weights.Tensors(folder)
     by_path = weights.pieces_by_parameter(tensors, described)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def read(path: Any, shape: jax.ShapeDtypeStruct, where: Any) -> jax.Array:
+    def read(path: Any, like: jax.ShapeDtypeStruct, where: Any) -> jax.Array:
         parameter_pieces = by_path.get(tuple(key.key for key in path), [])
-        part = weights.reader(tensors, parameter_pieces, shape.shape)
-        return jax.make_array_from_callback(shape.shape, where, part)
+        return read_parameter(tensors, parameter_pieces, like.shape, like.shape, where)
 
     shardings = jax.tree.map(lambda _: device, shapes) if shardings is None else shardings
     return jax.tree_util.tree_map_with_path(read, shapes, shardings)

@@ -1,66 +1,124 @@
 """Conversion between the hub's tensors and parameters, one tensor at a time."""
 
-import contextlib
+import collections
+import concurrent.futures
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.hub import files
+from rmt_tpu.hub.files import INDEX, WEIGHTS
 from rmt_tpu.hub.models import Description
 from rmt_tpu.hub.pieces import Piece
 from rmt_tpu.hub.tensors import pieces
+from rmt_tpu.storage import Location, open_folder
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = ("F32", "BF16", "F16", "F64")
 # How the names of constants end that older files store in addition to parameters: the frequencies
 # of RoPE, and GPT-2's causal masks.
 _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
-
-Index = tuple[slice, ...]
+# Host memory for reading, in bytes: never more than _MOST_MEMORY, and not less than _LEAST_MEMORY,
+# with which no folder is read in many small steps.
+_LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 2**30
+_BLOCK = 8 * 2**20  # maximum number of bytes that are read at a time
+_READS = 16  # maximum number of such reads at a time
 
 
 # Reading -------------------------------------------------------------------------------------
 
 
 class Tensors:
-    """The tensors in a folder; a tensor is read only when it is requested.
+    """The tensors in a folder, of which only headers are read until parts are requested.
 
     Args:
-      folder: a folder with model.safetensors, or with several such files and their index.
+      location: a local or gs:// folder with model.safetensors, or with several such files and their
+        index.
+
+    Attributes:
+      folder: the folder.
+      memory: the host memory in bytes that reading may take, in addition to the parameters: the
+        size of the largest tensor, within limits.
 
     Raises:
-      UsageError: the folder has no tensors, or safetensors is not installed.
+      UsageError: the folder has no tensors.
       RunError: a file is damaged.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self._files, self._names = folder, {}, {}
-        for file in _weight_files(folder):
-            with _read_errors(folder / file):
-                opened = _library().safe_open(folder / file, framework="numpy")
-                self._files[file] = opened
-                self._names |= dict.fromkeys(opened.keys(), file)
+    def __init__(self, location: Location):
+        self.folder = open_folder(location)
+        self._entries = files.find_tensors(self.folder)
+        sizes = (math.prod(entry.shape) * _itemsize(entry) for entry in self._entries.values())
+        self.memory = min(max(_LEAST_MEMORY, *sizes, 0), _MOST_MEMORY)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor, by name."""
-        return {n: tuple(self._file(n).get_slice(n).get_shape()) for n in self._names}
+        return {name: entry.shape for name, entry in self._entries.items()}
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtype of every tensor, by name, as safetensors spells it."""
-        return {n: self._file(n).get_slice(n).get_dtype() for n in self._names}
+        return {name: entry.dtype for name, entry in self._entries.items()}
 
-    def read(self, piece: Piece) -> np.ndarray:
-        """Read a piece of a tensor in the tensor's stored dtype."""
-        name = piece.name
-        with _read_errors(self.folder / self._names[name]):
-            if piece.part is None:
-                return self._file(name).get_tensor(name)
-            return self._file(name).get_slice(name)[piece.index]
+    def read(
+        self, wanted: Iterable[tuple[Piece, list[files.Region]]]
+    ) -> Iterator[tuple[Piece, files.Region, np.ndarray]]:
+        """Yield blocks of tensors that cover regions of pieces, in the stored dtype.
+
+        Several blocks are read at a time, ahead of the one that is yielded, as far as `memory`
+        allows.
+
+        Args:
+          wanted: pieces, each with regions of `view_of` the piece.
+
+        Yields:
+          A piece, the region of a block in its view, and the block's values.
+
+        Raises:
+          RunError: a file is damaged.
+        """
+        ahead: collections.deque = collections.deque()
+        bytes_ahead = 0
+        with concurrent.futures.ThreadPoolExecutor(_READS) as pool:
+            for piece, block in self._blocks(wanted):
+                while ahead and (
+                    len(ahead) == _READS or bytes_ahead + block.count > self.memory // 4
+                ):
+                    bytes_ahead -= ahead[0][1].count
+                    yield self._values(*ahead.popleft())
+                ahead.append((piece, block, pool.submit(self._read_block, piece, block)))
+                bytes_ahead += block.count
+            while ahead:
+                yield self._values(*ahead.popleft())
+
+    def _blocks(
+        self, wanted: Iterable[tuple[Piece, list[files.Region]]]
+    ) -> Iterator[tuple[Piece, files.Block]]:
+        most = min(self.memory // 16, _BLOCK)
+        for piece, regions in wanted:
+            entry = self._entries[piece.name]
+            size, least_gap = _itemsize(entry), entry.file.least_gap
+            view = view_of(piece, size)
+            for block in files.blocks(view, size, regions, least_gap=least_gap, most=most):
+                yield piece, block
+
+    def _read_block(self, piece: Piece, block: files.Block) -> np.ndarray:
+        entry, data = self._entries[piece.name], np.empty(block.count, np.uint8)
+        with files.read_errors(entry.file.name):
+            entry.file.read(entry.begin + block.begin, memoryview(data))
+        return data
+
+    def _values(
+        self, piece: Piece, block: files.Block, data: concurrent.futures.Future
+    ) -> tuple[Piece, files.Region, np.ndarray]:
+        dtype = files.DTYPES[self._entries[piece.name].dtype]
+        shape = [stop - start for start, stop in block.region]
+        strides = view_of(piece, dtype.itemsize).strides
+        return piece, block.region, np.ndarray(shape, dtype, data.result(), strides=strides)
 
     def check_finite(self, name: str, values: np.ndarray) -> None:
         """Check that the values of the tensor `name` are finite in float32.
@@ -70,12 +128,47 @@ class Tensors:
         """
         if not np.isfinite(values).all():
             raise RunError(
-                f"{self.folder / self._names[name]}: {name} has values that are not finite in "
+                f"{self._entries[name].file.name}: {name} has values that are not finite in "
                 "float32; legal: a folder written from finite weights"
             )
 
-    def _file(self, name: str) -> Any:
-        return self._files[self._names[name]]
+
+def _itemsize(entry: files.Entry) -> int:
+    return files.DTYPES[entry.dtype].itemsize if entry.dtype in files.DTYPES else 1
+
+
+def view_of(piece: Piece, itemsize: int) -> files.View:
+    """Return a piece of a tensor as an array with the parameter's axes.
+
+    A transposed matrix has the parameter's last axis first, because its rows are in the file one
+    after another.
+    """
+    own = piece.own_shape
+    whole = list(own)
+    if piece.part is not None:
+        whole[piece.part.axis] = piece.part.total
+    strides = [itemsize * math.prod(whole[axis + 1 :]) for axis in range(len(own))]
+    begin = 0 if piece.part is None else piece.part.begin * strides[piece.part.axis]
+    if piece.as_it_is:
+        return files.View(begin, own, tuple(strides))
+    # One axis of the tensor stands for all of the parameter's axes but the last.
+    *rows, last = piece.sizes
+    if len(own) < 2:
+        stride = strides[0] if own else itemsize
+        return files.View(begin, piece.sizes, _split(piece.sizes, stride))
+    if not is_moved(piece):
+        return files.View(begin, piece.sizes, (*_split(rows, strides[0]), strides[1]))
+    return files.View(begin, (last, *rows), (strides[0], *_split(rows, strides[1])))
+
+
+def is_moved(piece: Piece) -> bool:
+    """Return whether the parameter's last axis is the first one of `view_of` a piece."""
+    return piece.transposed and not piece.as_it_is and len(piece.own_shape) == 2
+
+
+def _split(sizes: Sequence[int], stride: int) -> tuple[int, ...]:
+    """Return the strides of the axes into which an axis with a stride is split."""
+    return tuple(stride * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def pieces_by_parameter(
@@ -103,8 +196,8 @@ def pieces_by_parameter(
             problems.append(f"{piece.name} {list(piece.shape)} is missing")
         elif shape != piece.shape:
             problems.append(f"{piece.name} is {list(shape)}, not {list(piece.shape)}")
-        elif dtypes[piece.name] not in _DTYPES:
-            legal = ", ".join(_DTYPES)
+        elif dtypes[piece.name] not in files.DTYPES:
+            legal = ", ".join(files.DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     problems = list(dict.fromkeys(problems))
     names = {piece.name for piece in expected}
@@ -137,85 +230,77 @@ def _renamed(expected: list[Piece], old: str, new: str) -> list[Piece]:
     return [renamed(piece) for piece in expected]
 
 
-def reader(
-    tensors: Tensors, parameter_pieces: list[Piece], shape: tuple[int, ...]
-) -> Callable[[Index], Any]:
-    """Return a function that reads any slice of a parameter from its pieces, in float32.
+class Target(NamedTuple):
+    """An array for part of a parameter: the part's first indices, and the array, of zeros."""
 
-    What no piece covers is zeros, such as the loads of experts. The function raises RunError if a
-    value is not finite.
+    begin: tuple[int, ...]
+    values: Float[np.ndarray, "..."]
+
+
+def fill(tensors: Tensors, parameter_pieces: list[Piece], targets: list[Target]) -> None:
+    """Write the values of a parameter into arrays for parts of it, in float32.
+
+    Each range of bytes is read once for all arrays. What no piece covers stays zeros, such as the
+    loads of experts.
 
     Args:
       tensors: the tensors in the folder.
       parameter_pieces: the pieces of the parameter.
-      shape: the shape of the parameter.
+      targets: the parts.
+
+    Raises:
+      RunError: a value is not finite, or a file is damaged.
     """
-
-    def read(index: Index) -> np.ndarray:
-        ranges = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-        part = np.zeros([stop - start for start, stop in ranges], np.float32)
-        for piece in parameter_pieces:
-            common = [
-                (max(a, start), min(b, stop))
-                for (a, b), (start, stop) in zip(piece.at, ranges, strict=True)
-            ]
-            if all(a < b for a, b in common):
-                value = tensors.read(piece)
-                value = (value.T if piece.transposed else value).reshape(piece.sizes)
-                source = (
-                    slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, piece.at, strict=True)
-                )
-                target = (
-                    slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
-                )
-                target = tuple(target)
-                # No warning if a float64 value overflows float32: `check_finite` raises an error.
-                with np.errstate(over="ignore"):
-                    part[target] = value[tuple(source)]
-                    part[target] += np.float32(piece.offset)
-                tensors.check_finite(piece.name, part[target])
-        return part
-
-    return read
+    needs: dict[Piece, list[tuple[Target, files.Region]]] = {}
+    for piece in parameter_pieces:
+        regions = [_in_piece(piece, target) for target in targets]
+        pairs = [(t, r) for t, r in zip(targets, regions, strict=True) if r is not None]
+        if pairs:
+            needs[piece] = pairs
+    wanted = ((piece, [region for _, region in pairs]) for piece, pairs in needs.items())
+    for piece, block, values in tensors.read(wanted):
+        for target, region in needs[piece]:
+            common = _common(block, region)
+            if common is not None:
+                source = _slices(common, [start for start, _ in block])
+                _copy(tensors, piece, common, values[source], target)
 
 
-def _weight_files(folder: Path) -> list[str]:
-    if (folder / WEIGHTS).is_file():
-        return [WEIGHTS]
-    if not (folder / INDEX).is_file():
-        raise UsageError(
-            f"{folder} has neither {WEIGHTS} nor {INDEX}; legal: a folder with one of them"
-        )
-    try:
-        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        files = sorted(set(names))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise RunError(f"{folder / INDEX} is damaged: it has no weight_map") from None
-    for file in files:
-        if not (folder / Path(file).name).is_file():
-            raise RunError(f"{folder} has no {file}, which {INDEX} lists")
-    return [Path(file).name for file in files]
+def _in_piece(piece: Piece, target: Target) -> files.Region | None:
+    """Return the region of `view_of` a piece that a target needs, or None."""
+    part = [(b, b + size) for b, size in zip(target.begin, target.values.shape, strict=True)]
+    common = _common(piece.at, part)
+    if common is None:
+        return None
+    own = [(a - start, b - start) for (a, b), (start, _) in zip(common, piece.at, strict=True)]
+    return (own[-1], *own[:-1]) if is_moved(piece) else tuple(own)
 
 
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # safetensors and NumPy raise errors of several types
-        raise RunError(f"{path} cannot be read: {error}") from None
+def _copy(
+    tensors: Tensors, piece: Piece, region: files.Region, values: np.ndarray, target: Target
+) -> None:
+    """Copy the values of a region of a piece's view to its place in a target."""
+    if is_moved(piece):
+        region, values = (*region[1:], region[0]), np.moveaxis(values, 0, -1)
+    begins = [b - start for b, (start, _) in zip(target.begin, piece.at, strict=True)]
+    part = target.values[_slices(region, begins)]
+    # No warning if a float64 value overflows float32: `check_finite` raises an error.
+    with np.errstate(over="ignore"):
+        part[...] = values
+        if piece.offset:
+            part += np.float32(piece.offset)
+    tensors.check_finite(piece.name, part)
 
 
-def _library() -> Any:
-    try:
-        import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
-        import safetensors
-    except ImportError:
-        raise UsageError(
-            "weights in the hub's format need the package safetensors: pip install 'rmt_tpu[hub]'"
-        ) from None
-    return safetensors
+def _common(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Any:
+    """Return the region that two regions have in common, or None."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return found if all(a < b for a, b in found) else None
+
+
+def _slices(region: files.Region, begins: Iterable[int]) -> tuple[slice, ...]:
+    """Return the index of a region in an array whose first indices are `begins`."""
+    return tuple(slice(a - at, b - at) for (a, b), at in zip(region, begins, strict=True))
 
 
 # Writing -------------------------------------------------------------------------------------
@@ -235,8 +320,12 @@ def write(
     Raises:
       UsageError: safetensors is not installed.
     """
-    _library()
-    from safetensors.numpy import save_file
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise UsageError(
+            "writing the hub's format needs the package safetensors: pip install 'rmt_tpu[hub]'"
+        ) from None
 
     by_name: dict[str, list[Piece]] = {}
     for piece in tensor_pieces:

@@ -18,6 +18,7 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors, flag_errors
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
+from rmt_tpu.hub.placing import read_parameter
 from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
 from rmt_tpu.storage import open_folder
 
@@ -146,11 +147,10 @@ class WarmStart:
         found = weights.pieces_by_parameter(tensors, describe(self._folder.local_path))
         shapes, arrays = _shapes(self.source), {}
         for path, wanted in like.items():
-            read = weights.reader(tensors, found.get(path, []), shapes[path])
             # Virtual pipeline stages of the new run split the layer axis into chunks.
-            if wanted.shape != shapes[path]:
-                read = _chunk_reader(read, shapes[path], wanted.shape)
-            arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
+            arrays[path] = read_parameter(
+                tensors, found.get(path, []), shapes[path], wanted.shape, wanted.sharding
+            )
         return arrays
 
 
@@ -209,11 +209,6 @@ class ContinuedRun:
                 f"{what}: that run is at step {step}, and --steps={config.train.steps} leaves no "
                 f"step to train; legal: more than {step}"
             )
-
-
-def _chunk_reader(read: Callable, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Callable:
-    whole = lambda: read(tuple(slice(0, size) for size in shape))
-    return lambda index: whole().reshape(chunks)[index]
 
 
 def _shapes(model: cfg.ModelConfig) -> dict[Path, tuple[int, ...]]:

@@ -1,0 +1,250 @@
+"""Safetensors files, local or in a bucket, of which byte ranges are read.
+
+The package safetensors maps local files into memory and reads nothing else. Here a file is a header
+and ranges of bytes, so that a file in a bucket is read as a local one is, and a host holds no more
+of a file than the range that it reads.
+
+This module imports no jax.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.storage import Folder, Object, find_objects, open_object
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+# Numpy's dtypes of those that safetensors names and that are read here.
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F64": np.dtype(np.float64),
+}
+_MOST_HEADER = 100 * 10**6  # bytes, the limit of the package safetensors
+
+
+class LocalFile:
+    """A file on a local file system, of which ranges of bytes are read.
+
+    Attributes:
+      name: the file's path or URL, for messages.
+      size: the number of bytes.
+      least_gap: the number of bytes from which it pays to leave out a gap between two ranges.
+    """
+
+    least_gap = 64 * 2**10
+
+    def __init__(self, path: Path):
+        self.name, self._path = str(path), path
+        self.size = path.stat().st_size
+
+    def read(self, begin: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `begin` on.
+
+        Raises:
+          ValueError: the file ends too early.
+          OSError: the file cannot be read.
+        """
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(begin)
+            _fill(file, buffer)
+
+
+class BucketFile:
+    """An object in a bucket, with the attributes of a `LocalFile`."""
+
+    least_gap = 4 * 2**20
+
+    def __init__(self, found: Object):
+        self.name, self.size, self._generation = found.url, found.size, found.generation
+
+    def read(self, begin: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `begin` on, in one request.
+
+        Raises:
+          ValueError: the object ends too early.
+          Fault: the object was replaced, or the storage does not answer.
+        """
+        with open_object(self.name, self.size, self._generation) as file:
+            file.seek(begin)
+            _fill(file, buffer)
+
+
+def _fill(file, buffer: memoryview) -> None:
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise ValueError("it ends within a tensor")
+        buffer = buffer[count:]
+
+
+File = LocalFile | BucketFile
+
+
+class Entry(NamedTuple):
+    """The place of a tensor: its file, dtype as safetensors spells it, shape and first byte."""
+
+    file: File
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def find_tensors(folder: Folder) -> dict[str, Entry]:
+    """Return the place of every tensor in a folder, by name, in the order of names.
+
+    Only the headers of the files are read.
+
+    Raises:
+      UsageError: the folder has no tensors.
+      RunError: a file is missing or damaged.
+    """
+    entries: dict[str, Entry] = {}
+    for file in _files(folder):
+        with read_errors(file.name):
+            entries |= _header(file)
+    return dict(sorted(entries.items()))
+
+
+def _files(folder: Folder) -> list[File]:
+    there = set(folder.names())
+    if WEIGHTS in there:
+        names = [WEIGHTS]
+    elif INDEX in there:
+        try:
+            found = json.loads(folder.read(INDEX).data)["weight_map"].values()
+            names = sorted({Path(name).name for name in found})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RunError(f"{folder}/{INDEX} is damaged: it has no weight_map") from None
+    else:
+        raise UsageError(
+            f"{folder} has neither {WEIGHTS} nor {INDEX}; legal: a folder with one of them"
+        )
+    for name in names:
+        if name not in there:
+            raise RunError(f"{folder} has no {name}, which {INDEX} lists")
+    if folder.local_path is not None:
+        return [LocalFile(folder.local_path / name) for name in names]
+    objects = {found.url: found for found in find_objects(f"{folder}/*.safetensors")}
+    return [BucketFile(objects[f"{folder}/{name}"]) for name in names]
+
+
+def _header(file: File) -> dict[str, Entry]:
+    """Return the places of a file's tensors, from the JSON object at its beginning."""
+    length = int.from_bytes(_bytes(file, 0, 8), "little")
+    if length > min(_MOST_HEADER, file.size - 8):
+        raise ValueError(f"its header would have {length} bytes")
+    values = json.loads(_bytes(file, 8, length))
+    values.pop("__metadata__", None)
+    entries = {}
+    for name, value in values.items():
+        (begin, end), shape = value["data_offsets"], tuple(value["shape"])
+        count = math.prod(shape)
+        dtype = DTYPES.get(value["dtype"])
+        fits = dtype is None or end - begin == count * dtype.itemsize
+        if not (0 <= begin <= end <= file.size - 8 - length and fits):
+            raise ValueError(f"{name} {list(shape)} does not lie in the file")
+        entries[name] = Entry(file, value["dtype"], shape, 8 + length + begin)
+    return entries
+
+
+def _bytes(file: File, begin: int, count: int) -> bytes:
+    buffer = bytearray(count)
+    file.read(begin, memoryview(buffer))
+    return bytes(buffer)
+
+
+@contextlib.contextmanager
+def read_errors(name: str) -> Iterator[None]:
+    """Turn errors in the `with` body into a RunError that names the file."""
+    try:
+        yield
+    except (MemoryError, RunError):
+        raise
+    except Exception as error:  # damaged headers and storage raise errors of several types
+        raise RunError(f"{name} cannot be read: {error}") from None
+
+
+# Ranges --------------------------------------------------------------------------------------
+
+Region = tuple[tuple[int, int], ...]
+
+
+class View(NamedTuple):
+    """Part of a tensor as an array: its first byte in the tensor, and its shape and strides.
+
+    Strides are in bytes, and no axis has a smaller stride than a later one.
+    """
+
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Block(NamedTuple):
+    """A block of a view that is one range of bytes: the region in the view, and its range."""
+
+    region: Region
+    begin: int
+    count: int
+
+
+def blocks(
+    view: View, itemsize: int, wanted: list[Region], *, least_gap: int, most: int
+) -> Iterator[Block]:
+    """Yield blocks that cover the wanted regions of a view, each of at most `most` bytes.
+
+    A block is one range of bytes: consecutive indices of one axis, with all of the later axes. What
+    no region needs is left out if it is a whole index of an axis, or if it has `least_gap` bytes or
+    more within an index. So rows of a matrix are read alone, and a few columns are read with the
+    rest of their rows, unless rows are long. Nothing is read twice for several regions.
+
+    Args:
+      view: the view.
+      itemsize: the number of bytes of an element.
+      wanted: regions of the view, as the (start, stop) of each axis.
+      least_gap: number of bytes of the smallest gap that is left out.
+      most: maximum number of bytes in a block; a block has at least one element.
+    """
+    shape, strides = view.shape, view.strides
+    extents = [itemsize]  # bytes from the first element of an axis's index to its last
+    for size, stride in zip(shape[::-1], strides[::-1], strict=True):
+        extents.insert(0, (size - 1) * stride + extents[0])
+
+    def of_axis(axis: int, before: Region, regions: list[Region], begin: int) -> Iterator[Block]:
+        inner, stride = extents[axis + 1], strides[axis]
+        rest = tuple((0, size) for size in shape[axis + 1 :])
+        whole = all(region[axis + 1 :] == rest for region in regions)
+        inside = axis + 1 < len(shape) and (inner > most or (inner >= least_gap and not whole))
+        for start, stop in _union([region[axis] for region in regions]):
+            step = 1 if inside else max(1, (most - inner) // max(stride, 1) + 1)
+            for a in range(start, stop, step):
+                b, at = min(a + step, stop), begin + a * stride
+                if inside:
+                    own = [r for r in regions if r[axis][0] <= a < r[axis][1]]
+                    yield from of_axis(axis + 1, (*before, (a, b)), own, at)
+                else:
+                    yield Block((*before, (a, b), *rest), at, (b - a - 1) * stride + inner)
+
+    return of_axis(0, (), wanted, view.begin)
+
+
+def _union(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield disjoint ranges, in order, that cover the given ranges and nothing else."""
+    current: tuple[int, int] | None = None
+    for start, stop in itertools.chain(sorted(set(ranges)), [(math.inf, math.inf)]):
+        if current is not None and start <= current[1]:
+            current = current[0], max(current[1], stop)
+            continue
+        if current is not None:
+            yield current
+        current = start, stop
