@@ -23,7 +23,7 @@ def config(store: str, mixer: cfg.Mixer, core: cfg.Core) -> cfg.ModelConfig:
     """Two layers of a core that mixes tokens (or of experts behind one) and a feed-forward one."""
     stores = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(6, "float32", 4, 6)}
     of_layer = core, cfg.FeedForward(hidden_dim=16)
-    of_layer = (GROUPED, core) if core == EXPERTS else of_layer
+    of_layer = (GROUPED, core) if isinstance(core, cfg.Experts) else of_layer
     return cfg.ModelConfig(
         (cfg.Stack(of_layer, repeat=2),),
         store=stores[store],

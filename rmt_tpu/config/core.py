@@ -6,9 +6,10 @@ that are read or written there.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from rmt_tpu.config.checks import Checked, Size
+from rmt_tpu.errors import UsageError
 
 
 class Port(NamedTuple):
@@ -85,6 +86,17 @@ class Computes(Checked):
     def active_parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters that one token uses: all of them, except in experts."""
         return self.parameters(width, read_width)
+
+
+def check_situ(core: Any) -> None:
+    """Raise UsageError if a core has bounds of SiTU and another activation."""
+    for name in ("situ_beta", "situ_linear_beta"):
+        default, value = getattr(type(core), name), getattr(core, name)
+        if core.activation != "situ" and value != default:
+            raise UsageError(
+                f"{type(core).__name__}.{name}={value} needs activation='situ', not "
+                f"{core.activation!r}; legal without: {default}"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
-from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Heads, Normed, Port, Softmax
+from rmt_tpu.config.core import (
+    RESIDUAL_PORT,
+    Computes,
+    Heads,
+    Normed,
+    Port,
+    Softmax,
+    check_situ,
+)
 from rmt_tpu.config.experts import Experts
 from rmt_tpu.config.positions import Alibi, Learned, NoPositions, Positions, Rope
 from rmt_tpu.errors import UsageError
@@ -164,9 +172,11 @@ class FeedForward(Computes):
     Attributes:
       hidden_dim: number of hidden neurons.
       activation: the function f. Without a gate it is gelu ("gelu_exact"), its approximation by
-        tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up` ("swiglu")
-        or `gelu_tanh(gate) * up` ("geglu"), where W_1 consists of a gate projection and an up
-        projection.
+        tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up`
+        ("swiglu"), `gelu_tanh(gate) * up` ("geglu"), or SiTU ("situ", see
+        `rmt_tpu.layers.activations`), where W_1 consists of a gate projection and an up projection.
+      situ_beta: the bound of the gate's factor in SiTU.
+      situ_linear_beta: the bound of the up projection's factor in SiTU; None means no bound.
       bias: whether vectors are added to the products with W_1 and W_2.
       normed: whether the model's norm is applied to what the core reads ("input"), to what it
         writes ("output"), or to "both".
@@ -175,14 +185,20 @@ class FeedForward(Computes):
     kind: ClassVar[str] = "feed_forward"
     letter: ClassVar[str] = "F"
     hidden_dim: Size
-    activation: Literal["gelu_tanh", "gelu_exact", "relu2", "swiglu", "geglu"] = "gelu_tanh"
+    activation: Literal["gelu_tanh", "gelu_exact", "relu2", "swiglu", "geglu", "situ"] = "gelu_tanh"
     bias: bool = False
     normed: Normed = "input"
+    situ_beta: Positive = 4.0
+    situ_linear_beta: Positive | None = 25.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_situ(self)
 
     @property
     def gated(self) -> bool:
         """Whether W_1 has a gate in addition to the up projection."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "situ")
 
     @property
     def reads(self) -> Port:
@@ -232,6 +248,8 @@ class Mla(Heads):
         rope_dim)`, or muP's factor.
       latent_epsilon: the epsilon in the norms of the latent vectors, which is 1e-6 in Kimi Linear
         and DeepSeek-V3; None means the model's `norm_epsilon`.
+      output_gate: whether each head's output is multiplied, number by number, by the sigmoid of a
+        vector that a matrix computes from the input.
     """
 
     kind: ClassVar[str] = "mla"
@@ -242,6 +260,7 @@ class Mla(Heads):
     positions: Rope | NoPositions = Rope()
     scale: Positive | None = None
     latent_epsilon: Positive | None = None
+    output_gate: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -287,8 +306,9 @@ class Mla(Heads):
         queries = self.num_heads * self.query_dim
         rank = self.query_rank
         query_weights = width * queries if rank is None else rank * (width + queries)
-        up = self.kv_rank * 2 * self.num_heads * self.head_dim
-        return query_weights + width * (self.kv_rank + self.rope_dim) + up
+        values = self.num_heads * self.head_dim
+        up, gate = self.kv_rank * 2 * values, self.output_gate * width * values
+        return query_weights + width * (self.kv_rank + self.rope_dim) + up + gate
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, Count, NonNegative, Positive, Size
-from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Port
+from rmt_tpu.config.core import RESIDUAL_PORT, Computes, Port, check_situ
 from rmt_tpu.errors import UsageError
 
 
@@ -70,6 +70,15 @@ class Experts(Computes):
         choices (pairs of a token and its expert) that the device receives if the load is even.
         Choices that do not fit are dropped and counted. None means unlimited room, so that no
         choice is dropped.
+      activation: the activation of all experts: `silu(gate) * up` ("swiglu"), or SiTU ("situ", see
+        `rmt_tpu.layers.activations`).
+      situ_beta: the bound of the gate's factor in SiTU.
+      situ_linear_beta: the bound of the up projection's factor in SiTU; None means no bound.
+      latent_dim: size of the vector that routed experts read and write (L). A matrix projects a
+        token down to this size, and another one projects the weighted sum of the experts' outputs
+        up again. The router and shared experts read the token itself. None means no projections.
+      latent_norm: whether the weighted sum of outputs is RMS-normalised, with a gain and the
+        model's `norm_epsilon`, before it is projected up.
     """
 
     kind: ClassVar[str] = "experts"
@@ -87,9 +96,17 @@ class Experts(Computes):
     capacity: Positive | None = None
     groups: Size = 1
     top_groups: Size = 1
+    activation: Literal["swiglu", "situ"] = "swiglu"
+    situ_beta: Positive = 4.0
+    situ_linear_beta: Positive | None = 25.0
+    latent_dim: Size | None = None
+    latent_norm: bool = False
 
     def __post_init__(self):
         super().__post_init__()
+        check_situ(self)
+        if self.latent_norm and self.latent_dim is None:
+            raise UsageError("Experts.latent_norm=True needs latent_dim; legal without: false")
         if self.shared_gate and not self.shared:
             raise UsageError("Experts.shared_gate=True needs shared experts; legal without: false")
         if self.top_k > self.num_experts:
@@ -149,22 +166,33 @@ class Experts(Computes):
         """Return the number of parameters in all experts and in the router with its statistics."""
         bins = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
         router = (read_width + 1 + bins) * self.num_experts + self.shared_gate * read_width
-        return (self.num_experts + self.shared) * self._expert_parameters(
-            width, read_width
-        ) + router
+        gain = self.latent_dim if self.latent_norm else 0
+        routed = self.num_experts * self._expert_parameters(*self._routed_sizes(width, read_width))
+        return routed + self._fixed_parameters(width, read_width) + gain + router
 
     def active_parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters that one token uses.
 
         The router, the experts that the token chooses, and the shared experts are counted.
         """
-        idle = (self.num_experts - self.top_k) * self._expert_parameters(width, read_width)
-        return self.parameters(width, read_width) - idle
+        each = self._expert_parameters(*self._routed_sizes(width, read_width))
+        return self.parameters(width, read_width) - (self.num_experts - self.top_k) * each
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of the router and of the experts that the token uses."""
-        experts = (self.top_k + self.shared) * self._expert_parameters(width, read_width)
-        return 2 * (experts + read_width * (self.num_experts + self.shared_gate))
+        """Return the FLOPs per token of all matrices that the token uses."""
+        routed = self.top_k * self._expert_parameters(*self._routed_sizes(width, read_width))
+        router = read_width * (self.num_experts + self.shared_gate)
+        return 2 * (routed + self._fixed_parameters(width, read_width) + router)
+
+    def _routed_sizes(self, width: int, read_width: int) -> tuple[int, int]:
+        """Return the sizes of what a routed expert writes and reads."""
+        latent = self.latent_dim
+        return (width, read_width) if latent is None else (latent, latent)
+
+    def _fixed_parameters(self, width: int, read_width: int) -> int:
+        """Return the entries of the matrices that every token uses, except the router."""
+        projections = (self.latent_dim or 0) * (width + read_width)
+        return self.shared * self._expert_parameters(width, read_width) + projections
 
     def _expert_parameters(self, width: int, read_width: int) -> int:
         return (2 * read_width + width) * self.hidden_dim

@@ -39,6 +39,7 @@ from rmt_tpu.config import (
     Mudd,
     NoPositions,
     Positions,
+    Quantiles,
     ResidualScalars,
     Rope,
     RunConfig,
@@ -216,6 +217,42 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
         f"attnres-kimi-{_size}": replace(_row, mixer=BlockAttention(sublayers_per_block=_block)),
         f"attnres-full-kimi-{_size}": replace(_row, mixer=FullAttention()),
     }
+
+# Kimi K3 (Kimi Team 2026, and its config.json): Kimi Linear with bounded decays, full output gates
+# in both kinds of attention, SiTU, experts that work on a vector of half the width, and a block of
+# attention over depth for every 12 layers.
+_K3_LAYERS = 93
+_K3_GATED = Kda(96, 128, lower_bound=-5.0, gates="full")
+_K3_LATENT = Mla(
+    96,
+    128,
+    kv_rank=512,
+    rope_dim=64,
+    query_rank=1536,
+    positions=NoPositions(),
+    latent_epsilon=1e-6,
+    output_gate=True,
+)
+_K3_EXPERTS = Experts(
+    896,
+    16,
+    3072,
+    shared=2,
+    activation="situ",
+    latent_dim=3584,
+    latent_norm=True,
+    balance=Quantiles(),
+)
+_K3_CORES = [
+    _K3_LATENT if n % 4 == 0 or n == _K3_LAYERS else _K3_GATED for n in range(1, _K3_LAYERS + 1)
+]
+_K3_WIDE = [FeedForward(33_792, "situ"), *(_K3_LAYERS - 1) * [_K3_EXPERTS]]
+_KIMI_MODELS["k3-2.8t"] = replace(
+    _KIMI_48B,
+    stacks=stacks(list(zip(_K3_CORES, _K3_WIDE, strict=True))),
+    store=VectorStore(7168),
+    mixer=BlockAttention(layers_per_block=12, epsilon=1e-5),
+)
 _MODELS |= _KIMI_MODELS
 
 # The tiny models use ALiBi, as in the RMT authors' code. Learned positions would take longer to
@@ -266,6 +303,24 @@ _TINY |= {
     "attnres-full-kimi-tiny": replace(_KIMI_TINY, mixer=FullAttention()),
     "rmt-kimi-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
 }
+
+# A tiny Kimi K3 with the same four layers.
+_GATED_LATENT = replace(_LATENT, query_rank=96, output_gate=True)
+_LATENT_EXPERTS = Experts(
+    8, 2, 128, activation="situ", latent_dim=64, latent_norm=True, balance=Quantiles()
+)
+_GATED_LINEAR = replace(_LINEAR, lower_bound=-5.0, gates="full")
+_TINY["k3-tiny"] = replace(
+    _KIMI_TINY,
+    stacks=stacks(
+        [
+            (_GATED_LINEAR, replace(_WIDE, activation="situ")),
+            *2 * [(_GATED_LINEAR, _LATENT_EXPERTS)],
+            (_GATED_LATENT, _LATENT_EXPERTS),
+        ]
+    ),
+    mixer=BlockAttention(layers_per_block=2, epsilon=1e-5),
+)
 
 # The batch size in sequences of 512 tokens, and the number of training tokens, from Tables 8 and 9
 # of the RMT paper. The runs of Figure 6 (appendix C.3) and Table 10 (appendix C.4) have 50,000
@@ -324,6 +379,7 @@ _ABOUT = {
     "kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "kimi-linear-48b": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "prenorm-kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
+    "k3": "Kimi K3: gated KDA and MLA 3 to 1, latent experts, and Block Attention Residuals",
     "attnres-kimi": "Block Attention Residuals in Kimi Linear",
     "attnres-full-kimi": "Full Attention Residuals in Kimi Linear",
     "rmt-kimi": "Residual Matrix Transformer with the cores of Kimi Linear",
@@ -407,7 +463,8 @@ def modern_run(model: ModelConfig) -> RunConfig:
 def _kimi_run(model: ModelConfig) -> RunConfig:
     """Return a run that trains a model on 1.4T tokens, in batches of 8M tokens.
 
-    The paper does not give the learning rate; the value here comes from a note on the paper.
+    The paper does not give the learning rate; the value here comes from a note on the paper. The
+    budget of Kimi Linear stands in for that of Kimi K3, too.
     """
     train = TrainConfig(
         steps=round(_KIMI_TOKENS / (_KIMI_BATCH * _KIMI_LENGTH)),

@@ -21,6 +21,7 @@ from rmt_tpu.cores.core import (
     Index,
     all_tokens,
     flatten_rows,
+    gated,
     logit_scale,
     own_tokens,
     put_tokens,
@@ -116,7 +117,7 @@ class Attention(Core):
         else:
             qkv = self._pack(z.heads, context)
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
-        return self._output(self._to_tokens(_gated(y, gates)))
+        return self._output(self._to_tokens(gated(y, gates)))
 
     def forward(
         self, z: Read, context: Context, index: Index, to: pallas_kernels.StackSlice
@@ -221,7 +222,7 @@ class Attention(Core):
                 rows=self.layout.rows,
                 window=self.core.window,
             )
-        y = flatten_rows(_gated(y, gates), context)
+        y = flatten_rows(gated(y, gates), context)
         return self._output(self._to_tokens(y)), cache
 
     def _within_reach(self, cache, layer, end):
@@ -440,11 +441,3 @@ class Attention(Core):
             logits = logits - slopes[:, None, None] * distance[:, None]
         logits = jnp.where(mask[:, None], logits, jnp.finfo(logits.dtype).min)
         return jax.nn.softmax(logits, axis=-1)
-
-
-def _gated(y, gates):
-    """Multiply heads' outputs by the sigmoids of their gates, which are None without gates."""
-    if gates is None:
-        return y
-    wide = gates.astype(jnp.result_type(gates, jnp.float32))
-    return y * jax.nn.sigmoid(wide).astype(y.dtype)

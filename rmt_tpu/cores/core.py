@@ -207,6 +207,17 @@ def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[
     return x if ring is None else sharding.gather(x, ring, axis=1)
 
 
+def gated(
+    y: Float[Array, "batch seq heads head_dim"],
+    gates: Float[Array, "batch seq heads head_dim"] | None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Multiply heads' outputs by the sigmoids of their gates, which are None without gates."""
+    if gates is None:
+        return y
+    wide = gates.astype(jnp.result_type(gates, jnp.float32))
+    return y * jax.nn.sigmoid(wide).astype(y.dtype)
+
+
 class Core(nnx.Module):
     """The base class of cores.
 

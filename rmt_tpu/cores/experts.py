@@ -6,6 +6,11 @@ For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek
     s = sigmoid(W_r x)                  C = the experts with the k largest s + b
     w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
 
+With SiTU, `silu(G_e x) * U_e x` is replaced by SiTU (see `rmt_tpu.layers.activations`). Latent
+experts (Kimi Team 2026, Kimi K3, equation 11) work on a smaller vector and have an optional norm:
+
+    y = W_up norm(sum_(e of C) w_e W_2e (silu(G_e l) * U_e l)) + shared(x)      l = W_down x
+
 The scores s can also be a softmax, and their division by their sum can be left out. If experts are
 in groups, C are the best of a few groups alone. Scores and weights are at least float32. The bias b
 of an expert affects only which experts are chosen. It has no gradient and is not a trained weight:
@@ -34,8 +39,10 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import Aux, Context, Core, Index
 from rmt_tpu.cores.feed_forward import FeedForward
+from rmt_tpu.layers import activations
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
-from rmt_tpu.layers.parameters import Seed, parameter
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 # Added to the sum of the chosen experts' scores, to avoid a division by zero.
 _EPSILON = 1e-20
@@ -81,8 +88,10 @@ class Experts(Core):
       seen: [E, bins], only with `Quantiles`: a histogram for the last batch, with the share of
         tokens per bin. Bins divide the range of an expert's score minus the highest biased score
         that was not chosen. None with other rules.
-      w_1: G and U of each expert, [E, D, 2, F].
-      w_2: W_2 of each expert, [E, F, D].
+      w_1: G and U of each expert, [E, D, 2, F], or [E, L, 2, F] for latent experts.
+      w_2: W_2 of each expert, [E, F, D] or [E, F, L].
+      w_down, w_up: W_down [D, L] and W_up [L, D] of latent experts, and otherwise None.
+      latent_gain: the gain of the norm before W_up, [L]; None without the norm.
       shared: the layer that processes every token; None if there is none.
       w_shared_gate: the weights of the gate of that layer's output, [D, 1]; None without a gate.
     """
@@ -112,18 +121,27 @@ class Experts(Core):
         shape = (count, cfg.HISTOGRAM_BINS)
         seen = nnx.Param(jnp.zeros(shape), role="histogram", axes=("choices", "bins"))
         self.seen = seen if isinstance(core.balance, cfg.Quantiles) else None
-        axes = ("expert", "embed", "projection", "ff")
-        self.w_1 = draw(seed / "w_1", (count, input_width, 2, hidden), std=std, axes=axes)
-        std = output_scale * config.init_std * hidden**-0.5
-        self.w_2 = draw(
-            seed / "w_2", (count, hidden, width), std=std, axes=("expert", "ff", "embed")
-        )
+        latent, self.epsilon = core.latent_dim, config.norm_epsilon
+        reads, writes, scale = input_width, width, output_scale
+        down = up = None
+        if latent is not None:
+            down = draw(seed / "w_down", (input_width, latent), std=std, axes=("embed", "rank"))
+            std = output_scale * config.init_std * latent**-0.5
+            up = draw(seed / "w_up", (latent, width), std=std, axes=("rank", "embed"))
+            reads, writes, scale = latent, latent, 1.0
+        self.w_down, self.w_up = down, up
+        self.latent_gain = gain((latent,), axes=("rank",)) if core.latent_norm else None
+        std, axes = config.init_std * reads**-0.5, ("expert", "embed", "projection", "ff")
+        self.w_1 = draw(seed / "w_1", (count, reads, 2, hidden), std=std, axes=axes)
+        std, axes = scale * config.init_std * hidden**-0.5, ("expert", "ff", "embed")
+        self.w_2 = draw(seed / "w_2", (count, hidden, writes), std=std, axes=axes)
+        situ = {name: getattr(core, name) for name in ("situ_beta", "situ_linear_beta")}
+        shared = cfg.FeedForward(max(core.shared, 1) * hidden, core.activation, **situ)
         sizes = {"output_scale": output_scale, "input_width": input_width}
-        shared = cfg.FeedForward(max(core.shared, 1) * hidden, "swiglu")
         self.shared = FeedForward(config, shared, seed / "shared", **sizes) if core.shared else None
         std, axes = config.init_std * input_width**-0.5, ("embed", "gate")
-        gate = draw(seed / "w_shared_gate", (input_width, 1), std=std, axes=axes)
-        self.w_shared_gate = gate if core.shared_gate else None
+        of_shared = draw(seed / "w_shared_gate", (input_width, 1), std=std, axes=axes)
+        self.w_shared_gate = of_shared if core.shared_gate else None
 
     def __call__(
         self, z: Read, context: Context, index: Index
@@ -143,7 +161,11 @@ class Experts(Core):
         scores = self._scores(x)
         biased = scores + self._bias().astype(scores.dtype)
         routing = self._route(scores, biased)
-        y, dropped = self._mix(x, routing)
+        if self.w_down is None:
+            y, dropped = self._mix(x, routing)
+        else:
+            y, dropped = self._mix(jnp.dot(x, self._gather(self.w_down, x.dtype)), routing)
+            y = self._project_up(y)
         y = separate(y, self.vectors)
         if self.shared is not None:
             y = y + self._gate(x) * self.shared(z, context, index)
@@ -156,15 +178,25 @@ class Experts(Core):
         """Return the factor of the shared experts' output, for each token, or 1."""
         if self.w_shared_gate is None:
             return 1
-        weights = sharding.gather(self.w_shared_gate.astype(x.dtype), "fsdp", axis=0)
+        weights = self._gather(self.w_shared_gate, x.dtype)
         logits = jnp.dot(x, weights, preferred_element_type=jnp.result_type(x, jnp.float32))
         return jax.nn.sigmoid(logits).astype(x.dtype)[..., None]
+
+    def _project_up(self, y):
+        """Return the output of latent experts, normed if they have a norm, in the full width."""
+        if self.latent_gain is not None:
+            norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": y.dtype}
+            y = normalize(y, self.latent_gain[...], **norm)
+        return jnp.dot(y, self._gather(self.w_up, y.dtype, axis=1))
+
+    def _gather(self, weights, dtype, axis=0):
+        return sharding.gather(weights.astype(dtype), "fsdp", axis=axis)
 
     # Routing ------------------------------------------------------------------------------------
 
     def _scores(self, x):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        w_router = sharding.gather(self.w_router.astype(dtype), "fsdp", axis=0)
+        w_router = self._gather(self.w_router, dtype)
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.dot(x.astype(dtype), w_router, precision=highest)
         softmax = self.core.scores == "softmax"
@@ -230,13 +262,12 @@ class Experts(Core):
             pallas_kernels.rows_of_tokens, order=rows.order, places=rows.places
         )
         gathered, weights = to_rows(x), to_rows(weights.reshape(-1, 1))
-        w_1 = sharding.gather(self.w_1.astype(x.dtype), "fsdp", axis=1)
-        w_2 = sharding.gather(self.w_2.astype(x.dtype), "fsdp", axis=2)
+        w_1, w_2 = self._gather(self.w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
         gate, up = jnp.split(pallas_kernels.grouped_matmul(gathered, w_1, rows.sizes), 2, axis=-1)
         # Weights are applied before the second product, because there are fewer hidden neurons than
         # output entries.
-        hidden = (jax.nn.silu(gate) * up * weights).astype(x.dtype)
+        hidden = (activations.gated(self.core, gate, up) * weights).astype(x.dtype)
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
         y = pallas_kernels.sums_of_rows(y, rows.order, rows.places, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)

@@ -1,6 +1,5 @@
 """The feed-forward layer."""
 
-import functools
 from typing import ClassVar
 
 import jax
@@ -11,7 +10,7 @@ import sharding
 from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import Cache, Context, Core, Index
-from rmt_tpu.layers import choices
+from rmt_tpu.layers import activations, choices
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
@@ -54,11 +53,10 @@ class FeedForward(Core):
         # A norm needs all entries of `W_1 z`, so `W_1 z` is not sharded if it is normalised.
         hidden = "width" if norm_hidden else "ff"
         width, hidden_dim = config.width, core.hidden_dim
-        self.vectors, self.activation = config.data_shape[0], core.activation
+        self.vectors, self.core = config.data_shape[0], core
         self.norm, self.epsilon = config.norm, config.norm_epsilon
-        self.gated = core.gated
         shape, axes = (input_width, hidden_dim), ("embed", hidden)
-        if self.gated:
+        if core.gated:
             shape, axes = (2, *shape), ("projection", *axes)
         std = config.init_std * input_width**-0.5
         self.w_1 = parameter(seed / "w_1", shape, std=std, role="hidden", axes=axes)
@@ -95,7 +93,7 @@ class FeedForward(Core):
 
     def _run(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
         w_1 = sharding.gather(self.w_1.astype(z.dtype), "fsdp", axis=self.w_1.ndim - 2)
-        if self.gated:
+        if self.core.gated:
             w_1 = jnp.concatenate(list(w_1), axis=-1)
         w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
@@ -130,16 +128,7 @@ class FeedForward(Core):
         return x if bias is None else x + bias[...].reshape(-1).astype(x.dtype)
 
     def _activate(self, hidden):
-        if not self.gated:
-            return _ACTIVATIONS[self.activation](hidden)
+        if not self.core.gated:
+            return activations.plain(self.core, hidden)
         gate, up = jnp.split(hidden, 2, axis=-1)
-        return _ACTIVATIONS[self.activation](gate) * up
-
-
-_ACTIVATIONS = {
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "swiglu": jax.nn.silu,
-    "geglu": functools.partial(jax.nn.gelu, approximate=True),
-}
+        return activations.gated(self.core, gate, up)

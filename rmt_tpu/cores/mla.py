@@ -6,6 +6,7 @@ With x the concatenated data vectors of a token:
     [c, k_rope] = W_kva x                            one latent, and one key part for all heads
     [k_nope, v] = W_kvb norm(c)                      of every head
     y = softmax(scale q . [k_nope, k_rope]) v        scale = 1 / sqrt(D_h + D_r) by default
+    y sigmoid(W_g x)                                 in place of y, with an output gate
 
 Norms are RMS norms with a gain. k_rope is not normed, and queries are normed only if there is a
 low-rank factor W_qa. The "rope" parts are rotated by position if the config has RoPE. Otherwise
@@ -38,6 +39,7 @@ from rmt_tpu.cores.core import (
     Index,
     all_tokens,
     flatten_rows,
+    gated,
     logit_scale,
     other_axes,
     own_tokens,
@@ -68,6 +70,7 @@ class Mla(Core):
       w_kv_down: W_kva, [D, kv_rank + D_r].
       kv_gain: the gain of the latent's norm, [kv_rank].
       w_kv_up: W_uk and W_uv, the two parts of W_kvb: [2, kv_rank, H D_h].
+      w_gate: W_g [D, H D_h]; None without an output gate.
     """
 
     name: ClassVar[str] = "mla"
@@ -93,6 +96,8 @@ class Mla(Core):
         self.kv_gain = gain((core.kv_rank,), axes=("rank",))
         shape = (2, core.kv_rank, heads * core.head_dim)
         self.w_kv_up = weights("w_kv_up", *shape, axes=("projection", "embed", "heads"))
+        shape, axes = (width, heads * core.head_dim), ("embed", "heads")
+        self.w_gate = weights("w_gate", *shape, axes=axes) if core.output_gate else None
 
     def __call__(
         self, z: Read, context: Context, index: Index
@@ -101,7 +106,7 @@ class Mla(Core):
 
         Logits and softmax are computed in at least float32.
         """
-        q, latent, k_rope = self._compress(z)
+        q, gates, latent, k_rope = self._compress(z)
         k, v = self._expand(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         # This device has the tokens of all devices along `tensor`. Heads are now exchanged for the
@@ -127,7 +132,7 @@ class Mla(Core):
                 rows="head_major",
                 over=ring,
             )
-        return to_tokens(y, self.layout, swapped)
+        return to_tokens(gated(y, None if gates is None else exchange(gates)), self.layout, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Return an empty cache of latents and rope keys, which all heads share."""
@@ -146,7 +151,7 @@ class Mla(Core):
         A single new token attends with W_kvb absorbed. Several new tokens, and the tokens of an
         empty cache, attend to expanded keys.
         """
-        q, *latents = self._compress(z)
+        q, gates, *latents = self._compress(z)
         latents = (
             unflatten_rows(sharding.gather(x, other_axes(), axis=1), context) for x in latents
         )
@@ -156,18 +161,19 @@ class Mla(Core):
         cache = Cache(append(cache.latents, latent), append(cache.rope_keys, k_rope))
         if context.start is None:
             return self(z, context, index), cache
-        q = unflatten_rows(sharding.swap(q, other_axes(), split=2, join=1), context)
-        q = self._rotate(q, context)
+        to_heads = lambda x: sharding.swap(x, other_axes(), split=2, join=1)
+        q = self._rotate(unflatten_rows(to_heads(q), context), context)
         w_up = self._up(z.residual.dtype)
         w_up = w_up.reshape(*w_up.shape[:2], -1, self.core.head_dim)
         w_up = sharding.own_part(w_up, other_axes(), axis=2)
         step = Step(q, latent, k_rope, cache, w_up, jnp.asarray(layer), context.start)
         attend = _attend_absorbed if q.shape[1] == 1 else _attend_in_parts
         y = flatten_rows(attend(self.scale, step), context)
+        y = gated(y, None if gates is None else to_heads(gates))
         return to_tokens(y, self.layout, other_axes()), cache
 
     def _compress(self, z):
-        """Return the queries of this device's heads, the normed latents, and k_rope.
+        """Return this device's heads' queries and gates, or None, the normed latents, and k_rope.
 
         These arrays have the tokens of all devices along the mesh axis `tensor`.
         """
@@ -178,11 +184,14 @@ class Mla(Core):
         q = x
         if self.w_q_down is not None:
             q = normalize(jnp.dot(x, weights(self.w_q_down)), self.q_gain[...], **norm)
-        q = jnp.dot(q, weights(self.w_q))
-        q = q.reshape(*q.shape[:-1], -1, self.core.query_dim)
+        split = lambda x, size: x.reshape(*x.shape[:-1], -1, size)
+        q = split(jnp.dot(q, weights(self.w_q)), self.core.query_dim)
+        gates = None
+        if self.w_gate is not None:
+            gates = split(jnp.dot(x, weights(self.w_gate)), self.core.head_dim)
         down = jnp.dot(x, weights(self.w_kv_down))
         latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)
-        return q, normalize(latent, self.kv_gain[...], **norm), k_rope
+        return q, gates, normalize(latent, self.kv_gain[...], **norm), k_rope
 
     def _up(self, dtype):
         return sharding.gather(self.w_kv_up.astype(dtype), "fsdp", axis=1)

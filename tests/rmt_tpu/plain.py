@@ -70,6 +70,15 @@ def silu(x):
     return x * sigmoid(x)
 
 
+def gated(core, gate, up):
+    """The hidden neurons of a layer with a gate."""
+    if core.activation != "situ":
+        return ACTIVATIONS[core.activation](gate) * up
+    if core.situ_linear_beta is not None:
+        up = core.situ_linear_beta * np.tanh(up / core.situ_linear_beta)
+    return core.situ_beta * np.tanh(gate / core.situ_beta) * sigmoid(gate) * up
+
+
 ACTIVATIONS = {
     "gelu_tanh": gelu,
     "relu2": lambda x: relu(x) ** 2,
@@ -199,7 +208,8 @@ def mla_core(core, params, store, site, x, index, config):
     k_rope = turned(down[:, :, None, core.kv_rank :]).repeat(core.num_heads, axis=2)
     q = np.concatenate([q[..., :own], turned(q[..., own:])], axis=-1)
     q = q if core.scale is None else q * core.scale * np.sqrt(core.query_dim)
-    return attention(q, np.concatenate([k, k_rope], axis=-1), v)
+    y = attention(q, np.concatenate([k, k_rope], axis=-1), v)
+    return y * split(sigmoid(x @ params["w_gate"])) if core.output_gate else y
 
 
 NONE = np.zeros((1, 0))
@@ -243,15 +253,16 @@ def convolved(x, taps):
 
 
 def feed_forward_core(core, params, store, site, x, index, config):
-    x, activation = store.read(x, site), ACTIVATIONS[core.activation]
+    x = store.read(x, site)
     b_2 = params.get("b_2", 0)
     if core.gated:
         gate, up = (
             x @ w + b for w, b in zip(params["w_1"], params.get("b_1", (0, 0)), strict=True)
         )
-        y = (activation(gate) * up) @ params["w_2"] + b_2
+        y = gated(core, gate, up) @ params["w_2"] + b_2
     else:
-        y = activation(x @ params["w_1"] + params.get("b_1", 0)) @ params["w_2"] + b_2
+        hidden = ACTIVATIONS[core.activation](x @ params["w_1"] + params.get("b_1", 0))
+        y = hidden @ params["w_2"] + b_2
     return output_norm(y, params, config)
 
 
@@ -272,11 +283,15 @@ def experts_core(core, params, store, site, x, index, config):
     weights = np.zeros_like(scores)
     np.put_along_axis(weights, chosen, np.take_along_axis(scores, chosen, -1), -1)
     weights = core.scale * weights / (weights.sum(-1, keepdims=True) if core.normalized else 1)
-    gate, up = np.moveaxis(np.einsum("bnd,edgf->bnegf", x, params["w_1"]), 3, 0)
-    y = np.einsum("bne,bnef,efd->bnd", weights, silu(gate) * up, params["w_2"])
+    read = x if core.latent_dim is None else x @ params["w_down"]
+    gate, up = np.moveaxis(np.einsum("bnd,edgf->bnegf", read, params["w_1"]), 3, 0)
+    y = np.einsum("bne,bnef,efd->bnd", weights, gated(core, gate, up), params["w_2"])
+    if core.latent_norm:
+        y = rms_norm(y, params["latent_gain"], config)
+    y = y if core.latent_dim is None else y @ params["w_up"]
     if core.shared:
         gate, up = params["shared"]["w_1"]
-        shared = (silu(x @ gate) * (x @ up)) @ params["shared"]["w_2"]
+        shared = gated(core, x @ gate, x @ up) @ params["shared"]["w_2"]
         y = y + (sigmoid(x @ params["w_shared_gate"]) if core.shared_gate else 1) * shared
     return y
 

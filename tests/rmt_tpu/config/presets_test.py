@@ -58,6 +58,8 @@ def test_analytic_parameters_are_those_of_the_decoder(name):
         ("attnres-kimi-296m", 5_222_954_124, 291.9),
         ("attnres-kimi-436m", 7_696_133_744, 431.0),
         ("attnres-kimi-528m", 9_362_942_076, 522.6),
+        # What the tensors of its files have, and the histograms of scores.
+        ("k3-2.8t", 2_779_484_476_000 + 92 * 896 * 1024, 103_099.6),
     ],
 )
 def test_kimi_models_have_what_its_configuration_gives(name, parameters, active):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import rmt_tpu
 from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import depth
@@ -38,6 +39,15 @@ LINEAR = (cfg.Stack((DELTA, GATED), repeat=2), cfg.Stack((UNTURNED, GATED, BOUND
 NET = cfg.Kda(4, 4, num_key_heads=2, decays="heads", gates="full", gate_activation="silu")
 FULL = cfg.Kda(num_heads=2, head_dim=4, gates="full", lower_bound=-5.0)
 NETS = (cfg.Stack((NET, GATED, FULL, SQUARED), repeat=2),)
+# The attention and the feed-forward layers of Kimi K3. Hidden values exceed the bounds.
+K3 = (
+    cfg.Mla(
+        2, 4, kv_rank=6, rope_dim=2, query_rank=5, positions=cfg.NoPositions(), output_gate=True
+    ),
+    cfg.FeedForward(10, "situ", situ_beta=0.5, situ_linear_beta=0.3),
+    FULL,
+    cfg.FeedForward(7, "situ", situ_linear_beta=None),
+)
 # Biases everywhere, as in GPT-2; norms of what is written, as in OLMo 2; and both norms.
 BIASED = (
     cfg.Attention(4, 4, cfg.Learned(11), bias=True, output_bias=True, output_gate=True),
@@ -131,6 +141,16 @@ def test_gated_delta_net_follows_its_equations(store, name):
 
 
 @pytest.mark.parametrize(
+    "store, name",
+    [("vector", "blocks of 3"), *later(("matrix", "reversible"), ("matrix", "full"))],
+)
+def test_gated_latent_attention_and_situ_follow_their_equations(store, name):
+    with jax.enable_x64(True):
+        config = model(store, name, stacks=(cfg.Stack(K3, 2),))
+        checks.assert_follows_equations(config, reference)
+
+
+@pytest.mark.parametrize(
     "stacks, changes",
     [
         ((*BIASED, *AFTER), {"norm": "layernorm", "norm_bias": True}),
@@ -181,7 +201,7 @@ def test_documents_in_one_row(stacks):
         assert_close(*both(models.random_parameters(config)), 1e-12)
 
 
-@pytest.mark.parametrize("stacks", [(cfg.Stack(WINDOWED, 2),), *later((LINEAR,), (NETS,))])
+@pytest.mark.parametrize("stacks", [(cfg.Stack((*K3, *WINDOWED), 2),), *later((LINEAR,), (NETS,))])
 def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
     """A prompt of two lengths in parts, then token by token; and one that takes a used cache."""
     with jax.enable_x64(True):
@@ -204,6 +224,11 @@ def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
         whole, decoded = both(models.random_parameters(config), jnp.array([6, 4]))
         places = np.array([[5, 5, 8, 9], [3, 3, 5, 6]])
         assert_close(decoded, np.take_along_axis(whole, places[..., None], axis=1), 1e-12)
+
+
+@pytest.mark.slow
+def test_a_tiny_kimi_k3_goes_on_from_its_caches():
+    checks.assert_cached_equals_uncached(rmt_tpu.preset("k3-tiny"))
 
 
 def test_windows_are_read_from_a_long_cache():
@@ -235,7 +260,7 @@ def test_windows_are_read_from_a_long_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cores", [(GROUPED, SQUARED, LATENT), (*BIASED, *AFTER), WINDOWED])
+@pytest.mark.parametrize("cores", [(GROUPED, SQUARED, LATENT), K3, (*BIASED, *AFTER), WINDOWED])
 def test_decoding_in_two_pieces_is_the_model(cores):
     """MLA decodes with W_kvb absorbed, and is expanded without a cache.
 
@@ -343,6 +368,10 @@ def test_a_list_of_layers_becomes_stacks():
             "query_key_norm_over='heads' needs query_key_norm; legal without: head",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
+        (
+            lambda: cfg.FeedForward(4, "swiglu", situ_beta=2.0),
+            "FeedForward.situ_beta=2.0 needs activation='situ', not 'swiglu'; legal without: 4.0",
+        ),
         (
             lambda: cfg.Kda(4, 4, num_key_heads=3),
             "Kda.num_key_heads=3 does not divide num_heads=4; legal: 1, 2, 4",

@@ -31,7 +31,23 @@ ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
 SOFT = cfg.Experts(
     4, 2, 3, shared=0, scores="softmax", normalized=False, balance=cfg.BalanceLoss(0.0)
 )
+# The experts of Kimi K3, and those without a norm, without shared experts and without a bound.
+LATENT = cfg.Experts(
+    6,
+    2,
+    5,
+    2,
+    activation="situ",
+    situ_beta=0.5,
+    situ_linear_beta=0.3,
+    latent_dim=7,
+    latent_norm=True,
+)
+NARROW = cfg.Experts(
+    5, 3, 4, 0, activation="situ", situ_linear_beta=None, latent_dim=6, balance=cfg.BalanceLoss()
+)
 STACKS = (cfg.Stack((ATTENTION, MIX, ALONE, SOFT), 2),)
+LATENT_STACKS = (cfg.Stack((ATTENTION, LATENT, NARROW), 2),)
 STORES = {"vector": cfg.VectorStore(12), "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4)}
 
 
@@ -47,9 +63,24 @@ STORES = {"vector": cfg.VectorStore(12), "matrix": cfg.MatrixStore(6, vectors=3,
     ],
 )
 def test_a_model_of_experts_follows_their_equations(store, mixer, remat):
+    assert_follows_equations(STACKS, store, mixer, remat)
+
+
+@pytest.mark.parametrize(
+    "store, mixer, remat",
+    [
+        ("vector", cfg.BlockAttention(sublayers_per_block=3), "full"),
+        *later(("matrix", cfg.Sum(), "reversible")),
+    ],
+)
+def test_latent_experts_follow_their_equations(store, mixer, remat):
+    assert_follows_equations(LATENT_STACKS, store, mixer, remat)
+
+
+def assert_follows_equations(stacks, store, mixer, remat):
     with jax.enable_x64(True):
         config = cfg.ModelConfig(
-            STACKS, STORES[store], mixer, models.VOCAB, remat=remat, compute_dtype="float64"
+            stacks, STORES[store], mixer, models.VOCAB, remat=remat, compute_dtype="float64"
         )
         plainly = plain.model if mixer.kind == "sum" else over_depth.reference
         checks.assert_follows_equations(config, plainly, unused=("load",))
@@ -236,6 +267,11 @@ def test_what_has_no_room_is_dropped_and_counted():
             "top_k=3 must be at most the 2 experts of top_groups=1 groups",
         ),
         ({"groups": 3, "balance": cfg.Quantiles()}, "groups=3 cannot be balanced by quantiles"),
+        ({"latent_norm": True}, "latent_norm=True needs latent_dim; legal without: false"),
+        (
+            {"situ_linear_beta": None},
+            "situ_linear_beta=None needs activation='situ', not 'swiglu'; legal",
+        ),
     ],
 )
 def test_choices_that_experts_do_not_allow_are_refused(changes, message):

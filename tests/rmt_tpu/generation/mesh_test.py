@@ -64,6 +64,8 @@ BIASED = dataclasses.replace(
 )
 NET = cfg.Kda(8, 6, num_key_heads=4, decays="heads", gates="full", gate_activation="silu")
 GATES = dataclasses.replace(GROUPED, output_gate=True)
+GATED_LATENT = dataclasses.replace(LATENT, output_gate=True)
+NARROW = dataclasses.replace(EXPERTS, activation="situ", latent_dim=8, latent_norm=True)
 SYSTEMS = [
     ("vector", cfg.Sum(), BIASED, "sequence=2,tensor=2"),
     ("vector", cfg.Sum(), BIASED, "tensor=8"),  # two devices share a head of keys
@@ -87,6 +89,8 @@ SYSTEMS = [
     ("matrix", cfg.Sum(), NET, "key=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), EXPERTS, "expert=2,tensor=2"),
     ("matrix", cfg.Sum(), EXPERTS, "expert=2,key=2"),
+    ("vector", cfg.BlockAttention(num_blocks=2), GATED_LATENT, "data=2,sequence=2,tensor=2"),
+    ("vector", cfg.BlockAttention(num_blocks=2), NARROW, "expert=2,tensor=2"),
 ]
 
 

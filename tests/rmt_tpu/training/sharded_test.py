@@ -65,6 +65,11 @@ EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4, shared_ga
 BALANCED = cfg.Experts(
     6, 3, 4, shared=0, scores="softmax", normalized=False, balance=cfg.BalanceLoss(0.1)
 )
+# The attention and the experts of Kimi K3.
+K3 = (
+    dataclasses.replace(CORES[2], output_gate=True),
+    cfg.Experts(6, 2, 4, activation="situ", latent_dim=8, latent_norm=True),
+)
 BIASED = (
     dataclasses.replace(
         CORES[0],
@@ -168,6 +173,8 @@ def run_config(store, name, mesh, seq_len=12):
         model = model.replace(stacks=(cfg.Stack(CORES + LINEAR, repeat=2),))
     if name == "experts":
         model = model.replace(stacks=(cfg.Stack((*EXPERTS, CORES[2], BALANCED), repeat=2),))
+    if name == "k3":
+        model = model.replace(stacks=(cfg.Stack(K3, repeat=2),))
     if name == "biases":
         norm = {"norm": "layernorm", "norm_bias": True}
         model = model.replace(stacks=(cfg.Stack(BIASED, repeat=2),), **norm)
@@ -262,6 +269,20 @@ def test_more_devices_than_heads_share_a_sequence(store, name, mesh):
 def test_experts_on_a_mesh_are_those_of_one_device(store, mesh):
     spec = ",".join(f"{axis}=2" for axis in mesh)
     assert_same(gradients(store, "experts", spec), alone(store, "experts"))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("k3")
+@pytest.mark.parametrize(
+    "store, mesh",
+    [
+        ("vector", ("fsdp", "expert", "tensor")),
+        *later(("vector", ("data", "sequence", "stage")), ("matrix", ("expert", "key", "tensor"))),
+    ],
+)
+def test_latent_experts_and_gated_latents_on_a_mesh_are_those_of_one_device(store, mesh):
+    spec = ",".join(f"{axis}=2" for axis in mesh)
+    assert_same(gradients(store, "k3", spec), alone(store, "k3"))
 
 
 @pytest.mark.slow
