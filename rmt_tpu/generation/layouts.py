@@ -24,8 +24,9 @@ from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import ModelSpec
 
 # The program that is compiled to find the layouts: the capacity of its cache in tokens, and its
-# number of decode steps. Programs of other sizes transpose the same weights.
-_CAPACITY, _COUNT = 1024, 8
+# number of decode steps. Programs of other sizes transpose the same weights. The capacity is
+# small, because a cache for more tokens than a text generator has room for may not fit in memory.
+_CAPACITY, _COUNT = 128, 8
 _ROUNDS = 4  # maximum number of compilations
 _PLATFORM = "tpu"  # other platforms have only one layout
 _MATRICES = ("embedding", "hidden", "unembedding")

@@ -133,6 +133,17 @@ def test_a_part_of_a_long_prompt_needs_little_beside_the_cache(preset):
     assert "attention_blocks_forward" in compiled.as_text()
 
 
+def test_layouts_of_a_large_batch_are_found():
+    """A cache of 1024 tokens for 4096 rows would need 17 GB, and a v5e has 16."""
+    (device,) = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
+    ).devices
+    case = decode.DecodeCase(
+        "gpt2-405m", 4096, 32, {"model.num_layers": 1, "model.vocab_size": 512}
+    )
+    decode.lower(device, **dataclasses.asdict(case))
+
+
 def lower_steps(devices, *, config, rows, capacity):
     """A dispatch of the engine for rows on a mesh."""
     given = overrides.from_json(RunConfig, config)
