@@ -29,9 +29,9 @@ _DTYPE = flags.DEFINE_enum(
 _KIND = flags.DEFINE_enum(
     "kind",
     "hub",
-    ["hub", "rmt_tpu"],
-    "hub: a kind of the hub that can hold the model; rmt_tpu: any model, in a folder that only "
-    "this package opens",
+    ["hub", "qwen3_5_moe_text", "rmt_tpu"],
+    "hub: a kind of the hub that can hold the model; qwen3_5_moe_text: this kind, for a model that "
+    "is else written as qwen3_next; rmt_tpu: any model, in a folder that only this package opens",
 )
 
 

@@ -64,8 +64,10 @@ NORMS_AFTER = "norms of outputs"
 # What sublayers read and what they write is normed; a stored gain is the gain minus 1; embeddings
 # are multiplied by the square root of the width; and logits have a factor of their own.
 GEMMA = "norms of inputs and outputs"
-# Layers of Gated DeltaNet, gated attention, a gated shared expert, and names of its own.
+# Layers of Gated DeltaNet and of gated attention, a gated shared expert, and names of its own.
 NEXT = "gated delta net"
+# The projections of Gated DeltaNet are apart, and all layers have experts or none has.
+APART = "projections apart"
 # Attention over depth, whose sources are cumulative.
 ATTNRES = "attention over depth"
 # Biases everywhere, layer norms, learned positions, and names of its own.
@@ -235,6 +237,47 @@ FAMILIES[attnres.KIND] = FAMILIES["qwen3"]._replace(
     absent={**FAMILIES["qwen3"].absent, **attnres.ABSENT},
     traits=FAMILIES["qwen3"].traits | {ATTNRES},
 )
+_LINEAR = {
+    name: value
+    for name, value in FAMILIES["qwen3_next"].absent.items()
+    if name.startswith("linear_")
+}
+FAMILIES["qwen3_5_text"] = Family(
+    "Qwen3_5ForCausalLM",
+    {
+        **_LINEAR,
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "max_position_embeddings": 32_768,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 248_320,
+    },
+    frozenset({NEXT, APART}),
+    rotated=0.25,
+    other_bases=("model.language_model.",),
+    # Layers that predict more tokens ahead, and the model of images.
+    ignored=("mtp.", "model.visual."),
+)
+FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
+    architecture="Qwen3_5MoeForCausalLM",
+    absent={
+        **FAMILIES["qwen3_5_text"].absent,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "router_aux_loss_coef": 1e-3,
+        "shared_expert_intermediate_size": 512,
+    },
+    traits=frozenset({NEXT, APART, EXPERTS}),
+)
+for _kind in ("qwen3_5", "qwen3_5_moe"):
+    FAMILIES[_kind] = FAMILIES[f"{_kind}_text"]._replace(inside="text_config")
 # The models of text and images whose text models are Gemma 3's.
 FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
     absent={

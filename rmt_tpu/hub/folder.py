@@ -18,6 +18,7 @@ from rmt_tpu.hub import tokens, weights
 from rmt_tpu.hub.families import FAMILIES
 from rmt_tpu.hub.models import (
     CONFIG,
+    EXPLICIT,
     GENERATION,
     Description,
     config_values,
@@ -95,11 +96,14 @@ def export(
       max_length: the sequence length in training, in tokens.
       dtype: the dtype of the written tensors, a key of DTYPES.
       kind: "rmt_tpu" for a folder that only this package opens, which any model has (see
-        `hub.own`); None for the kind of the hub that has the model's traits.
+        `hub.own`); another of `models.EXPLICIT`; None for the kind of the hub that has the model's
+        traits.
 
     Raises:
       UsageError: the hub's format cannot express the model, or the folder cannot be written.
     """
+    if kind not in (None, *EXPLICIT):
+        raise UsageError(f"kind={kind} cannot be given; legal: None, {', '.join(EXPLICIT)}")
     path, model = Path(folder), decoder.config
     kind = kind_of(model) if kind is None else kind
     family, special = FAMILIES[kind], {"bos": tokenizer.bos, "ends": tokenizer.ends}

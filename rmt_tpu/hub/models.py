@@ -39,6 +39,8 @@ _RENAMED = {"num_local_experts": "num_experts"}
 # Fields of a model of text and images that also hold for its text model.
 _OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _MOST_LAYERS = 1000
+# Kinds that are only written if they are asked for, because their models are also of another kind.
+EXPLICIT = (own.KIND, "qwen3_5_moe_text")
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
@@ -111,7 +113,9 @@ def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int
         raise UsageError(
             f"{folder / GENERATION} is not a JSON object; legal: a JSON object, or no file"
         )
-    for config_fields, name in ((generation or {}, GENERATION), (values, CONFIG)):
+    inside = _with_defaults(values)
+    sources = (generation or {}, GENERATION), (values, CONFIG), (inside, CONFIG)
+    for config_fields, name in sources:
         if config_fields.get("eos_token_id") is not None:
             return Fields(config_fields, str(folder / name)).tokens("eos_token_id", vocab_size)
     return ()
@@ -259,7 +263,7 @@ def config_values(
       max_length: the sequence length in training, in tokens.
       bos: the start token of texts.
       ends: the end tokens; each end token ends a text.
-      kind: the kind as which the model is written: `own.KIND`, or None for the kind of `kind_of`.
+      kind: the kind as which the model is written: None for the kind of `kind_of`.
 
     Raises:
       UsageError: the model is of no such family; the message names the field that differs.
@@ -274,7 +278,8 @@ def config_values(
     }
     if kind == own.KIND:
         return special | own.config_values(model, max_length)
-    if kind == "qwen3_next":
+    if NEXT in FAMILIES[kind].traits:
+        _layers(model, cfg.Kda.kind)
         values = special | qwen3_next.config_values(model, FAMILIES[kind], max_length)
         _check_expressed(model, model_config(values, CONFIG))
         return values
@@ -363,9 +368,8 @@ def kind_of(model: cfg.ModelConfig) -> str:
     Raises:
       UsageError: no kind has all of the model's traits.
     """
-    if qwen3_next.is_one(model):
-        _layers(model, cfg.Kda.kind)
-        return "qwen3_next"
+    if qwen3_next.kind_of(model):
+        return qwen3_next.kind_of(model)
     cores = [core for core, _ in _layers(model)]
     seconds = [core for _, core in _layers(model)]
     layernorm = model.norm == "layernorm"
@@ -452,6 +456,8 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
     if isinstance(found.mixer, cfg.Sum) and not isinstance(model.mixer, cfg.Sum):
         raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     for core, other in zip(model.sublayers, found.sublayers, strict=True):
+        if core.kind != other.kind:
+            raise _not_in_hub_format("model.stacks", f"layers with {core.kind}", other.kind)
         for name in (field.name for field in fields(core)):
             value, legal = getattr(core, name), getattr(other, name)
             derived = {"num_kv_heads": "kv_heads", "num_key_heads": "key_heads"}.get(name)

@@ -36,6 +36,8 @@ class Piece(NamedTuple):
         a tensor follow each other.
       offset: a number that is added to the tensor's numbers to get those of the parameter.
       squeezed: whether the tensor has one more axis of size 1, between the other two.
+      stacked: how many matrices of equal size the tensor stacks along a first axis; 0 if it has no
+        such axis. The piece is then a part of the one matrix that has the rows of all of them.
       as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes.
     """
 
@@ -47,6 +49,7 @@ class Piece(NamedTuple):
     as_it_is: bool = False
     offset: float = 0.0
     squeezed: bool = False
+    stacked: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,11 +59,19 @@ class Piece(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
+        shape = list(self.matrix)
+        if self.squeezed:
+            shape.insert(1, 1)
+        if self.stacked:
+            shape[:1] = self.stacked, shape[0] // self.stacked
+        return tuple(shape)
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of the tensor without axes of size 1 and stacks."""
         shape = list(self.own_shape)
         if self.part is not None:
             shape[self.part.axis] = self.part.total
-        if self.squeezed:
-            shape.insert(1, 1)
         return tuple(shape)
 
     @property

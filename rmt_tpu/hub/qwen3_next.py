@@ -1,30 +1,39 @@
-"""Qwen3-Next in the hub's format: layers of Gated DeltaNet and of gated attention, and experts.
+"""Qwen3-Next and Qwen3.5 in the hub's format: layers of Gated DeltaNet and of gated attention.
+
+All layers of Qwen3.5 have experts, or none has. Its tensors differ from Qwen3-Next's: projections
+of Gated DeltaNet are apart, and those of all experts are stacked.
 
 This module imports no jax.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub.families import Family
+from rmt_tpu.hub.families import APART, EXPERTS, Family
 from rmt_tpu.hub.fields import Fields
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 from rmt_tpu.hub.ropes import FULL, Ropes, read_ropes, rope_values
 
 _LINEAR = "linear_attention"
+_STACKED = "experts.gate_up_proj"
 Layer = tuple[cfg.Attention | cfg.Kda, cfg.FeedForward | cfg.Experts]
 
 
-def is_one(model: cfg.ModelConfig) -> bool:
-    """Return whether a model has cores that only this kind has."""
+def kind_of(model: cfg.ModelConfig) -> str | None:
+    """Return the kind of a model with cores that only these kinds have, or None.
+
+    A model with experts in all layers is written as Qwen3-Next, unless another kind is given.
+    """
     gated = (getattr(core, "output_gate", False) for core in model.cores)
-    return bool(model.cores_of_kind(cfg.Kda.kind)) or any(gated)
+    if not model.cores_of_kind(cfg.Kda.kind) and not any(gated):
+        return None
+    return "qwen3_next" if model.cores_of_kind(cfg.Experts.kind) else "qwen3_5_text"
 
 
 def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig:
-    """Return the model config that a config.json of Qwen3-Next describes.
+    """Return the model config that a config.json of Qwen3-Next or Qwen3.5 describes.
 
     Raises:
       UsageError: the model needs an operation that is not supported here.
@@ -37,16 +46,27 @@ def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig
     if kinds is None:
         kinds = [FULL if (layer + 1) % default == 0 else _LINEAR for layer in range(layers)]
     mixing = {FULL: _attention(fields, family), _LINEAR: _delta_net(fields)}
-    dense, experts = cfg.FeedForward(fields.size("intermediate_size"), "swiglu"), _experts(fields)
-    step, without = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers", layers)
-    second = lambda layer: experts if (layer + 1) % step == 0 and layer not in without else dense
+    seconds = _feed_forward(fields, family, layers)
     return cfg.ModelConfig(
-        cfg.stacks([(mixing[kind], second(layer)) for layer, kind in enumerate(kinds)]),
+        cfg.stacks([(mixing[kind], second) for kind, second in zip(kinds, seconds, strict=True)]),
         cfg.VectorStore(fields.size("hidden_size")),
         vocab_size=fields.size("vocab_size"),
         norm="rmsnorm",
         norm_epsilon=fields.positive("rms_norm_eps", 1e-6),
     )
+
+
+def _feed_forward(fields: Fields, family: Family, layers: int) -> list[cfg.Core]:
+    """Return the feed-forward core of each layer, or its experts."""
+    if APART in family.traits and EXPERTS in family.traits:
+        return layers * [_experts(fields, normalized=True)]
+    dense = cfg.FeedForward(fields.size("intermediate_size"), "swiglu")
+    if APART in family.traits:
+        return layers * [dense]
+    experts = _experts(fields, normalized=fields.flag("norm_topk_prob"))
+    step, without = fields.size("decoder_sparse_step"), fields.layers("mlp_only_layers", layers)
+    has_experts = ((n + 1) % step == 0 and n not in without for n in range(layers))
+    return [experts if has else dense for has in has_experts]
 
 
 def _attention(fields: Fields, family: Family) -> cfg.Attention:
@@ -84,7 +104,7 @@ def _delta_net(fields: Fields) -> cfg.Kda:
     )
 
 
-def _experts(fields: Fields) -> cfg.Experts:
+def _experts(fields: Fields, normalized: bool) -> cfg.Experts:
     count, top_k = fields.size("num_experts"), fields.size("num_experts_per_tok")
     if top_k > count:
         raise fields.wrong("num_experts_per_tok", top_k, f"at most num_experts={count}")
@@ -99,7 +119,7 @@ def _experts(fields: Fields) -> cfg.Experts:
         shared=shared // hidden,
         shared_gate=True,
         scores="softmax",
-        normalized=fields.flag("norm_topk_prob"),
+        normalized=normalized,
         balance=cfg.BalanceLoss(fields.not_negative("router_aux_loss_coef")),
     )
 
@@ -108,20 +128,18 @@ def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> di
     """Return the fields of config.json that describe a model.
 
     The caller compares what they describe with the model. A model has at least one layer of
-    attention, one of Gated DeltaNet and one of experts.
+    attention and one of Gated DeltaNet, and one of experts if the kind has experts.
 
     Raises:
       UsageError: the model has no such layer.
     """
     cores = list(model.sublayers)
-    attention, net, experts = (
-        _first(model, kind) for kind in (cfg.Attention.kind, cfg.Kda.kind, cfg.Experts.kind)
-    )
+    attention, net = (_first(model, kind) for kind in (cfg.Attention.kind, cfg.Kda.kind))
     dense = [n for n, core in enumerate(cores[1::2]) if core.kind == cfg.FeedForward.kind]
     hidden = cores[2 * dense[0] + 1].hidden_dim if dense else 1
     rope = attention.positions if isinstance(attention.positions, cfg.Rope) else cfg.Rope()
     dims, size = rope.dims or attention.head_dim, attention.head_dim
-    return {
+    values = {
         "hidden_size": model.store.dim,
         "intermediate_size": hidden,
         "num_hidden_layers": len(cores) // 2,
@@ -143,6 +161,11 @@ def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> di
         # Half a number more, so that rounding of the product does not lose one.
         "partial_rotary_factor": min((dims + 0.5) / size, 1.0),
         **rope_values(family, Ropes(rope, rope)),
+    }
+    if APART in family.traits and EXPERTS not in family.traits:
+        return values
+    experts = _first(model, cfg.Experts.kind)
+    return values | {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "moe_intermediate_size": experts.hidden_dim,
@@ -158,17 +181,20 @@ def _first(model: cfg.ModelConfig, kind: str) -> Any:
     found = model.cores_of_kind(kind)
     if not found:
         raise UsageError(
-            f"a model without {kind} cannot be written as qwen3_next; legal: layers of attention, "
-            "kda and experts"
+            f"a model without {kind} cannot be written as qwen3_next or qwen3_5; legal: layers of "
+            "attention and kda, and for qwen3_next of experts"
         )
     return found[0]
 
 
-def pieces(model: cfg.ModelConfig) -> Iterator[Piece]:
-    """Yield all tensors of a Qwen3-Next, as slices of parameters.
+def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> Iterator[Piece]:
+    """Yield all tensors of a model, as slices of parameters.
 
-    Stored gains are less by one, except those of Gated DeltaNet.
+    Stored gains are less by one, except those of Gated DeltaNet. The tensors of the experts of
+    Qwen3.5 are stacked, unless `names` has other ones; transformers also writes them apart.
     """
+    apart = APART in family.traits
+    stacked = apart and (names is None or any(name.endswith(_STACKED) for name in names))
     dim, vocab = model.store.dim, model.vocab_size
     yield Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim))
     yield Piece("model.norm.weight", ("final_site", "gain"), full(dim), offset=1.0)
@@ -179,12 +205,15 @@ def pieces(model: cfg.ModelConfig) -> Iterator[Piece]:
         for place, norm in ((mixing, "input"), (mlp, "post_attention")):
             gain = place.piece(f"{name}{norm}_layernorm.weight", "site/gain", (0, dim))
             yield gain._replace(offset=1.0)
-        of_kind = _net_pieces if mixing.core.kind == cfg.Kda.kind else _attention_pieces
-        yield from of_kind(name, mixing, dim)
+        if mixing.core.kind == cfg.Kda.kind:
+            yield from (_apart if apart else _ordered_by_heads)(name, mixing, dim)
+            yield from _net_pieces(name, mixing)
+        else:
+            yield from _attention_pieces(name, mixing, dim)
         own = "linear_attn.out_proj" if mixing.core.kind == cfg.Kda.kind else "self_attn.o_proj"
         width = mixing.core.num_heads * mixing.core.head_dim
         yield mlp.piece(f"{name}{own}.weight", "site/write", *full(width, dim))
-        yield from _mlp_pieces(f"{name}mlp.", mlp, dim)
+        yield from _mlp_pieces(f"{name}mlp.", mlp, dim, stacked)
 
 
 def _read(place: Place, group: int, begin: int, end: int, dim: int) -> Piece:
@@ -209,10 +238,21 @@ def _attention_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
         yield norm._replace(offset=1.0)
 
 
-def _net_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of Gated DeltaNet, whose projections are ordered by key heads."""
+def _apart(layer: str, place: Place, dim: int) -> Iterator[Piece]:
+    """Yield the projections of Gated DeltaNet in Qwen3.5."""
     core, size, name = place.core, place.core.head_dim, f"{layer}linear_attn."
-    each, taps = core.num_heads // core.key_heads, core.conv_size
+    widths = (size * count for count in core.reads.heads)
+    *of_values, gates = (_read(place, n, 0, width, dim) for n, width in enumerate(widths))
+    yield from joined(f"{name}in_proj_qkv.weight", of_values)
+    yield gates._replace(name=f"{name}in_proj_z.weight")
+    for letter, path in (("b", "core/w_beta"), ("a", "core/w_decay")):
+        yield place.piece(f"{name}in_proj_{letter}.weight", path, *full(dim, core.num_heads))
+
+
+def _ordered_by_heads(layer: str, place: Place, dim: int) -> Iterator[Piece]:
+    """Yield the projections of Gated DeltaNet in Qwen3-Next, which are ordered by key heads."""
+    core, size, name = place.core, place.core.head_dim, f"{layer}linear_attn."
+    each = core.num_heads // core.key_heads
     projections, numbers = [], []
     for head in range(core.key_heads):
         for group, count in ((0, 1), (1, 1), (2, each), (3, each)):
@@ -223,6 +263,12 @@ def _net_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
             numbers.append(place.piece("", path, *at))
     yield from joined(f"{name}in_proj_qkvz.weight", projections)
     yield from joined(f"{name}in_proj_ba.weight", numbers)
+
+
+def _net_pieces(layer: str, place: Place) -> Iterator[Piece]:
+    """Yield the other tensors of Gated DeltaNet."""
+    core, size, name = place.core, place.core.head_dim, f"{layer}linear_attn."
+    taps = core.conv_size
     alike = core.key_heads == core.num_heads
     of_values = ("core/taps", 2) if alike else ("core/value_taps", 0)
     groups = ("core/taps", 0), ("core/taps", 1), of_values
@@ -237,16 +283,24 @@ def _net_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
     yield place.piece(f"{name}norm.weight", "core/gain", (0, size))
 
 
-def _mlp_pieces(name: str, place: Place, dim: int) -> Iterator[Piece]:
+def _mlp_pieces(name: str, place: Place, dim: int, stacked: bool) -> Iterator[Piece]:
     core, own = place.core, ""
     if core.kind == cfg.Experts.kind:
         yield place.piece(f"{name}gate.weight", "core/w_router", *full(dim, core.num_experts))
+        firsts, downs = [], []
         for e in range(core.num_experts):
             for k, matrix in enumerate(("gate", "up")):
                 at = (e, e + 1), (0, dim), (k, k + 1), (0, core.hidden_dim)
-                yield place.piece(f"{name}experts.{e}.{matrix}_proj.weight", "core/w_1", *at)
+                expert = f"{name}experts.{e}.{matrix}_proj.weight"
+                firsts.append(place.piece(expert, "core/w_1", *at))
             down = (e, e + 1), *full(core.hidden_dim, dim)
-            yield place.piece(f"{name}experts.{e}.down_proj.weight", "core/w_2", *down)
+            downs.append(place.piece(f"{name}experts.{e}.down_proj.weight", "core/w_2", *down))
+        if stacked:
+            firsts, downs = (
+                [piece._replace(stacked=core.num_experts) for piece in joined(name + end, parts)]
+                for end, parts in ((_STACKED, firsts), ("experts.down_proj", downs))
+            )
+        yield from firsts + downs
         yield place.piece(f"{name}shared_expert_gate.weight", "core/w_shared_gate", *full(dim, 1))
         name, own = f"{name}shared_expert.", "shared/"
     hidden = core.hidden_dim * (core.shared if own else 1)

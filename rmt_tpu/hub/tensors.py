@@ -1,6 +1,6 @@
 """The tensors of a model in the hub's format, as slices of parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rmt_tpu import config as cfg
 from rmt_tpu.hub import attnres, gpt2, own, qwen3_next
@@ -17,19 +17,26 @@ from rmt_tpu.hub.families import (
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
 
-def pieces(model: cfg.ModelConfig, family: Family) -> list[Piece]:
+def pieces(
+    model: cfg.ModelConfig, family: Family, names: Iterable[str] | None = None
+) -> list[Piece]:
     """Return all tensors of a model of a kind, as slices of parameters.
 
     No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
     along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
     queries, keys and values, or norms of queries and keys, their tensors are included.
+
+    Args:
+      model: the model.
+      family: its kind.
+      names: the names of the tensors in a folder, if it exists. Some kinds have files of two forms.
     """
     if OWN in family.traits:
         return list(own.pieces(model))
     if GPT2 in family.traits:
         return list(gpt2.pieces(model))
     if NEXT in family.traits:
-        return list(qwen3_next.pieces(model))
+        return list(qwen3_next.pieces(model, family, names))
     dim, vocab = model.store.dim, model.vocab_size
     tensors = [
         Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim)),

@@ -182,7 +182,8 @@ def pieces_by_parameter(
       UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
         lists the first 8 problems, with the two shapes or the dtype.
     """
-    shapes, problems, expected = tensors.shapes(), [], pieces(described.model, described.family)
+    shapes, problems = tensors.shapes(), []
+    expected = pieces(described.model, described.family, shapes)
     dtypes = tensors.dtypes()
     if described.tied and "lm_head.weight" not in shapes:
         tied = {"lm_head.weight": expected[0].name}
@@ -351,10 +352,11 @@ def write(
 
 
 def _tensor(parts: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any) -> np.ndarray:
-    tensor = np.empty(parts[0].shape, dtype)
+    first = parts[0]
+    tensor = np.empty(first.matrix if first.stacked else first.shape, dtype)
     for piece in parts:
         shape = piece.own_shape[::-1] if piece.transposed else piece.own_shape
         part = value(piece).reshape(shape) - np.float32(piece.offset)
         part = part.T if piece.transposed else part
         tensor[piece.index] = part[:, None] if piece.squeezed else part
-    return tensor
+    return tensor.reshape(first.shape)

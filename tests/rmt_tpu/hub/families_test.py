@@ -19,7 +19,7 @@ from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import config_values, describe, model_config
-from tests.rmt_tpu.hub import oracle
+from tests.rmt_tpu.hub import configs_later, oracle
 from tests.tiers import later
 
 # None of these is as its kind has it where the key is left out.
@@ -152,6 +152,7 @@ CONFIGS = {
     "smollm3": COMMON
     | {"no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False, **WINDOWS},
 }
+CONFIGS |= configs_later.CONFIGS
 CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
 # Keys that do not fit what others are by default: see REFUSED.
 TOGETHER = [
@@ -161,7 +162,10 @@ TOGETHER = [
     ("qwen3_next", "linear_num_key_heads"),
     ("qwen3_next", "linear_value_head_dim"),
     ("qwen3_next", "moe_intermediate_size"),
+    *configs_later.TOGETHER,
 ]
+# Kinds whose models are also models of another kind.
+EXPLICIT = ("qwen3_5_moe_text",)
 # Where a row is `kind, key`: that key is left out.
 SIZES = (
     "n_embd",
@@ -212,7 +216,8 @@ def test_in_and_out(kind, tmp_path):
     decoder, tokenizer = rmt_tpu.load(written(tmp_path / "hub", config, tensors))
     wanted = oracle.logits(tensors, config, TOKENS)
     np.testing.assert_allclose(logits(decoder), wanted, atol=1e-4)
-    export(decoder, tokenizer, tmp_path / "out", max_length=64)
+    explicit = kind if kind in EXPLICIT else None
+    export(decoder, tokenizer, tmp_path / "out", max_length=64, kind=explicit)
     out = json.loads((tmp_path / "out/config.json").read_text())
     again = load_file(tmp_path / "out/model.safetensors")
     assert (

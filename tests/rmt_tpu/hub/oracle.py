@@ -32,6 +32,7 @@ DEFAULTS = {
     },
     "llama": {"max_position_embeddings": 2048},
     "qwen3_next": oracle_next.DEFAULTS,
+    **oracle_next.DEFAULTS_3_5,
     "mistral": {
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
@@ -142,7 +143,7 @@ def shapes(config):
     c = filled(config)
     if c["model_type"] == "gpt2":
         return gpt2_shapes(c)
-    if c["model_type"] == "qwen3_next":
+    if c["model_type"] in oracle_next.KINDS:
         return oracle_next.shapes(c)
     width, hidden, size, kind = (
         c[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type")
@@ -229,7 +230,7 @@ def drawn(config, seed=0):
         fan_in = shape[-1] if shape else 1
         x = rng.normal(size=shape) * fan_in**-0.5
         is_gain = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-        less = config["model_type"] in ("gemma3_text", "qwen3_next")
+        less = config["model_type"] in ("gemma3_text", *oracle_next.KINDS)
         if is_gain and less and not name.endswith("linear_attn.norm.weight"):
             return np.array(
                 np.round(1024 * x) / 1024, np.float32
@@ -244,7 +245,7 @@ def logits(tensors, config, tokens):
     c, t = filled(config), {name: np.float64(x) for name, x in tensors.items()}
     if c["model_type"] == "gpt2":
         return gpt2_logits(t, c, tokens)
-    if c["model_type"] == "qwen3_next":
+    if c["model_type"] in oracle_next.KINDS:
         return oracle_next.logits(t, c, tokens, sys.modules[__name__])
     h = t["model.embed_tokens.weight"][tokens]
     sources = [h]

@@ -1,4 +1,4 @@
-"""Qwen3-Next in NumPy and float64, token by token, by its equations and the names of tensors."""
+"""Qwen3-Next and Qwen3.5 in NumPy and float64, token by token, by its equations and tensors."""
 
 import numpy as np
 
@@ -24,6 +24,19 @@ DEFAULTS = {
     "shared_expert_intermediate_size": 512,
 }
 
+_OF_QWEN3_5 = {
+    name: value
+    for name, value in DEFAULTS.items()
+    if name not in ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
+}
+DEFAULTS_3_5 = {
+    "qwen3_5_text": {n: x for n, x in _OF_QWEN3_5.items() if "expert" not in n and "moe" not in n}
+    | {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": _OF_QWEN3_5 | {"num_experts": 256, "num_experts_per_tok": 8},
+}
+DEFAULTS_3_5["qwen3_5_text"].pop("router_aux_loss_coef")
+KINDS = ("qwen3_next", *DEFAULTS_3_5)
+
 
 def is_full(c, layer):
     """Whether a layer has attention, and no linear one."""
@@ -33,6 +46,9 @@ def is_full(c, layer):
 
 
 def has_experts(c, layer):
+    """Whether a layer has experts: in Qwen3.5 all layers or none."""
+    if c["model_type"] in DEFAULTS_3_5:
+        return c["model_type"] == "qwen3_5_moe_text"
     return layer not in (c["mlp_only_layers"] or []) and (layer + 1) % c["decoder_sparse_step"] == 0
 
 
@@ -58,15 +74,27 @@ def shapes(c):
         "linear_attn.out_proj.weight": (width, values * own),
     }
 
+    if c["model_type"] in DEFAULTS_3_5:
+        for name in ("in_proj_qkvz", "in_proj_ba"):
+            del linear[f"linear_attn.{name}.weight"]
+        rows = {"qkv": (2 * keys + values) * own, "z": values * own, "b": values, "a": values}
+        linear |= {f"linear_attn.in_proj_{name}.weight": (n, width) for name, n in rows.items()}
+
     def mlp(name, hidden):
         found = {f"{name}{matrix}_proj.weight": (hidden, width) for matrix in ("gate", "up")}
         return found | {f"{name}down_proj.weight": (width, hidden)}
 
-    experts = {"mlp.gate.weight": (c["num_experts"], width)}
-    for e in range(c["num_experts"]):
-        experts |= mlp(f"mlp.experts.{e}.", c["moe_intermediate_size"])
-    experts |= mlp("mlp.shared_expert.", c["shared_expert_intermediate_size"])
-    experts["mlp.shared_expert_gate.weight"] = (1, width)
+    experts, count = {}, c.get("num_experts", 0)
+    if count:
+        hidden = c["moe_intermediate_size"]
+        experts = {"mlp.gate.weight": (count, width), "mlp.shared_expert_gate.weight": (1, width)}
+        experts |= mlp("mlp.shared_expert.", c["shared_expert_intermediate_size"])
+        if c["model_type"] in DEFAULTS_3_5:
+            experts["mlp.experts.gate_up_proj"] = (count, 2 * hidden, width)
+            experts["mlp.experts.down_proj"] = (count, width, hidden)
+        else:
+            for e in range(count):
+                experts |= mlp(f"mlp.experts.{e}.", hidden)
     norms = {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
     found = {"model.embed_tokens.weight": (c["vocab_size"], width), "model.norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
@@ -122,12 +150,16 @@ def delta_net(x, own, c, tools):
         c[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim")
     )
     each, length = values // keys, len(x)
-    by_key_head = (x @ own["in_proj_qkvz.weight"].T).reshape(length, keys, -1)
-    ends = size, 2 * size, (2 + each) * size
-    q, k, v, z = (y.reshape(length, -1, size) for y in np.split(by_key_head, ends, axis=2))
-    both = (x @ own["in_proj_ba.weight"].T).reshape(length, keys, 2, each)
-    b, a = (both[:, :, n].reshape(length, values) for n in range(2))
-    channels = np.concatenate([y.reshape(length, -1) for y in (q, k, v)], axis=1)
+    if "in_proj_qkv.weight" in own:
+        channels, z, b, a = (x @ own[f"in_proj_{n}.weight"].T for n in ("qkv", "z", "b", "a"))
+        z = z.reshape(length, -1, size)
+    else:
+        by_key_head = (x @ own["in_proj_qkvz.weight"].T).reshape(length, keys, -1)
+        ends = size, 2 * size, (2 + each) * size
+        q, k, v, z = (y.reshape(length, -1, size) for y in np.split(by_key_head, ends, axis=2))
+        both = (x @ own["in_proj_ba.weight"].T).reshape(length, keys, 2, each)
+        b, a = (both[:, :, n].reshape(length, values) for n in range(2))
+        channels = np.concatenate([y.reshape(length, -1) for y in (q, k, v)], axis=1)
     taps = own["conv1d.weight"][:, 0].T
     before = np.concatenate([np.zeros_like(channels[: len(taps) - 1]), channels])
     mixed = tools.silu(sum(tap * before[n : n + length] for n, tap in enumerate(taps)))
@@ -152,11 +184,18 @@ def mlp(x, own, c, tools, name="mlp."):
 
 
 def experts(x, own, c, tools):
+    if "mlp.experts.gate_up_proj" in own:
+        stacked = zip(own["mlp.experts.gate_up_proj"], own["mlp.experts.down_proj"], strict=True)
+        for e, (both, down) in enumerate(stacked):
+            name = f"mlp.experts.{e}."
+            gate, up = np.split(both, 2)
+            own = own | {f"{name}gate_proj.weight": gate, f"{name}up_proj.weight": up}
+            own[f"{name}down_proj.weight"] = down
     shared = mlp(x, own, c, tools, "mlp.shared_expert.")
     y = shared / (1 + np.exp(-x @ own["mlp.shared_expert_gate.weight"].T))
     for place, share in enumerate(tools.softmax(x @ own["mlp.gate.weight"].T)):
         chosen = np.argsort(-share)[: c["num_experts_per_tok"]]
-        total = share[chosen].sum() if c["norm_topk_prob"] else 1
+        total = share[chosen].sum() if c.get("norm_topk_prob", True) else 1
         for e in chosen:
             y[place] += share[e] / total * mlp(x[place], own, c, tools, f"mlp.experts.{e}.")
     return y
