@@ -39,6 +39,7 @@ from pallas_kernels.key_vector import (
     undo,
 )
 from pallas_kernels.logits import Logits, logits_with_sums
+from pallas_kernels.stacked_product import product_at
 from pallas_kernels.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "merged",
     "norm_retrieve",
     "norm_retrieve_again",
+    "product_at",
     "read_slices",
     "rows_of_tokens",
     "store",

@@ -137,6 +137,11 @@ def _grouped(call: TracedCall) -> Iterator[DeviceCase]:
         yield layers.grouped(min(len(rows), _TOKENS), K, N, G, str(rows.dtype))
 
 
+def _stacked_product(call: TracedCall) -> Iterator[DeviceCase]:
+    rows, matrices, _ = call.args
+    yield layers.stacked_product(len(rows), *matrices.shape[1:], str(rows.dtype))
+
+
 def _token_rows(call: TracedCall) -> Iterator[DeviceCase]:
     rows, _, places = call.args
     choices = call.options["each"]
@@ -159,6 +164,7 @@ _CASES: Mapping[str, Callable[[TracedCall], Iterator[DeviceCase]]] = {
     "causal_attention": _attention,
     "delta_attention": _delta,
     "grouped_matmul": _grouped,
+    "stacked_product": _stacked_product,
     "token_rows": _token_rows,
     "logits": _logits,
 }

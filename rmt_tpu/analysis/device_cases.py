@@ -105,6 +105,12 @@ def _grouped(scale: Scale) -> Iterator[DeviceCase]:
         yield layers.grouped(5001, 768, 1024, 7)
 
 
+def _stacked_product(scale: Scale) -> Iterator[DeviceCase]:
+    small = scale == "small"
+    yield layers.stacked_product(*((1, 2, 72, 200) if small else (1, 3, 1264, 1088)))
+    yield layers.stacked_product(*((37, 1, 64, 256) if small else (256, 2, 1024, 2816)))
+
+
 def _token_rows(scale: Scale) -> Iterator[DeviceCase]:
     small = scale == "small"
     yield layers.token_rows(*((71, 2, 43, 128) if small else (4096, 8, 8192, 1024)))
@@ -123,6 +129,7 @@ OPS: dict[str, Callable[[Scale], Iterator[DeviceCase]]] = {
     "attention": _attention,
     "delta_attention": _delta,
     "grouped_matmul": _grouped,
+    "stacked_product": _stacked_product,
     "token_rows": _token_rows,
     "logits": _logits,
 }

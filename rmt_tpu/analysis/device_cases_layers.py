@@ -10,6 +10,7 @@ from pallas_kernels.delta_attention import reference as delta_reference
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.logits import reference as logits_reference
 from pallas_kernels.shapes import Heads
+from pallas_kernels.stacked_product import reference as product_reference
 from pallas_kernels.token_rows import reference as rows_reference
 from rmt_tpu.analysis.device_case import Arrays, DeviceCase, in_words, normal
 
@@ -227,6 +228,41 @@ def grouped(
 
 def _in_a_group(rows, sizes):
     return (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+
+
+def stacked_product(T: int, P: int, K: int, N: int, dtype: str = "bfloat16") -> DeviceCase:
+    """Return a test case for products of rows with the matrices of one of two layers.
+
+    Args:
+      T: the number of rows.
+      P: the number of matrices of a layer.
+      K: the length of a row.
+      N: the length of a row of the product with one matrix.
+      dtype: the dtype of rows and matrices.
+    """
+
+    def inputs() -> Arrays:
+        scale = K**-0.5
+        return {
+            "rows": normal(45, dtype, T, K),
+            "matrices": normal(46, dtype, 2, P, K, N, scale=scale),
+        }
+
+    def function(implementation, rows, matrices):
+        options = {"implementation": implementation}
+        return {"products": pallas_kernels.product_at(1, rows, matrices, **options)}
+
+    return DeviceCase(
+        "product_at",
+        in_words((T,), dtype, matrices=P, K=K, N=N),
+        function,
+        inputs,
+        2 * T * P * K * N,
+        gradients=False,
+        reference=lambda rows, matrices: {
+            "products": product_reference.product(rows, matrices, jnp.int32(1))
+        },
+    )
 
 
 def token_rows(

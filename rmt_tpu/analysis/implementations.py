@@ -247,6 +247,13 @@ def _experts() -> Iterator[ImplementationRow]:
         (grouped(""), grouped("float32", "float32"), grouped("float16", "float16")),
     )
 
+    def product(words: str, dtype: str = "bfloat16", rows: int = 32):
+        arguments = array(dtype, rows, 1024), array(dtype, 24, 3, 1024, 1024), array("int32")
+        return OpCall(words, "product", arguments)
+
+    calls = product(""), product("float16", "float16"), product("more than 256 rows", rows=257)
+    yield ImplementationRow(("product_at",), "stacked_product", calls)
+
     def sums(words: str, count: int = 8192, choices: int = 32768, width: int = 1024):
         indices = array("int32", count), array("int32", choices)
         return OpCall(words, "sums", (array("bfloat16", count, width), *indices))

@@ -34,6 +34,7 @@ from rmt_tpu.layers.choices import cache_width
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
+from rmt_tpu.layers.products import times
 
 
 class Cache(NamedTuple):
@@ -71,6 +72,7 @@ class Attention(Core):
     """
 
     name: ClassVar[str] = "attention"
+    MULTIPLIED: ClassVar[tuple[str, ...]] = ("w_out",)
 
     def __init__(
         self,
@@ -267,8 +269,7 @@ class Attention(Core):
             return y
         y = y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
         with jax.named_scope("projection"):
-            w_out = sharding.gather(self.w_out[...].astype(y.dtype), "fsdp", axis=1)
-            y = sharding.scatter_sum(jnp.dot(y, w_out), "tensor", axis=1)
+            y = sharding.scatter_sum(times(y, self.w_out, gathered=-1), "tensor", axis=1)
         if self.output_bias is not None:
             y = y + self.output_bias[...].astype(y.dtype)
         if self.output_gain is not None:

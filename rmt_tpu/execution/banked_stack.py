@@ -26,6 +26,7 @@ from rmt_tpu.execution.banked_writes import (
     write_saved,
 )
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import (
     Bank,
     BankMixer,
@@ -48,12 +49,15 @@ class StackArrays(NamedTuple):
         None if a write needs no parameters.
       decode_params: the result of `StackedScores.decode_params`, one array for each site of a
         period; used in decoding only.
+      in_stack: for the arrays of a single layer, the parameters of all layers with the layer's
+        index, if products read weights from there; otherwise None.
     """
 
     layers: Any
     scores: Array
     next_writers: Array | None
     decode_params: tuple[Any, ...] = ()
+    in_stack: StackSlice | None = None
 
 
 class SavedStack(NamedTuple):
@@ -129,10 +133,11 @@ class Group(NamedTuple):
     rows: Bank | None
 
 
-def _layer_arrays(arrays: StackArrays, index: Index) -> StackArrays:
+def _layer_arrays(arrays: StackArrays, index: Index, *, in_stack: bool) -> StackArrays:
     decode_params = tuple(StackSlice(x, index) for x in arrays.decode_params)
     return stacks.slice_at(arrays._replace(decode_params=()), index)._replace(
-        decode_params=decode_params
+        decode_params=decode_params,
+        in_stack=StackSlice(arrays.layers, index) if in_stack else None,
     )
 
 
@@ -361,7 +366,8 @@ class StackRunner:
             write = RunCore(self.store, context, caches, index)
             if saved.outputs is not None:
                 write = RunAndSaveCore(self.store, context, saved.outputs, index)
-            layer_arrays = _layer_arrays(arrays, index)
+            in_stack = caches is not None and read_in_stacks(current)
+            layer_arrays = _layer_arrays(arrays, index, in_stack=in_stack)
             _, rows, current, aux = self._layer(
                 write, layer_arrays, group.at, offset, group.prior, rows, current, aux
             )
@@ -399,6 +405,9 @@ class StackRunner:
         the running sum.
         """
         layer = nnx.merge(self.graphdef, layer_arrays.layers)
+        if layer_arrays.in_stack is not None:
+            all_layers, index = layer_arrays.in_stack
+            refer_to_stack(layer, nnx.merge(self.graphdef, all_layers), index)
         in_place = self.grouping.closed and layer_arrays.decode_params
         scores = layer_arrays.decode_params if in_place else layer_arrays.scores
         for k, sublayer in enumerate(layer):

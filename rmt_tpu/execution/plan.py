@@ -86,7 +86,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         products_in_turn=choices.products_in_turn(target, model.data_shape[0], own_tokens),
         rereads_rebuilt=rereads,
         padded_width=padded,
-        decode_kernels=_decode_kernels(model, target, divided=mesh.shape.get("key", 1) > 1),
+        decode_kernels=_decode_kernels(model, target, mesh),
     )
 
 
@@ -108,16 +108,21 @@ def _dtype_reason(config: RunConfig, schedule: str) -> str:
     return "set in the config"
 
 
-def _decode_kernels(model: ModelConfig, target: Target, *, divided: bool) -> Choice:
-    # The kernels, like the reversible schedule, support only mixers whose state is the residual.
-    alone = "reversible" in model.mixer.remats
-    if not (alone if model.store.has_keys else model.mixer.decode_kernels):
-        return Choice(False, "this store and mixer have none")
-    if divided:
-        return Choice(False, "they do not support a mesh that divides D_k")
+def _decode_kernels(model: ModelConfig, target: Target, mesh: jax.sharding.Mesh) -> Choice:
     if not target.on_tpu:
         return Choice(False, "they run on TPUs only")
-    return Choice(True, "they read a layer's parameters directly from the stack")
+    weights = choices.weights_in_stacks(target, 1, mesh.shape.get("fsdp", 1))
+    of_weights = "one multiplies a few rows by weights in the stack of all layers"
+    if not weights.value:
+        of_weights = f"none for products, because {weights.reason}"
+    # The sites' kernels, like the reversible schedule, support only mixers whose state is the
+    # residual.
+    alone = "reversible" in model.mixer.remats
+    if not (alone if model.store.has_keys else model.mixer.decode_kernels):
+        return Choice(weights.value, f"{of_weights}; this store and mixer have no others")
+    if mesh.shape.get("key", 1) > 1:
+        return Choice(weights.value, f"{of_weights}; others do not support a divided D_k")
+    return Choice(True, f"{of_weights}; others read the sites' parameters in their stacks")
 
 
 def _word(value: object) -> str:

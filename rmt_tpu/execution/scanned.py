@@ -17,6 +17,7 @@ from rmt_tpu.execution.layer import DecoderParts, no_aux, run_layer, sites_and_c
 from rmt_tpu.execution.remat import rematerialize, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import ReversibleStore, StateMixer, Store
 
 
@@ -80,12 +81,15 @@ def scan(
     graphdef, layers = nnx.split(stack)
     layers = nnx.to_pure_dict(layers)
     in_place = caches is not None and _reads_stacks(config, store, carry[0])
+    weights_in_place = caches is not None and read_in_stacks(carry[1])
     mixer_graph, shared = nnx.split(mixer)
     shared = nnx.to_pure_dict(shared)
 
     def body(carry, scanned, shared, constants, caches=None):
         (layer, index), (context, first) = scanned, constants
         layer = nnx.merge(graphdef, layer)
+        if weights_in_place:
+            refer_to_stack(layer, stack, index)
         sublayers = sites_and_cores(layer, *((stack, index) if in_place else ()))
         at = first + len(stack) * index
         mixer = nnx.merge(mixer_graph, shared)

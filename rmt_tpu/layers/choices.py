@@ -7,6 +7,7 @@ tile size itself. `execution.plan` lists the choices made for a run's train step
 from typing import Any, NamedTuple
 
 from pallas_kernels.call import LANES
+from pallas_kernels.stacked_product import MOST_ROWS
 from pallas_kernels.target import Target
 
 # The TPUs on which a matrix product is written directly into a slice of a stack of outputs. tpu7x
@@ -84,6 +85,23 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
 def few_tokens(tokens: int) -> bool:
     """Return whether a sequence has so few tokens that the kernels for decoding support it."""
     return tokens < LANES
+
+
+def weights_in_stacks(target: Target, rows: int, divided: int) -> Choice:
+    """Choose whether decode steps read weights directly from the stack of all layers.
+
+    Args:
+      target: the device that the program is compiled for.
+      rows: the number of rows that are multiplied by the weights.
+      divided: the number of devices over which the mesh axis `fsdp` shards each weight.
+    """
+    if not target.on_tpu:
+        return Choice(False, "the kernel that reads them there runs on TPUs only")
+    if rows > MOST_ROWS:
+        return Choice(False, f"there are {rows} rows, more than {MOST_ROWS}")
+    if divided > 1:
+        return Choice(False, "a weight is gathered from several devices before it is used")
+    return Choice(True, "a kernel reads them there, and no layer's weights are copied")
 
 
 def padded_width(size: int, *, by_kernels: bool) -> Choice:

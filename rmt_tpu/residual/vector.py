@@ -6,6 +6,7 @@ Cores with heads read the vector with the matrices W_Q, W_K and W_V and write it
 
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter, storage_scale
+from rmt_tpu.layers.products import times
 from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.whole_tiles import tiles
@@ -39,6 +41,8 @@ class Site(nnx.Module):
       read_fewer: W_K and W_V, [2, D, G * D_h], if there are only G key and value heads; otherwise
         None.
     """
+
+    MULTIPLIED: ClassVar[tuple[str, ...]] = ("write", "read", "read_fewer")
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         self.begins_layer, self.reads = place.within == 0, place.reads
@@ -151,10 +155,9 @@ class Store(nnx.Module):
         if writer is None:
             return y
         with jax.named_scope("projection"):
-            write = sharding.gather(writer[...].astype(y.dtype), "fsdp", axis=1)
             # y holds this device's heads, for the tokens of all devices along `tensor`. The sum
             # over devices completes the product, and each device gets the sum for its own tokens.
-            return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
+            return sharding.scatter_sum(times(y, writer, gathered=-1), "tensor", axis=1)
 
     @jax.named_scope("residual")
     def read(self, residual: Float[Array, "batch seq held"], site: Site, dtype: DTypeLike) -> Read:
@@ -172,7 +175,7 @@ class Store(nnx.Module):
         residuals = (h[..., : self.tiles.size] for h in residuals)
         normed = [self.apply_norm(h, site, dtype) for h in residuals]
         with jax.named_scope("projection"):
-            groups = zip(normed, _read_weights(site, dtype), strict=True)
+            groups = zip(normed, _matrices(site, dtype), strict=True)
             read = [jnp.dot(sharding.gather(x, "tensor", axis=1), w) for x, w in groups]
             return Read(_heads(jnp.concatenate(read, axis=-1), site))
 
@@ -261,8 +264,8 @@ class Store(nnx.Module):
         if site.read is None:
             return Read(residual=residual)
         with jax.named_scope("projection"):
-            read = jnp.concatenate(_read_weights(site, x.dtype), axis=-1)
-            x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
+            x = sharding.gather(x, "tensor", axis=1)
+            x = times(x, *_weights(site), gathered=-2)
         return Read(_heads(x, site), residual)
 
 
@@ -271,10 +274,15 @@ def _plus_bias(z: Float[Array, "batch seq D"], site: Site) -> Float[Array, "batc
     return z if site.bias is None else z + site.bias[...].astype(z.dtype)
 
 
-def _read_weights(site: Site, dtype: DTypeLike) -> list[Float[Array, "D heads_width"]]:
+def _weights(site: Site) -> list[nnx.Param]:
+    """Return the weights with which a site reads heads."""
+    return [w for w in (site.read, site.read_fewer) if w is not None]
+
+
+def _matrices(site: Site, dtype: DTypeLike) -> list[Float[Array, "D heads_width"]]:
     """Return the matrix of each group of heads that a core reads, such as W_Q, W_K and W_V."""
-    weights = (w for w in (site.read, site.read_fewer) if w is not None)
-    stacked = (sharding.gather(w.astype(dtype), "fsdp", axis=1) for w in weights)
+    values = (pallas_kernels.read_slices(w.get_value()) for w in _weights(site))
+    stacked = (sharding.gather(w.astype(dtype), "fsdp", axis=1) for w in values)
     return [w for group in stacked for w in group]
 
 

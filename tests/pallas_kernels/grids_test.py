@@ -81,6 +81,7 @@ QUICK = {
     "norm_retrieve": BOTH("key_vector_read"),
     "store": BOTH("key_vector_store"),
     "store_norm_retrieve": "key_vector_forward key_vector_backward",
+    "product_at": "stacked_product",
     "store_norm_retrieve_at": "key_vector_decode",
     "undo": "key_vector_backward",
 }

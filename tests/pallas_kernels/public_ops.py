@@ -189,6 +189,12 @@ def _grouped(implementation, rows, matrices, sizes):
     return jnp.stack([pallas_kernels.grouped_matmul(x, matrices, sizes, **options) for x in rows])
 
 
+def _product_at(implementation, rows, matrices):
+    flat = rows.reshape(-1, D)
+    found = pallas_kernels.product_at(1, flat, matrices, implementation=implementation)
+    return found.reshape(*rows.shape[:-1], -1)
+
+
 def _logits(implementation, x, kernel, targets):
     found = pallas_kernels.logits_with_sums(
         x.reshape(-1, D), kernel, targets.reshape(-1), implementation=implementation
@@ -260,6 +266,13 @@ CALLS = {
         RESIDUAL | STATISTICS,
         READ,
         _with_statistics("norm_retrieve_again", dtype="float32", **NORM),
+        gradients=False,
+        kernels=1,
+    ),
+    "product_at": Call(
+        {"rows": normal(B, 3, D)},
+        {"matrices": normal(2, 2, D, 20)},
+        _product_at,
         gradients=False,
         kernels=1,
     ),

@@ -15,13 +15,14 @@ from rmt_tpu.layers import choices
 from rmt_tpu.training.run import resolve_auto
 
 
-def plan(name, topology=None, **changes):
+def plan(name, topology=None, *, mesh="data=1", **changes):
     changes = {path.replace("__", "."): value for path, value in changes.items()}
     config = overrides.apply(preset_run(name), {"model.compute_dtype": "bfloat16"} | changes)
-    devices = jax.devices()[:1]
+    devices = jax.devices()
     if topology:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
-    return plan_of(resolve_auto(config), sharding.make_mesh("data=1", devices))
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    devices = devices[: int(mesh.partition("=")[2])]
+    return plan_of(resolve_auto(config), sharding.make_mesh(mesh, devices))
 
 
 def values(found):
@@ -61,12 +62,14 @@ def test_attention_over_depth():
     assert "rereads rebuilt" not in plain.lines()
 
 
-def test_decoding_has_kernels_for_some_models_on_tpus():
-    of = lambda name, *where: plan(name, *where).decode_kernels
+def test_decoding_has_kernels_on_tpus():
+    of = lambda name, *where, **mesh: plan(name, *where, **mesh).decode_kernels
     assert of("rmt-tiny", "v5e:2x2").value and of("attnres-tiny", "v5e:2x2").value
     assert not of("rmt-tiny").value and "TPUs" in of("rmt-tiny").reason
+    assert of("rmt-tiny", "v5e:2x2", mesh="fsdp=2").value
     for name in ("gpt2-tiny", "rmt-attnres-tiny", "delta-tiny"):
-        assert "store and mixer" in of(name, "v5e:2x2").reason
+        assert "store and mixer" in of(name, "v5e:2x2").reason and of(name, "v5e:2x2").value
+        assert not of(name, "v5e:2x2", mesh="fsdp=2").value
 
 
 @pytest.mark.parametrize("kind, most", [("TPU v6 lite", 16), ("TPU v5", 8), ("TPU7x", 8)])

@@ -1,0 +1,69 @@
+"""Products of tokens' vectors with weights, which decode steps read from the stack of all layers.
+
+A module that computes products with `times` lists the names of these weights in its class attribute
+`MULTIPLIED`. While decoding, `refer_to_stack` replaces the value of each of them by a `StackSlice`,
+which `times` passes on to a kernel.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Shaped
+
+import pallas_kernels
+import sharding
+from pallas_kernels import StackSlice
+from pallas_kernels.target import target
+from rmt_tpu.layers import choices
+from rmt_tpu.layers.stacks import Index, isolate
+
+
+def times(
+    x: Float[Array, "*tokens K"],
+    *weights: nnx.Param | Array,
+    gathered: int,
+    isolated: bool = False,
+) -> Float[Array, "*tokens N"]:
+    """Return `x @ W`, where W joins all weights along their last axis.
+
+    Args:
+      x: the tokens' vectors, in the dtype of the products.
+      *weights: matrices [K, N] and stacks of matrices [P, K, N], whose P matrices are joined. All
+        of them or none are slices of a layer's stack.
+      gathered: the axis of a matrix that the mesh axis `fsdp` shards: -2 for K and -1 for N.
+      isolated: whether XLA must not fuse the slicing of weights into the product.
+    """
+    values = [w.get_value() if isinstance(w, nnx.Variable) else w for w in weights]
+    if isinstance(values[0], StackSlice):
+        rows = x.reshape(-1, x.shape[-1])
+        products = [pallas_kernels.product_at(w.index, rows, _as_stacks(w)) for w in values]
+        return jnp.concatenate(products, axis=-1).reshape(*x.shape[:-1], -1)
+    values = [sharding.gather(w.astype(x.dtype), "fsdp", axis=w.ndim + gathered) for w in values]
+    matrices = [m for w in values for m in (w if w.ndim > 2 else [w])]
+    joined = jnp.concatenate(matrices, axis=-1) if len(matrices) > 1 else matrices[0]
+    return jnp.dot(x, isolate(joined) if isolated else joined)
+
+
+def _as_stacks(weight: StackSlice) -> Float[Array, "L P K N"]:
+    return weight.stack if weight.ndim > 2 else weight.stack[:, None]
+
+
+def refer_to_stack(layer: nnx.Module, stack: nnx.Module, index: Index) -> None:
+    """Replace the weights of a layer's products by references to slices of their stack.
+
+    Args:
+      layer: the layer, which is modified.
+      stack: the stacked layers, with the same graph.
+      index: the index of the layer in the stack.
+    """
+    pairs = zip(nnx.iter_modules(layer), nnx.iter_modules(stack), strict=True)
+    for (_, module), (_, stacked) in pairs:
+        for name in getattr(module, "MULTIPLIED", ()):
+            weight = getattr(module, name)
+            if weight is not None:
+                weight.set_value(StackSlice(getattr(stacked, name).get_value(), index))
+
+
+def read_in_stacks(x: Shaped[Array, "batch seq *shape"]) -> bool:
+    """Return whether layers that decode the tokens of `x` read weights from their stacks."""
+    rows = x.shape[0] * x.shape[1] * sharding.axis_size("tensor")
+    return choices.weights_in_stacks(target(), rows, sharding.axis_size("fsdp")).value
