@@ -157,10 +157,10 @@ def _config_of_source(init_from: str) -> RunConfig:
     from rmt_tpu.storage import open_folder
 
     with flag_errors("init_from"):
-        local = open_folder(init_from).local_path
-    if is_hub(local):
+        folder = open_folder(init_from)
+    if is_hub(folder):
         try:
-            model, max_length, *_ = describe(local)
+            model, max_length, *_ = describe(folder)
         except UsageError as error:
             raise UsageError(f"--init_from: {error}") from None
         config = presets.modern_run(model)

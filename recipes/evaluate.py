@@ -63,7 +63,7 @@ def main() -> int:
     source = trained.source()
     with flag_errors("workdir"):
         workdir = open_folder(source)
-    if is_hub(workdir.local_path):
+    if is_hub(workdir):
         _check_hub_flags()
     from rmt_tpu.evaluation import documents, subjects
     from rmt_tpu.evaluation.evaluate import evaluate
@@ -86,7 +86,7 @@ def main() -> int:
     by_name, results = _by_name(compared), {}
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
         for name, subject in by_name.items():
-            if is_hub(subject.folder.local_path):
+            if is_hub(subject.folder):
                 # Store answers in --output, and do not write into the folder with the weights.
                 subject = subject._replace(folder=folder)
             try:

@@ -6,19 +6,47 @@ This module imports no jax.
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rmt_tpu.errors import UsageError, shown, unknown
+from rmt_tpu.storage import Fault, Location, open_folder
 
 
-def values_in(file: Path) -> Mapping[str, Any] | None:
-    """Return the JSON object in a file; None if the file is missing or holds no object."""
+def values_in(folder: Location, name: str) -> Mapping[str, Any] | None:
+    """Return the JSON object in a file; None if the file is missing or holds no object.
+
+    Args:
+      folder: a local or gs:// folder.
+      name: the name of the file.
+
+    Raises:
+      Fault: a bucket cannot be read.
+    """
+    folder = open_folder(folder)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = folder.read(name)
+        values = json.loads(found.data) if found else None
+    except Fault:
+        if folder.local_path is None:
+            raise
+        return None
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def optional_values_in(folder: Location, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in a file; an empty one if the file is missing.
+
+    Raises:
+      UsageError: the file holds no JSON object.
+      Fault: a bucket cannot be read.
+    """
+    folder = open_folder(folder)
+    values = values_in(folder, name)
+    if values is None and name in folder.names():
+        raise UsageError(f"{folder}/{name} is not a JSON object; legal: a JSON object, or no file")
+    return values or {}
 
 
 class Fields:

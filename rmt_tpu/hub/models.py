@@ -6,7 +6,6 @@ This module imports no jax.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
@@ -27,9 +26,10 @@ from rmt_tpu.hub.families import (
     UNROTATED_LAYERS,
     Family,
 )
-from rmt_tpu.hub.fields import Fields, values_in
+from rmt_tpu.hub.fields import Fields, optional_values_in, values_in
 from rmt_tpu.hub.ropes import Ropes, read_ropes, rope_values
 from rmt_tpu.hub.windows import read_windows, window_values
+from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # The values of keys that are absent from a config.json of any kind.
@@ -65,26 +65,33 @@ class Description(NamedTuple):
     family: Family = FAMILIES["llama"]
 
 
-def is_hub(folder: str | Path | None) -> bool:
-    """Return whether a local folder has a model in the hub's format; False for None."""
-    return folder is not None and "model_type" in (values_in(Path(folder) / CONFIG) or {})
+def is_hub(location: Location) -> bool:
+    """Return whether a folder has a model in the hub's format; False if a bucket cannot be read."""
+    folder = open_folder(location)
+    if folder.local_path is None:
+        try:
+            folder.check()
+        except UsageError:
+            return False
+    return "model_type" in (values_in(folder, CONFIG) or {})
 
 
-def describe(folder: str | Path) -> Description:
-    """Read the description of the model in a folder in the hub's format.
+def describe(folder: Location) -> Description:
+    """Read the description of the model in a local or gs:// folder in the hub's format.
 
     Raises:
+      Fault: a bucket cannot be read.
       UsageError: the folder has no such model, or the model needs an operation that is not
         supported here.
     """
-    path = Path(folder)
-    values = values_in(path / CONFIG)
+    folder = open_folder(folder)
+    values = values_in(folder, CONFIG)
     if values is None:
         raise UsageError(f"{folder} has no {CONFIG} in the hub's format; legal: a folder with one")
-    where = str(path / CONFIG)
+    where = f"{folder}/{CONFIG}"
     config_fields = Fields(_with_defaults(values), where)
     model, tied = model_config(values, where), config_fields.flag("tie_word_embeddings")
-    ends = _ends(path, values, model.vocab_size)
+    ends = _ends(folder, values, model.vocab_size)
     family = FAMILIES[values["model_type"]]
     max_length = config_fields.size(family.length, 2048)
     return Description(model, max_length, tied, ends, family.end, family)
@@ -102,22 +109,18 @@ def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**known, **{name: x for name, x in renamed.items() if name in known}, **values}
 
 
-def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+def _ends(folder: Folder, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Return the end tokens named in generation_config.json, or else in config.json.
 
     This is the order of precedence in the transformers library. The result is empty if neither file
     names an end token.
     """
-    generation = values_in(folder / GENERATION)
-    if generation is None and (folder / GENERATION).exists():
-        raise UsageError(
-            f"{folder / GENERATION} is not a JSON object; legal: a JSON object, or no file"
-        )
+    generation = optional_values_in(folder, GENERATION)
     inside = _with_defaults(values)
-    sources = (generation or {}, GENERATION), (values, CONFIG), (inside, CONFIG)
+    sources = (generation, GENERATION), (values, CONFIG), (inside, CONFIG)
     for config_fields, name in sources:
         if config_fields.get("eos_token_id") is not None:
-            return Fields(config_fields, str(folder / name)).tokens("eos_token_id", vocab_size)
+            return Fields(config_fields, f"{folder}/{name}").tokens("eos_token_id", vocab_size)
     return ()
 
 

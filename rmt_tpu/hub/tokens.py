@@ -4,18 +4,17 @@ This module imports no jax.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rmt_tpu import data
-from rmt_tpu.errors import UsageError
-from rmt_tpu.hub.fields import values_in
+from rmt_tpu.hub.fields import optional_values_in
 from rmt_tpu.hub.models import Description
+from rmt_tpu.storage import Location
 
 CONFIG = "tokenizer_config.json"
 
 
-def read_tokenizer(folder: str | Path, described: Description) -> data.Tokenizer:
+def read_tokenizer(folder: Location, described: Description) -> data.Tokenizer:
     """Read the tokenizer in a folder; its texts start and end as they do in transformers.
 
     A text starts with BOS if the template in tokenizer.json adds it, regardless of `add_bos_token`
@@ -25,12 +24,9 @@ def read_tokenizer(folder: str | Path, described: Description) -> data.Tokenizer
       UsageError: the folder has no tokenizer, or a file is damaged.
     """
     tokenizer = data.load_tokenizer(str(folder))
-    path = Path(folder) / CONFIG
-    values = values_in(path)
-    if values is None and path.exists():
-        raise UsageError(f"{path} is not a JSON object; legal: a JSON object, or no file")
+    values = optional_values_in(folder, CONFIG)
     tokenizer.starts = tokenizer.template
-    tokenizer.ends = _ends(tokenizer, described, values or {})
+    tokenizer.ends = _ends(tokenizer, described, values)
     return tokenizer
 
 

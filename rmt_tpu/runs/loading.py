@@ -18,7 +18,10 @@ from rmt_tpu.residual.fixed_point import with_float_residual
 from rmt_tpu.runs import text_ends
 from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
-from rmt_tpu.storage import Folder, Location, open_folder
+from rmt_tpu.storage import Folder, Location, find_objects, open_folder
+
+# How the names of the files that hold a model in Hugging Face format end.
+_HUB_FILES = ".json", ".safetensors"
 
 
 class Loaded(NamedTuple):
@@ -46,8 +49,8 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     """Load a trained decoder from a run folder or from a folder in Hugging Face format.
 
     Args:
-      workdir: a run folder that `recipes.train` wrote, local or gs://, or a local folder in Hugging
-        Face format (see `rmt_tpu.hub`).
+      workdir: a run folder that `recipes.train` wrote, or a folder in Hugging Face format (see
+        `rmt_tpu.hub`), local or gs://.
       step: step of the checkpoint; None is the newest undamaged one.
       mesh: device mesh, like "tensor=2,sequence=4", over which the parameters are sharded for an
         `Engine`; None loads them on one device.
@@ -64,7 +67,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     kernel_tables.use_storage()
     with argument_errors("workdir"):
         folder = open_folder(workdir)
-    if is_hub(folder.local_path):
+    if is_hub(folder):
         with memory.report_out_of_memory("the model's parameters do not fit"):
             return _of_hub(folder, step, mesh)
     config = read_config(workdir)
@@ -104,13 +107,16 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     """
     with argument_errors("workdir"):
         folder = open_folder(workdir)
-    if not is_hub(folder.local_path):
+    if not is_hub(folder):
         read_config(workdir)  # raises an error if the folder has no run
         return open_checkpoints(folder).identity(step)
     if step is not None:
         raise _no_step(step, folder)
-    files = sorted(p for p in folder.local_path.iterdir() if p.suffix in (".json", ".safetensors"))
-    return "hub", [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    if folder.local_path is None:
+        found = [x for end in _HUB_FILES for x in find_objects(f"{folder}/*{end}")]
+        return "hub", [(x.url, x.size, x.generation) for x in found]
+    paths = sorted(p for p in folder.local_path.iterdir() if p.suffix in _HUB_FILES)
+    return "hub", [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
 
 
 def _no_step(step: int, folder: Folder) -> ArgumentError:
@@ -135,6 +141,4 @@ def _check_finite(params: Any, where: str) -> None:
 def _of_hub(folder: Folder, step: int | None, mesh: str | None) -> Loaded:
     if step is not None:
         raise _no_step(step, folder)
-    return Loaded(
-        *hub_folder.load(folder.local_path, mesh=mesh), None, describe(folder.local_path).max_length
-    )
+    return Loaded(*hub_folder.load(folder, mesh=mesh), None, describe(folder).max_length)

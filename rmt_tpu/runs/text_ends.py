@@ -55,10 +55,9 @@ def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
       folder: the folder of the model from which the run starts.
       tokenizer: the run's tokenizer.
     """
-    path = folder.local_path
     try:
-        if is_hub(path):
-            other = read_tokenizer(path, describe(path))
+        if is_hub(folder):
+            other = read_tokenizer(folder, describe(folder))
         else:
             other = load_saved(folder)
             other.ends = load(folder, other)

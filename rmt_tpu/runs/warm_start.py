@@ -33,7 +33,7 @@ class WarmStart:
     the new model has keep their random initial values, so its residual may differ.
 
     Args:
-      location: a run folder, or a local folder in Hugging Face format.
+      location: a run folder, or a folder in Hugging Face format, local or gs://.
       model: the config of the new model.
 
     Raises:
@@ -48,7 +48,7 @@ class WarmStart:
 
     def __init__(self, location: str, model: cfg.ModelConfig):
         self._folder, self._step = open_folder(location), None
-        self._is_hub = is_hub(self._folder.local_path)
+        self._is_hub = is_hub(self._folder)
         try:
             with argument_errors("init_from"):
                 other = self._model()
@@ -74,7 +74,7 @@ class WarmStart:
 
     def _model(self) -> cfg.ModelConfig:
         if self._is_hub:
-            return describe(self._folder.local_path).model
+            return describe(self._folder).model
         return read_config(self._folder).model
 
     def initial_params(self, params: Any, shardings: Any, log: Callable[[str], None]) -> Any:
@@ -83,7 +83,7 @@ class WarmStart:
         Each device reads only its own shards.
 
         Args:
-          params: the randomly initialised parameters.
+          params: the randomly initialised parameters; those that are replaced are deleted.
           shardings: tree of the parameters' shardings.
           log: a function that prints a line.
 
@@ -98,6 +98,9 @@ class WarmStart:
             )
             for path in self._shared
         }
+        # The random values are not needed any more, and memory may not hold both.
+        for path in like:
+            flat[path].delete()
         read = self._read(like)
         count = sum(x.size for x in read.values())
         message = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are loaded from "
@@ -143,8 +146,8 @@ class WarmStart:
         return traverse_util.flatten_dict(state["params"])
 
     def _read_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
-        tensors = weights.Tensors(self._folder.local_path)
-        found = weights.pieces_by_parameter(tensors, describe(self._folder.local_path))
+        tensors = weights.Tensors(self._folder)
+        found = weights.pieces_by_parameter(tensors, describe(self._folder))
         shapes, arrays = _shapes(self.source), {}
         for path, wanted in like.items():
             # Virtual pipeline stages of the new run split the layer axis into chunks.
@@ -181,7 +184,7 @@ class ContinuedRun:
         location = config.train.init_from
         self.folder = open_folder(location)
         what = f"--init_from={location} --with_optimizer"
-        if is_hub(self.folder.local_path):
+        if is_hub(self.folder):
             raise UsageError(
                 f"{what}: a folder in Hugging Face format has only weights; legal: a run folder, "
                 "or no --with_optimizer"

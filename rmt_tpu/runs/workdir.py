@@ -160,7 +160,7 @@ def read_config(workdir: Location) -> RunConfig:
         found = folder.read(CONFIG)
         if found is None:
             raise UsageError(f"{folder} holds no run: there is no {folder}/{CONFIG}")
-        if is_hub(folder.local_path):
+        if is_hub(folder):
             raise UsageError(f"{folder} is in Hugging Face format; legal: a run folder")
         return _parsed(folder, found.data)
 

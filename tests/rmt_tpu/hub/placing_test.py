@@ -13,12 +13,13 @@ from safetensors.numpy import save_file
 import rmt_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
-from rmt_tpu.errors import RunError
+from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.hub import files, weights
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import describe
 from rmt_tpu.hub.pieces import Part, Piece, full
 from rmt_tpu.hub.placing import read_parameter
+from rmt_tpu.runs.loading import identity
 from tests import models
 
 ATTENTION = cfg.Attention(
@@ -205,3 +206,38 @@ def test_a_header_that_does_not_fit_its_file(tmp_path, wrong):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(RunError, match="model.safetensors cannot be read: "):
         weights.Tensors(tmp_path)
+
+
+def test_the_same_from_a_bucket(hub, stacked, server, monkeypatch):
+    """Headers first, then ranges that are small beside the files; and no file as a whole."""
+    sizes = []
+
+    def read(self, begin, buffer, read=files.BucketFile.read):
+        sizes.append(len(buffer))
+        return read(self, begin, buffer)
+
+    monkeypatch.setattr(files.BucketFile, "read", read)
+    monkeypatch.setattr(files.BucketFile, "least_gap", 1)
+    small_memory(monkeypatch, 1)
+    for name, (folder, *_) in (("hub", hub), ("stacked", stacked)):
+        for path in folder.iterdir():
+            server.replace(server.bucket, f"models/{name}/{path.name}", path.read_bytes())
+    url = f"gs://{server.bucket}/models"
+    found, tokenizer = rmt_tpu.load(f"{url}/hub", mesh="expert=2,fsdp=2,tensor=2")
+    assert isinstance(tokenizer, ByteTokenizer)
+    for path, values in parameters(found).items():
+        np.testing.assert_array_equal(values, hub[1][path], err_msg=str(path))
+    assert identity(f"{url}/hub")[0] == "hub"
+    # Half of the experts: half of the bytes, 1 MB / 16 at a time.
+    tensors = weights.Tensors(f"{url}/stacked")
+    sizes.clear()
+    target = weights.Target((0, 2, 0, 0), np.zeros((2, 2, 512, 1024), np.float32))
+    weights.fill(tensors, stacked[1], [target])
+    np.testing.assert_array_equal(target.values, stacked[2][:, 2:])
+    assert sum(sizes) == 4 * 2**20 and max(sizes) == 2**20 // 16
+    server.replace(server.bucket, "models/stacked/model.safetensors", b"another file")
+    with pytest.raises(RunError, match="stacked/model.safetensors.* was replaced or deleted"):
+        weights.fill(tensors, stacked[1], [target])
+    server.remove(server.bucket, "models/stacked/model.safetensors")
+    with pytest.raises(UsageError, match="/stacked has neither model.safetensors nor"):
+        weights.Tensors(f"{url}/stacked")
