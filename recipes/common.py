@@ -130,7 +130,10 @@ def selected_config(
 
 
 def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> RunConfig:
-    """Return `base` with the tokenizer of --init_from and its vocabulary size, which may be larger.
+    """Return `base` with the tokenizer and the vocabulary of --init_from.
+
+    The vocabulary's size may be larger than the tokenizer's. Whether embeddings are tied is also
+    taken over.
 
     Args:
       base: the run config before --init_from is applied.
@@ -142,7 +145,8 @@ def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> 
     if stored_config is None and not flags.FLAGS.init_from:
         return base
     source = stored_config or _config_of_source(flags.FLAGS.init_from)
-    model = base.model.replace(vocab_size=source.model.vocab_size)
+    vocabulary = {key: getattr(source.model, key) for key in ("vocab_size", "tied_embeddings")}
+    model = base.model.replace(**vocabulary)
     data = dataclasses.replace(base.data, tokenizer=source.data.tokenizer)
     train = base.train
     if stored_config:

@@ -48,7 +48,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
         **{kind: weights for kind, weights in core_parameters.items() if weights},
         "norms": sites * (1 + config.norm_bias) * config.residual_size,
         "mixer": config.mixer.parameters(config),
-        "unembedding": config.vocab_size * width,
+        "unembedding": 0 if config.tied_embeddings else config.vocab_size * width,
     }
 
 

@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
         self.stacks = layer.make_stacks(config, seed)
         self.final_site = layer.make_final_site(config, seed / "final_site")
         self.mixer = residual.make_mixer(config, seed / "mixer")
-        self.unembedding = Unembedding(config, seed / "unembedding")
+        self.unembedding = Unembedding(config, seed / "unembedding", self.embedding)
 
     @kernels.as_configured
     def __call__(

@@ -182,7 +182,8 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
         size = _bytes(variable)
         held += size
         axes = variable.get_metadata("axes")
-        if variable.get_metadata("role") == "embedding":
+        tied = path[-1] == "tokens" and decoder.config.tied_embeddings
+        if variable.get_metadata("role") == "embedding" and not tied:
             size = case.batch * size // variable.shape[0]
         elif "expert" in axes:
             _, stack, sublayer, *_ = path

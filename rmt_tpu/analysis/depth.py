@@ -157,7 +157,7 @@ def tapped_loss(
     unembedding = decoder.unembedding
     loss = next_token_loss(
         trace.z,
-        unembedding.kernel[...],
+        unembedding.matrix,
         batch.targets,
         batch.weights,
         multiplier=unembedding.multiplier,

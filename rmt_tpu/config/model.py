@@ -93,6 +93,8 @@ class ModelConfig(Checked):
       norm_epsilon: constant added to the variance or mean square.
       norm_bias: whether these norms also have a bias (only for a vector store).
       embedding_scale: factor of the embeddings of tokens, in addition to muP's.
+      tied_embeddings: whether the embeddings of tokens are also the weights of the unembedding, and
+        are initialised as these are.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
         sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
       parametrization: how learning rates and multipliers depend on the width.
@@ -122,6 +124,7 @@ class ModelConfig(Checked):
     norm_epsilon: Positive = 1e-6
     norm_bias: bool = False
     embedding_scale: Positive = 1.0
+    tied_embeddings: bool = False
     init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
     compute_dtype: DType = changeable("auto")

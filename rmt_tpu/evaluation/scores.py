@@ -76,7 +76,7 @@ def token_scores(
     targets = sharding.own_part(targets, sharding.token_axes(), axis=1)
     x, flat_targets = concatenate(z).reshape(targets.size, -1), targets.reshape(-1)
     unembedding = decoder.unembedding
-    kernel = sharding.gather(unembedding.kernel[...].astype(x.dtype), "fsdp", axis=0)
+    kernel = sharding.gather(unembedding.matrix.astype(x.dtype), "fsdp", axis=0)
     chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _MIN_CHUNK))
     dtype = jnp.result_type(x, jnp.float32)
 

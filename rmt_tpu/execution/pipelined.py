@@ -167,7 +167,7 @@ def loss(
         return terms(share[None], kernel, *jax.tree.map(part, microbatch.of_tokens))
 
     parameters = stages.parameters
-    parameters = parameters._replace(last=(parameters.last, decoder.unembedding.kernel[...]))
+    parameters = parameters._replace(last=(parameters.last, decoder.unembedding.matrix))
     with kernels.preferred(decoder.config):
         return stages.pipeline(last).objective(parameters, microbatches, weights)
 

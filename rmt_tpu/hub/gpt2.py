@@ -64,7 +64,6 @@ def config_values(
         "layer_norm_epsilon": model.norm_epsilon,
         "scale_attn_by_inverse_layer_idx": attention.inverse_layer_scaling,
         "vocab_size": model.vocab_size,
-        "tie_word_embeddings": False,
     }
 
 

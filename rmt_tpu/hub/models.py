@@ -5,7 +5,7 @@ This module imports no jax.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
@@ -50,8 +50,6 @@ class Description(NamedTuple):
     Attributes:
       model: the model's configuration.
       max_length: the maximum number of tokens that the model supports.
-      tied: whether the unembedding W_U is the embedding matrix. W_U may then have no tensor in the
-        files.
       ends: the end tokens; each end token ends a text; empty if the folder does not name any.
       default_end: the end token that models of this type use by default, or None.
       family: the model type.
@@ -59,7 +57,6 @@ class Description(NamedTuple):
 
     model: cfg.ModelConfig
     max_length: int
-    tied: bool
     ends: tuple[int, ...] = ()
     default_end: int | None = None
     family: Family = FAMILIES["llama"]
@@ -90,11 +87,11 @@ def describe(folder: Location) -> Description:
         raise UsageError(f"{folder} has no {CONFIG} in the hub's format; legal: a folder with one")
     where = f"{folder}/{CONFIG}"
     config_fields = Fields(_with_defaults(values), where)
-    model, tied = model_config(values, where), config_fields.flag("tie_word_embeddings")
+    model = model_config(values, where)
     ends = _ends(folder, values, model.vocab_size)
     family = FAMILIES[values["model_type"]]
     max_length = config_fields.size(family.length, 2048)
-    return Description(model, max_length, tied, ends, family.end, family)
+    return Description(model, max_length, ends, family.end, family)
 
 
 def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,6 +135,11 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     family = config_fields.lookup("model_type", FAMILIES)
     if OWN in family.traits:
         return own.model_config(values, where)
+    tied = config_fields.flag("tie_word_embeddings")
+    return replace(_model_config(config_fields, family), tied_embeddings=tied)
+
+
+def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
     if GPT2 in family.traits:
         return gpt2.model_config(config_fields, _MOST_LAYERS)
     if NEXT in family.traits:
@@ -276,6 +278,7 @@ def config_values(
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
         **special_tokens(bos, ends),
+        "tie_word_embeddings": model.tied_embeddings,
         # Without null here, some kinds have a default token, which may be outside the vocabulary.
         "pad_token_id": None,
     }
@@ -309,7 +312,6 @@ def config_values(
         "vocab_size": model.vocab_size,
         "attention_bias": attention.bias,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
     }
     values |= _position_values(family, layers)
     if EXPERTS in family.traits:

@@ -54,7 +54,6 @@ def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     return {
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
-        "tie_word_embeddings": False,
         _MODEL: overrides.to_json(anywhere),
     }
 

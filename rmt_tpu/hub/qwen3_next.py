@@ -157,7 +157,6 @@ def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> di
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
         "attention_bias": False,
-        "tie_word_embeddings": False,
         # Half a number more, so that rounding of the product does not lose one.
         "partial_rotary_factor": min((dims + 0.5) / size, 1.0),
         **rope_values(family, Ropes(rope, rope)),

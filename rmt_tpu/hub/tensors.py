@@ -16,6 +16,8 @@ from rmt_tpu.hub.families import (
 )
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
+UNEMBEDDING = "unembedding", "kernel"  # the path of W_U in the parameters
+
 
 def pieces(
     model: cfg.ModelConfig, family: Family, names: Iterable[str] | None = None
@@ -24,13 +26,20 @@ def pieces(
 
     No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
     along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
-    queries, keys and values, or norms of queries and keys, their tensors are included.
+    queries, keys and values, or norms of queries and keys, their tensors are included. A model with
+    tied embeddings has no tensor for W_U.
 
     Args:
       model: the model.
       family: its kind.
       names: the names of the tensors in a folder, if it exists. Some kinds have files of two forms.
     """
+    tensors = _pieces(model, family, names)
+    return [x for x in tensors if not model.tied_embeddings or x.path != UNEMBEDDING]
+
+
+def _pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> list[Piece]:
+    """Return all tensors of a model of a kind, with one for W_U in any case."""
     if OWN in family.traits:
         return list(own.pieces(model))
     if GPT2 in family.traits:

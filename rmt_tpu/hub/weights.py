@@ -22,6 +22,8 @@ from rmt_tpu.storage import Location, open_folder
 # How the names of constants end that older files store in addition to parameters: the frequencies
 # of RoPE, and GPT-2's causal masks.
 _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# The tensor of W_U in all kinds, and the path of the parameter to which it may be tied.
+_UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
 # Host memory for reading, in bytes: never more than _MOST_MEMORY, and not less than _LEAST_MEMORY,
 # with which no folder is read in many small steps.
@@ -120,6 +122,22 @@ class Tensors:
         strides = view_of(piece, dtype.itemsize).strides
         return piece, block.region, np.ndarray(shape, dtype, data.result(), strides=strides)
 
+    def equal(self, one: str, other: str) -> bool:
+        """Return whether two tensors have the same shape, dtype and bytes."""
+        entries = self._entries[one], self._entries[other]
+        if entries[0][1:3] != entries[1][1:3]:
+            return False
+        total = math.prod(entries[0].shape) * _itemsize(entries[0])
+        for begin in range(0, total, _BLOCK):
+            parts = []
+            for entry in entries:
+                parts.append(np.empty(min(_BLOCK, total - begin), np.uint8))
+                with files.read_errors(entry.file.name):
+                    entry.file.read(entry.begin + begin, memoryview(parts[-1]))
+            if not np.array_equal(*parts):
+                return False
+        return True
+
     def check_finite(self, name: str, values: np.ndarray) -> None:
         """Check that the values of the tensor `name` are finite in float32.
 
@@ -176,18 +194,16 @@ def pieces_by_parameter(
 ) -> dict[tuple[Any, ...], list[Piece]]:
     """Return the pieces that make up each parameter, by the parameter's path.
 
-    If embeddings are tied and W_U has no tensor, the embedding's tensor is used for W_U.
+    If embeddings are tied, W_U may have a tensor too, with the same values as the embedding's.
 
     Raises:
       UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
-        lists the first 8 problems, with the two shapes or the dtype.
+        lists the first 8 problems, with the two shapes or the dtype. Or embeddings are tied, and
+        the tensor of W_U has other values than the embedding's.
     """
     shapes, problems = tensors.shapes(), []
     expected = pieces(described.model, described.family, shapes)
     dtypes = tensors.dtypes()
-    if described.tied and "lm_head.weight" not in shapes:
-        tied = {"lm_head.weight": expected[0].name}
-        expected = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in expected]
     family = described.family
     bases = (base for base in (*family.other_bases, family.base) if _any_begins(shapes, base))
     expected = _renamed(expected, family.base, next(bases, ""))
@@ -204,6 +220,14 @@ def pieces_by_parameter(
     names = {piece.name for piece in expected}
     unknown = [n for n in shapes if n not in names and not n.endswith(_CONSTANTS)]
     unknown = [name for name in unknown if not name.startswith(family.ignored)]
+    if described.model.tied_embeddings and _UNEMBEDDING in unknown:
+        unknown.remove(_UNEMBEDDING)
+        embedding = next(piece.name for piece in expected if piece.path == _EMBEDDING)
+        if not problems and not tensors.equal(_UNEMBEDDING, embedding):
+            problems.append(
+                f"{_UNEMBEDDING} has other values than {embedding}, which tie_word_embeddings=true "
+                "ties to it"
+            )
     problems += [f"{name} {list(shapes[name])} is not a tensor of this model" for name in unknown]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""

@@ -23,7 +23,7 @@ class Embedding(nnx.Module):
         self.tokens = parameter(
             seed / "tokens",
             (config.vocab_size, config.width),
-            std=config.init_std,
+            std=_unembedding_std(config) if config.tied_embeddings else config.init_std,
             role="embedding",
             axes=("vocab", "embed"),
         )
@@ -75,30 +75,50 @@ class Unembedding(nnx.Module):
     """The unembedding, which computes the logits `W_U z` from the concatenated data vectors z.
 
     See equations 11 and 26 of the RMT paper.
+
+    Args:
+      config: the model's config.
+      seed: the seed of the weights.
+      embedding: the model's embedding, whose weights a model with tied embeddings uses.
     """
 
-    def __init__(self, config: cfg.ModelConfig, seed: Seed):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, embedding: Embedding):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
-        # In muP, the initial standard deviation follows from the base model's width, because the
-        # multiplier already divides the logits by the ratio of this model's width to that width. A
-        # smaller standard deviation would also need a smaller learning rate.
-        base_width = config.width / config.width_ratio
+        if config.tied_embeddings:
+            # The same parameter is in both modules, so a decoder's state has it once.
+            self.kernel, self.tokens = None, embedding.tokens
+            return
         # The kernel is stored as one 2-D matrix, because XLA would transpose a kernel that has a
         # separate axis for the data vectors.
         self.kernel = parameter(
             seed / "kernel",
             (config.width, config.vocab_size),
-            std=config.init_std * base_width**-0.5,
+            std=_unembedding_std(config),
             role="unembedding",
             axes=("embed", "vocab"),
         )
+
+    @property
+    def matrix(self) -> Float[Array, "own_width vocab"]:
+        """The matrix W_U, transposed; per-device code has the device's rows of it."""
+        return self.tokens[...].T if self.kernel is None else self.kernel[...]
 
     def __call__(self, z: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens vocab"]:
         """Return the logits for each token, in at least float32."""
         logits = jnp.dot(
             concatenate(z),
-            sharding.gather(self.kernel.astype(z.dtype), "fsdp", axis=0),
+            sharding.gather(self.matrix.astype(z.dtype), "fsdp", axis=0),
             preferred_element_type=jnp.result_type(z, jnp.float32),
         )
         return self.multiplier * logits
+
+
+def _unembedding_std(config: cfg.ModelConfig) -> float:
+    """Return the initial standard deviation of W_U.
+
+    In muP, it follows from the base model's width, because the multiplier already divides the
+    logits by the ratio of this model's width to that width. A smaller standard deviation would also
+    need a smaller learning rate.
+    """
+    return config.init_std * (config.width / config.width_ratio) ** -0.5

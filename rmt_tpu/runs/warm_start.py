@@ -37,8 +37,8 @@ class WarmStart:
       model: the config of the new model.
 
     Raises:
-      UsageError: the folder has no model, a parameter has different shapes in the two models, or
-        the models have no parameter in common.
+      UsageError: the folder has no model, a parameter has different shapes in the two models, only
+        one of them has tied embeddings, or they have no parameter in common.
 
     Attributes:
       location: the folder of the trained model.
@@ -54,6 +54,11 @@ class WarmStart:
                 other = self._model()
         except UsageError as error:
             raise UsageError(f"--{str(error).replace('workdir=', '')}") from None
+        if other.tied_embeddings != model.tied_embeddings:
+            raise UsageError(
+                f"model.tied_embeddings={model.tied_embeddings} does not fit "
+                f"--init_from={location}; legal: {other.tied_embeddings}, as there"
+            )
         own, other_shapes = _shapes(model), _shapes(other)
         self.location, self.source = location, other
         self._shared = [path for path in own if own[path] == other_shapes.get(path)]

@@ -277,7 +277,7 @@ def _largest(
     def inputs_and_kernel(decoder: Decoder) -> tuple[Array, Array]:
         z, _ = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
         x = concatenate(z)
-        kernel = sharding.gather(decoder.unembedding.kernel[...], "fsdp", axis=0)
+        kernel = sharding.gather(decoder.unembedding.matrix, "fsdp", axis=0)
         return x.reshape(-1, x.shape[-1]), decoder.unembedding.multiplier * kernel
 
     (x, kernel), (source_x, source_kernel) = map(inputs_and_kernel, (decoder, source))

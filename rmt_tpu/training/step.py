@@ -77,7 +77,7 @@ def batch_loss(
 
 
 def _batch_loss(decoder, batch, z_loss, schedule, num_texts):
-    kernel, multiplier = decoder.unembedding.kernel[...], decoder.unembedding.multiplier
+    kernel, multiplier = decoder.unembedding.matrix, decoder.unembedding.multiplier
 
     @jax.named_scope("loss")
     def loss(z: Any, kernel: Any, targets: Any, weights: Any, **more: Any) -> Loss:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rmt_tpu import Decoder, cores
+from rmt_tpu import Decoder, cores, cost
 from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import logit_scale
 from tests import models
@@ -46,6 +46,21 @@ def test_equals_the_papers_equations_in_float64(store, norm):
     with jax.enable_x64(True):
         config = models.model(store, norm=norm, compute_dtype="float64")
         checks.assert_follows_equations(config, plain.model, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_tied_embeddings_are_one_parameter_with_both_gradients(store):
+    with jax.enable_x64(True):
+        config = models.model(store, num_layers=1, tied_embeddings=True, compute_dtype="float64")
+        assert "unembedding" not in models.random_parameters(config)
+        checks.assert_follows_equations(config, plain.model, tolerance=1e-12)
+    drawn = models.split(config)[1]["embedding"]["tokens"]
+    assert np.std(drawn) == pytest.approx(config.width**-0.5, rel=0.1)
+    assert sum(cost.parameters(config).values()) == sum(map(np.size, leaves(config)))
+
+
+def leaves(config):
+    return jax.tree.leaves(models.split(config)[1])
 
 
 @pytest.mark.slow
@@ -267,12 +282,12 @@ def test_storage_starts_smaller_by_depth():
     _, params = models.split(config)
     w_E, w_FF = np.split(np.asarray(params["stacks"][0][0]["site"]["store_keys"]), [1])
     assert w_E.std() == pytest.approx(40**-0.5, rel=0.2)
-    assert w_FF.std() == pytest.approx(40**-0.5 / 10, rel=0.05)
+    assert w_FF.std() == pytest.approx(40**-0.5 / 10, rel=0.1)
     assert params["store"]["position_keys"].std() == pytest.approx(40**-0.5, rel=0.2)
     _, params = models.split(models.model("vector", num_layers=50))
     w_O = params["stacks"][0][1]["site"]["write"]
-    assert w_O.std() == pytest.approx((3 * 6) ** -0.5 / 10, rel=0.05)
-    assert params["stacks"][0][1]["core"]["w_2"].std() == pytest.approx(22**-0.5 / 10, rel=0.05)
+    assert w_O.std() == pytest.approx((3 * 6) ** -0.5 / 10, rel=0.1)
+    assert params["stacks"][0][1]["core"]["w_2"].std() == pytest.approx(22**-0.5 / 10, rel=0.1)
 
 
 def test_mup_multipliers_act_where_they_should():

@@ -328,7 +328,9 @@ def model(params, tokens, config, mix=plain_sum, values=lambda site, v: v):
         written.append(write(y, sites[k + 1]))
     last = sites[-1]
     x = site_norm(mix(len(sublayers), last, written), last, config)
-    return store.read(x, last) @ params["unembedding"]["kernel"]
+    tied = config.tied_embeddings
+    w_u = params["embedding"]["tokens"].T if tied else params["unembedding"]["kernel"]
+    return store.read(x, last) @ w_u
 
 
 def _embedded(params, tokens, first_site, store, config):

@@ -222,7 +222,7 @@ def test_in_and_out(kind, tmp_path):
     again = load_file(tmp_path / "out/model.safetensors")
     assert (
         out["model_type"] == kind
-        and not out["tie_word_embeddings"]
+        and out["tie_word_embeddings"] == decoder.config.tied_embeddings
         and set(again) == set(oracle.shapes(out))
     )
     np.testing.assert_array_equal(oracle.logits(again, out, TOKENS), wanted)
@@ -243,7 +243,7 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     described = describe(tmp_path)
     length = "n_positions" if kind == "gpt2" else "max_position_embeddings"
     assert described.max_length == given[length]
-    assert described.tied == given["tie_word_embeddings"]
+    assert described.model.tied_embeddings == given["tie_word_embeddings"]
     assert described.default_end == ENDS[kind]
 
 

@@ -105,9 +105,10 @@ def test_out_and_in_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_was_trained_on_from_a_folder_goes_out_again(tmp_path):
+@pytest.mark.parametrize("tied", [True, *later(False)])
+def test_what_was_trained_on_from_a_folder_goes_out_again(tied, tmp_path):
     """Though the vocabulary is padded beyond the tokenizer's, and the run is on a mesh."""
-    padded = model("qwen3", vocab_size=PADDED)
+    padded = model("qwen3", vocab_size=PADDED, tied_embeddings=tied)
     export(made(padded), ByteTokenizer(), tmp_path / "hub", max_length=64)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 20)
     config = overrides.apply(
@@ -127,12 +128,14 @@ def test_what_was_trained_on_from_a_folder_goes_out_again(tmp_path):
     trained = load_step(tmp_path / "run")
     begun = parameters(made(padded))["embedding"]["tokens"]
     assert (parameters(trained.decoder)["embedding"]["tokens"] != begun).any()
+    assert ("unembedding" in parameters(trained.decoder)) == (not tied)
     cli.succeed("export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
     again, tokenizer = rmt_tpu.load(tmp_path / "out")
     same(again, trained.decoder)
     assert (again.config.vocab_size, tokenizer.vocab_size) == (PADDED, 257)
     written = json.loads((tmp_path / "out/config.json").read_text())
     tensors, tokens = load_file(tmp_path / "out/model.safetensors"), np.array([256, 5, 99, 200])
+    assert written["tie_word_embeddings"] == tied == ("lm_head.weight" not in tensors)
     assert written["vocab_size"] == PADDED == len(tensors["model.embed_tokens.weight"])
     found = jax.jit(lambda tokens: trained.decoder(tokens))(jnp.array(tokens)[None])[0]
     np.testing.assert_allclose(found, oracle.logits(tensors, written, tokens), atol=1e-5)
@@ -152,9 +155,30 @@ def test_narrow_tensors_and_tied_embeddings(folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(VALUES | {"tie_word_embeddings": True}))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
     save_file(tensors, folder / "model.safetensors")
-    found = parameters(rmt_tpu.load(folder)[0])
-    tokens = found["embedding"]["tokens"]
-    np.testing.assert_array_equal(found["unembedding"]["kernel"], tokens.T)
+    tied, tokenizer = rmt_tpu.load(folder)
+    assert tied.config.tied_embeddings and "unembedding" not in parameters(tied)
+    logits = jax.jit(lambda tokens: tied(tokens))(jnp.array([[256, 5, 99]]))[0]
+    values = json.loads((folder / "config.json").read_text())
+    wanted = oracle.logits(tensors, values, np.array([256, 5, 99]))
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    # They stay tied on the way out and in, also as the package's own kind.
+    for kind in (None, "rmt_tpu"):
+        out = tmp_path / f"out-{kind}"
+        export(tied, tokenizer, out, max_length=64, kind=kind)
+        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+        written = load_file(out / "model.safetensors")
+        assert not {"lm_head.weight", "unembedding.kernel"} & set(written)
+        again = rmt_tpu.load(out)[0]
+        assert again.config == tied.config
+        same(again, tied)
+    # A tensor of W_U may be there too, if it has the same values.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    same(rmt_tpu.load(folder)[0], tied)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UsageError, match="lm_head.weight has other values than model.embed_tok"):
+        rmt_tpu.load(folder)
 
 
 def test_tensors_that_do_not_fit_are_told_with_both_shapes(folder):
@@ -282,7 +306,7 @@ def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
     library = tokenizers.Tokenizer.from_str(NAMED.to_str())
     for starts in (False, True):
         library.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = read_tokenizer(tmp_path, Description(model(), 64, False))
+        tokenizer = read_tokenizer(tmp_path, Description(model(), 64))
         assert tokenizer.starts == starts
         assert tokenizer.with_bos([0, 0]).tolist() == [1] * starts + [0, 0]
         assert tokenizer.with_bos([]).tolist() == [1]
@@ -297,7 +321,7 @@ def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
 def test_an_end_that_config_json_does_not_say(tmp_path):
     """The tokenizer's own; else that of the kind, where it is no word; else BOS."""
     NAMED.save(str(tmp_path / "tokenizer.json"))
-    described = Description(model(), 64, False)
+    described = Description(model(), 64)
     given = tmp_path / "tokenizer_config.json"
     ends = lambda **how: read_tokenizer(tmp_path, described._replace(**how)).ends
     assert ends() == (1,)

@@ -117,6 +117,15 @@ def test_logits_are_the_same_with_every_mixer(mixer):
     assert_same_function(model(mixer), 3 * SLOTS)
 
 
+def test_tied_embeddings_stay_tied():
+    before = model(tied_embeddings=True)
+    assert_same_function(before, 2 * SLOTS)
+    params = random_parameters(before)
+    grown = grow(params, before, resized(before, 2 * SLOTS))
+    assert "unembedding" not in grown
+    np.testing.assert_array_equal(grown["embedding"]["tokens"], params["embedding"]["tokens"])
+
+
 @pytest.mark.slow
 def test_logits_are_the_same_of_a_residual_that_is_rebuilt():
     assert_same_function(model(remat="reversible"), 2 * SLOTS)

@@ -41,10 +41,11 @@ def hub(config, tmp_path):
 def initial_params(config, location, said):
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     drawn = run.jitted_init()().params
+    before = jax.tree.map(np.array, drawn)
     found = WarmStart(location, config.model).initial_params(
         drawn, run.state_shardings.params, said.append
     )
-    return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (drawn, found)]
+    return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (before, found)]
 
 
 @pytest.mark.parametrize("mesh", ["data=8", *later("stage=2,fsdp=2,tensor=2")])
@@ -72,6 +73,12 @@ def test_another_residual_takes_what_it_shares(config, hub, mesh):
             np.testing.assert_array_equal(array, drawn[path])
     assert said[0].startswith(f"10 of {len(found)} arrays, ") and hub in said[0]
     assert ("initialised: " in said[0]) == ("stage" not in mesh)
+
+
+def test_tied_embeddings_are_tied_in_both_models_or_in_none(config, hub):
+    tied = config.model.replace(tied_embeddings=True)
+    with pytest.raises(UsageError, match="tied_embeddings=True does not fit .*; legal: False, as"):
+        WarmStart(hub, tied)
 
 
 @pytest.mark.slow

@@ -180,6 +180,8 @@ def run_config(store, name, mesh, seq_len=12):
         model = model.replace(stacks=(cfg.Stack(BIASED, repeat=2),), **norm)
     if name == "nets":
         model = model.replace(stacks=(cfg.Stack((NET, cfg.FeedForward(8)), repeat=2),))
+    if name == "tied":
+        model = model.replace(tied_embeddings=True)
     if name == "windows":
         model = model.replace(stacks=(cfg.Stack(WINDOWS, repeat=2),))
     if name == "attention":
@@ -293,6 +295,14 @@ def test_latent_experts_and_gated_latents_on_a_mesh_are_those_of_one_device(stor
 def test_biases_and_norms_of_outputs_on_a_mesh_are_those_of_one_device(mesh):
     spec = ",".join(f"{axis}=2" for axis in mesh)
     assert_same(gradients("vector", "biases", spec), alone("vector", "biases"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "store, mesh", [("vector", "fsdp=2,tensor=2,stage=2"), ("matrix", "fsdp=2,sequence=2,key=2")]
+)
+def test_tied_embeddings_on_a_mesh_have_the_gradients_of_one_device(store, mesh):
+    assert_same(gradients(store, "tied", mesh), alone(store, "tied"))
 
 
 @pytest.mark.slow
