@@ -145,8 +145,9 @@ def _template(tokenizer):
     from rmt_tpu.storage import open_folder
 
     folder, file = open_folder(_WORKDIR.value), _CHAT_TEMPLATE.value
-    # A model that was trained here has read the start token before every text.
-    starts = not is_hub(folder)
+    # A model that was trained here has read the start token before every text, unless it began with
+    # one that had not.
+    starts = tokenizer.starts and not is_hub(folder)
     with about_flag("chat_template", file or "\0"):
         template = read_template(folder, tokenizer, file=file, starts=starts)
         if template is not None and template.installed():

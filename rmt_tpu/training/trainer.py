@@ -191,15 +191,16 @@ def _prepare(
     progress.doing("reading data")
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
-    tasks = TaskMetrics(run, config, tokenizer)
     mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
     text = Text(tokenizer, datasets.train.checksum(), datasets.train, mixture)
     _check_agreement(config, from_step, text.checksum)
     warm_start = warm_start_of(config, folder)
     if warm_start is not None:
-        tokenizer.ends = text_ends.after_warm_start(open_folder(config.train.init_from), tokenizer)
+        source = open_folder(config.train.init_from)
+        tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(source, tokenizer)
     elif config.train.init_from:
-        tokenizer.ends = text_ends.load(folder, tokenizer)
+        tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer)
+    tasks = TaskMetrics(run, config, tokenizer)
     return LoopInputs(config, run, text, datasets, tasks), warm_start
 
 

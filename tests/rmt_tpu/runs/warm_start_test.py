@@ -11,7 +11,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
@@ -119,18 +119,48 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
     """And at the start token, which stands between its documents; kept in its folder."""
     (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     tokenizer, folder = ByteTokenizer(), open_folder(tmp_path / "run")
-    tokenizer.ends = text_ends.after_warm_start(open_folder(hub), tokenizer)
-    assert tokenizer.ends == (7, 9, 256)
+    tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(open_folder(hub), tokenizer)
+    assert (tokenizer.starts, tokenizer.ends) == (True, (7, 9, 256))
     text_ends.save(folder, tokenizer)
-    assert text_ends.load(folder, ByteTokenizer()) == (7, 9, 256)
+    assert text_ends.load(folder, ByteTokenizer()) == (True, (7, 9, 256))
     text_ends.save(folder, ByteTokenizer())
-    assert text_ends.load(folder, ByteTokenizer()) == (256,)
+    assert text_ends.load(folder, ByteTokenizer()) == (True, (256,))
     for wrong, said in (("[", "is damaged"), ('{"eos_token_id": 257}', "eos_token_id=257 is not")):
         folder.write("generation_config.json", wrong.encode())
         with pytest.raises(UsageError, match=f"generation_config.json.* {said}"):
             text_ends.load(folder, ByteTokenizer())
     other = BpeTokenizer("x", tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0}, [])))
-    assert text_ends.after_warm_start(open_folder(hub), other) == (0,)
+    assert text_ends.after_warm_start(open_folder(hub), other) == (True, (0,))
+
+
+@pytest.mark.parametrize("puts", [False, True])
+def test_texts_of_a_run_start_as_those_it_began_with(config, hub, puts, tmp_path):
+    """Where the tokenizers library puts BOS: in the run's folder, a later run's and an export."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "a": 1}, []))
+    library.add_special_tokens(["<s>"])
+    if puts:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    wanted = library.encode("aa").ids
+    assert wanted == [0, 1, 1][not puts :]
+    (tmp_path / "hub/tokenizer.json").write_text(library.to_str())
+    (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": 0}')
+    source = open_folder(hub)
+    for name in ("run", "later"):
+        folder, tokenizer = open_folder(tmp_path / name), load_tokenizer(hub)
+        assert tokenizer.starts  # as in a run that begins with nothing
+        tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(source, tokenizer)
+        assert tokenizer.with_bos(tokenizer.encode("aa")).tolist() == wanted
+        tokenizer.save(folder)
+        text_ends.save(folder, tokenizer)
+        again = load_saved(folder)
+        again.starts, again.ends = text_ends.load(folder, again)
+        assert (again.starts, again.ends) == (puts, tokenizer.ends)
+        source = folder
+    again.save(tmp_path / "out", template=again.starts)
+    exported = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    assert exported.encode("aa").ids == wanted
 
 
 def test_other_shapes_are_told(config, hub):
