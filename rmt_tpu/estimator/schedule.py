@@ -40,6 +40,8 @@ _SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] " + _OPERAND + r"(%\w+)")
 _FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
 _CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
 _MATRIX = re.compile(r"(vmatmul|vmatpush)([a-z0-9.\[\]]*)\.mxu(\d)")
+# Part of the name of a product whose left-hand rows are in a register of the matrix unit.
+_OWN_ROWS = ".lmr."
 _VMEM_COPY = "dma.vmem_to_vmem"
 # A grid runs as a pipeline of three stages (copy in, compute, copy out), so its loop runs two more
 # iterations than the grid has steps.
@@ -303,26 +305,32 @@ def _sources(register: str, text: str) -> list[str]:
 
 # Matrix units --------------------------------------------------------------------------------
 
-# An operation of a matrix unit: (whether it is a product rather than a push, whether its operands
-# are float32, the name of the unit).
-_Event = tuple[bool, bool, str]
+# An operation of a matrix unit: (whether it is a product rather than a push, the part of its name
+# that says what its operands are, the name of the unit).
+_Event = tuple[bool, str, str]
 
 
 def _events(text: str) -> list[_Event]:
-    return [
-        (name == "vmatmul", ".f32" in suffix, unit) for name, suffix, unit in _MATRIX.findall(text)
-    ]
+    return [(name == "vmatmul", suffix, unit) for name, suffix, unit in _MATRIX.findall(text)]
 
 
-def _occupied(float32: bool, matrix: MatrixUnit) -> int:
-    return matrix.rows8_float32 if float32 else matrix.rows16
+def _occupied(suffix: str, matrix: MatrixUnit) -> int:
+    """Return the cycles for which a product occupies its unit.
+
+    On v5e and v5p, a product of rows that the unit keeps in a register (`vmatmul.lmr`) has 8 rows
+    in place of 16. libtpu's critical-path dumps state half the time for it, and an instruction's
+    products then add up to exactly the instruction's FLOPs.
+    """
+    if ".f32" in suffix:
+        return matrix.rows8_float32
+    return matrix.rows16 // 2 if _OWN_ROWS in suffix else matrix.rows16
 
 
 def _busiest(bundles: list[list[_Event]], matrix: MatrixUnit) -> int:
     busy = Counter()
-    for product, float32, unit in (event for bundle in bundles for event in bundle):
+    for product, suffix, unit in (event for bundle in bundles for event in bundle):
         if product:
-            busy[unit] += _occupied(float32, matrix)
+            busy[unit] += _occupied(suffix, matrix)
     return max(busy.values(), default=0)
 
 
@@ -340,9 +348,9 @@ def _stalled(bundles: list[list[_Event]], matrix: MatrixUnit, iterations: int) -
                     time = max(time, free[unit], ready)
                 else:
                     time = max(time, pushed[unit])
-            for product, float32, unit in bundle:
+            for product, suffix, unit in bundle:
                 if product:
-                    free[unit] = time + _occupied(float32, matrix)
+                    free[unit] = time + _occupied(suffix, matrix)
                 else:
                     pushed[unit] = time + matrix.push
                     loaded[unit] = time
