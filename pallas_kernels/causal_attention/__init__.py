@@ -1,10 +1,10 @@
-"""Causal attention within segments and windows, with ALiBi and grouped queries.
+"""Causal attention within segments and windows, with ALiBi, soft caps and grouped queries.
 
 A segment is a run of tokens, such as a document, that attends only to itself. With a window, a
 token attends only to itself and to the `window - 1` tokens before it. Implementations:
 
-- "xla": plain JAX, on any platform. It uses an online softmax if the logits would take too much
-  memory: see `plain`.
+- "xla": plain JAX, on any platform, and for soft caps of logits, which no kernel supports. It uses
+  an online softmax if the logits would take too much memory: see `plain`.
 - "mosaic_tpu": TPU kernels for any length, which apply ALiBi without a bias array in memory. The
   kernel for short sequences works in the layout of `pallas_kernels.key_vector`, without copies.
 - "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
@@ -18,6 +18,7 @@ supported raise a TypeError.
 """
 
 import functools
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, neighbou
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
+    Cap,
     KeysAndValues,
     PartOperands,
     ResultsAndCotangent,
@@ -63,12 +65,14 @@ def causal_attention(
     rows: Rows = "size_major",
     over: str | None = None,
     window: int | None = None,
+    cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H Dv"]:
     """Compute `sum_j softmax_j(scale q_i . k_j - slope (i - j)) v_j` for each query i.
 
     The sum runs over the keys j <= i in the segment of query i, and only over those with
-    `i - j < window` if there is a window.
+    `i - j < window` if there is a window. With a soft cap c, `c tanh(x / c)` takes the place of
+    `x = scale q_i . k_j`.
 
     Args:
       qkv: P = H + 2 G data vectors per token, for H query heads and G key heads: the queries of
@@ -87,6 +91,7 @@ def causal_attention(
         of devices.
       window: the number of tokens that each token sees, itself included; None means all earlier
         ones.
+      cap: the soft cap; None means no cap. Only "xla" supports it, and is used by default.
       implementation: None chooses the best one for the platform that the program is lowered for.
 
     Returns:
@@ -96,13 +101,14 @@ def causal_attention(
       UnsupportedImplementation: a named implementation does not support this call.
       ValueError: qkv does not have `H + 2 G` floating-point vectors per token; kv has another
         number of tokens, or a number of heads that does not divide H; slopes do not have shape [H];
-        segment_ids do not cover all tokens; the window is not at least 1; or a device has an odd
-        number of tokens of a sharded sequence.
+        segment_ids do not cover all tokens; the window is not at least 1; the cap is not above 0;
+        or a device has an odd number of tokens of a sharded sequence.
       TypeError: the op is differentiated in forward mode, or twice where a kernel may run.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     shown = _window(window, qkv, over)
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, window=shown)
+    of_logits = {"window": shown, "cap": _cap(cap)}
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, **of_logits)
     return _attention(_AttentionCall(rows, implementation, kv_heads, over), operands)
 
 
@@ -118,6 +124,7 @@ def attention_forward(
     over: str | None = None,
     to: StackSlice | None = None,
     window: int | None = None,
+    cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Compute `causal_attention` and each softmax's log-sum-exp, without a gradient.
@@ -127,7 +134,8 @@ def attention_forward(
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     shown = _window(window, qkv, over)
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to, shown)
+    arrays = qkv, jnp.asarray(scale), slopes, segment_ids, kv, to
+    operands = AttentionOperands(*arrays, shown, _cap(cap))
     return _forward(_AttentionCall(rows, implementation, kv_heads, over), operands)
 
 
@@ -144,6 +152,7 @@ def attention_backward(
     rows: Rows = "size_major",
     over: str | None = None,
     window: int | None = None,
+    cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
     """Return the cotangent of qkv, given `attention_forward`'s results and the output's cotangent.
@@ -152,7 +161,8 @@ def attention_backward(
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     shown = _window(window, qkv, over)
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, window=shown)
+    of_logits = {"window": shown, "cap": _cap(cap)}
+    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, **of_logits)
     results = ResultsAndCotangent(out, log_sums, d_out)
     return _backward(_AttentionCall(rows, implementation, kv_heads, over), operands, results)[0]
 
@@ -167,6 +177,7 @@ def attention_after(
     kv_heads: int | None = None,
     rows: Rows = "size_major",
     window: int | None = None,
+    cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
     """Compute `causal_attention` for new tokens that also attend to earlier, cached tokens.
@@ -177,7 +188,7 @@ def attention_after(
       qkv: queries, keys and values of the new tokens.
       before: keys of all G heads, then values, of the earlier tokens in order.
       filled: the number of earlier tokens in each batch row; later entries of `before` are ignored.
-      scale, slopes, kv_heads, rows, window, implementation: as in `causal_attention`.
+      scale, slopes, kv_heads, rows, window, cap, implementation: as in `causal_attention`.
 
     Returns:
       One data vector per new token and head, in qkv's dtype.
@@ -189,7 +200,7 @@ def attention_after(
     check_tokens(before=before.shape[1])
     if window is not None:
         _check_window(window)
-    call = _AttentionCall(rows, implementation, kv_heads, None)
+    call = _AttentionCall(rows, implementation, kv_heads, None, _cap(cap))
     shown = None if window is None else Window(window)
     return _after(call, shown, qkv, before, filled, jnp.asarray(scale), slopes)
 
@@ -198,12 +209,13 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
     if window is not None:
         return _within_window_after(call, window, qkv, before, filled, scale, slopes)
     heads = qkv.shape[2] - 2 * call.kv_heads
-    own = _whole_forward(call, AttentionOperands(qkv, scale, slopes))
+    own = _whole_forward(call, AttentionOperands(qkv, scale, slopes, cap=call.cap))
     is_filled = jnp.arange(before.shape[1])[None] < filled[:, None]
     segments = jnp.ones(qkv.shape[:2], jnp.int32), is_filled.astype(jnp.int32)
     most = jnp.max(filled)
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
-    out, sums = _part_forward(call, PartOperands(q, kv, scale, most, slopes, segments))
+    operands = PartOperands(q, kv, scale, most, slopes, segments, cap=call.cap)
+    out, sums = _part_forward(call, operands)
     if slopes is not None:
         # `PartOperands.shift`, the position of the first new token, is the same for all batch rows:
         # `most`. In a row with fewer earlier tokens, ALiBi's distances are therefore too large by
@@ -221,7 +233,8 @@ def _within_window_after(call, window, qkv, before, filled, scale, slopes):
     """
     heads, capacity = qkv.shape[2] - 2 * call.kv_heads, before.shape[1]
     shown = _shown(window, qkv.shape[1])
-    own = _whole_forward(call, AttentionOperands(qkv, scale, slopes, window=shown))
+    of_logits = {"window": shown, "cap": call.cap}
+    own = _whole_forward(call, AttentionOperands(qkv, scale, slopes, **of_logits))
     if window == 1:
         return own[0]
     count = min(capacity, round_up(window - 1, LANES))
@@ -236,6 +249,7 @@ def _within_window_after(call, window, qkv, before, filled, scale, slopes):
         slopes,
         segments,
         Window(window - count),
+        call.cap,
     )
     return merged(own, _part_forward(call, operands))[0].astype(qkv.dtype)
 
@@ -247,6 +261,7 @@ def attention_to(
     *,
     scale: Scale,
     rows: Rows = "size_major",
+    cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """Compute attention of every query to all visible keys, and each softmax's log-sum-exp.
@@ -258,7 +273,7 @@ def attention_to(
       q: the queries of all heads.
       before: the keys of all G heads, then the values, in one array; or a pair (keys, values).
       seen: whether each key is visible.
-      scale, rows, implementation: as in `causal_attention`.
+      scale, rows, cap, implementation: as in `causal_attention`.
 
     Returns:
       One data vector per query and head, and each softmax's log-sum-exp.
@@ -275,7 +290,8 @@ def attention_to(
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _AttentionCall(rows, implementation, kv_heads, None)
     before = jax.tree.map(lambda x: x.astype(q.dtype), before)
-    operands = PartOperands(q, before, jnp.asarray(scale), jnp.int32(0), None, segments)
+    shift = jnp.int32(0)
+    operands = PartOperands(q, before, jnp.asarray(scale), shift, None, segments, None, _cap(cap))
     return _part_forward(call, operands)
 
 
@@ -311,6 +327,19 @@ def _window(window: int | None, qkv, over: str | None) -> Window | None:
 def _check_window(window: int) -> None:
     if window < 1:
         raise ValueError(f"window={window}; legal: at least 1, or None")
+
+
+def _cap(cap: float | None) -> Cap | None:
+    """Return the soft cap; None if there is none.
+
+    Raises:
+      ValueError: the cap is not a finite number above 0.
+    """
+    if cap is None:
+        return None
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap={cap}; legal: a finite number above 0, or None")
+    return Cap(cap)
 
 
 def _shown(window: int, length: int) -> Window | None:
@@ -369,6 +398,7 @@ class _AttentionCall(NamedTuple):
     implementation: str | None
     kv_heads: int
     over: str | None
+    cap: Cap | None = None  # of `attention_after`; operands of other ops have it themselves
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -385,7 +415,8 @@ def _attention_backward(call, saved, d_out):
     operands, out, log_sums = saved
     d_qkv, d_kv = _backward(call, operands, ResultsAndCotangent(out, log_sums, d_out))
     zeros = [None if x is None else jnp.zeros_like(x) for x in (operands.scale, operands.slopes)]
-    return (AttentionOperands(d_qkv, *zeros, None, d_kv, window=operands.window),)
+    static = {"window": operands.window, "cap": operands.cap}
+    return (AttentionOperands(d_qkv, *zeros, None, d_kv, **static),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

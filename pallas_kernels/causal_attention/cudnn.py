@@ -94,6 +94,8 @@ def unsupported(
     op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
 ) -> str | None:
     """Return the reason, in one line, if cuDNN does not support these operands, else None."""
+    if operands.cap is not None:
+        return f"a soft cap of logits, {operands.cap} (legal: None)"
     qkv, keys = operands[0], operands[0]
     value_size = qkv.shape[3]
     if isinstance(operands, PartOperands):

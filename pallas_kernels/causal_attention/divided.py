@@ -197,7 +197,9 @@ class _Ring:
         if operands.segment_ids is not None:
             segments = self._ids(queries), self._ids(keys)
         shift = (queries - keys) * self.length
-        return PartOperands(q, kv, operands.scale, shift, operands.slopes, segments)
+        return PartOperands(
+            q, kv, operands.scale, shift, operands.slopes, segments, cap=operands.cap
+        )
 
     def pairs(self, step: Int[Array, ""]) -> list[_RingPair]:
         """Return the two pairs of parts, queries and keys, to process after `step` ring steps.

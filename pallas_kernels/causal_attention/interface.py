@@ -41,6 +41,24 @@ class Window(int):
     """
 
 
+@jax.tree_util.register_static
+class Cap(float):
+    """The soft cap c of logits: `c tanh(x / c)` in place of `x = scale q_i . k_j`.
+
+    It is part of a tree's structure, because kernels do not support it.
+    """
+
+
+def capped(
+    x: Float[Array, "*shape"], cap: Cap | None
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"] | float]:
+    """Return logits with a soft cap, and their derivative with respect to x."""
+    if cap is None:
+        return x, 1.0
+    tanh = jnp.tanh(x / float(cap))
+    return float(cap) * tanh, 1 - jnp.square(tanh)
+
+
 class AttentionOperands(NamedTuple):
     """The operands of causal attention: `softmax_j(scale q_i . k_j - slope (i - j)) v_j`.
 
@@ -54,6 +72,7 @@ class AttentionOperands(NamedTuple):
       kv: keys and values, if they are separate arrays.
       to: the slice of a stacked array that the output is written into, or None.
       window: the number of tokens that a query sees, itself included; None means all earlier ones.
+      cap: the soft cap of `scale q_i . k_j`, or None.
     """
 
     qkv: Float[Array, "B N P D"]
@@ -63,6 +82,7 @@ class AttentionOperands(NamedTuple):
     kv: KeysAndValues | None = None
     to: StackSlice | None = None
     window: Window | None = None
+    cap: Cap | None = None
 
     @property
     def segments(self) -> Segments | None:
@@ -85,6 +105,7 @@ class PartOperands(NamedTuple):
       window: None, or the limit of `i - j`, where query i and key j are counted from the beginning
         of their own part. It is the number of tokens that a query sees, minus the distance of the
         two parts, and may be 0 or negative.
+      cap: the soft cap of `scale q_i . k_j`, or None.
     """
 
     q: Float[Array, "B Q H D"]
@@ -94,6 +115,7 @@ class PartOperands(NamedTuple):
     slopes: Float[Array, " H"] | None
     segments: Segments | None
     window: Window | None = None
+    cap: Cap | None = None
 
     @property
     def keys_and_values(self) -> KeysAndValues:

@@ -40,6 +40,8 @@ def unsupported(
     op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
 ) -> str | None:
     """Return the reason, in one line, if the kernels do not support these operands, else None."""
+    if operands.cap is not None:
+        return f"a soft cap of logits, {operands.cap} (legal: None)"
     if isinstance(operands, PartOperands):
         queries, keys = operands.q.shape[1], operands.keys_and_values[0].shape[1]
         if queries % LANES or keys % LANES:

@@ -108,7 +108,8 @@ class _Line:
         distance = hops * self._length
         window = Window(operands.window - distance)
         shift = jnp.int32(distance)
-        return PartOperands(self._q, kv, operands.scale, shift, operands.slopes, segments, window)
+        of_logits = operands.scale, shift, operands.slopes
+        return PartOperands(self._q, kv, *of_logits, segments, window, operands.cap)
 
     def sent_back(self, tree: Any, hops: int) -> Any:
         """Send arrays to the device `hops` before this one; return those for this device's keys."""

@@ -27,6 +27,7 @@ from pallas_kernels.causal_attention.interface import (
     PartOperands,
     ResultsAndCotangent,
     Rows,
+    capped,
 )
 from pallas_kernels.platform import vary_alike
 
@@ -82,7 +83,14 @@ def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
     q, *kv = reference.split(operands, kv_heads)
     return _separated(
         PartOperands(
-            q, tuple(kv), operands.scale, 0, operands.slopes, operands.segments, operands.window
+            q,
+            tuple(kv),
+            operands.scale,
+            0,
+            operands.slopes,
+            operands.segments,
+            operands.window,
+            operands.cap,
         )
     )
 
@@ -105,7 +113,7 @@ def _forward(
 
     def step(state, pair):
         i, j = pair
-        logits, _ = blocks.logits(_at(q, i), _at(k, j), pair)
+        logits, *_ = blocks.logits(_at(q, i), _at(k, j), pair)
         largest = jnp.max(logits, axis=-1)
         weights = jnp.exp(logits - largest[..., None])
         sums = jnp.sum(weights, axis=-1)
@@ -141,10 +149,10 @@ def _backward(
     def step(carry, pair):
         (i, j), product = pair, blocks.product
         of_q, of_out, of_k = _at(q, i), _at(d_out, i), _at(k, j)
-        logits, mask = blocks.logits(of_q, of_k, pair)
+        logits, mask, slope = blocks.logits(of_q, of_k, pair)
         weights = jnp.where(mask, jnp.exp(logits - _at(sums, i)[..., None]), 0)
         d_weights = product("bgend,bgmd->bgenm", of_out, _at(v, j)) - _at(delta, i)[..., None]
-        d_logits = (operands.scale * weights * d_weights).astype(q.dtype)
+        d_logits = (operands.scale * weights * d_weights * slope).astype(q.dtype)
         d_q, d_k, d_v = carry
         d_q = _add(d_q, i, product("bgenm,bgmd->bgend", d_logits, of_k))
         d_k = _add(d_k, j, product("bgenm,bgend->bgmd", d_logits, of_q))
@@ -169,7 +177,8 @@ def _pull_back(causal: bool, saved, cotangents):
     none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
     scale, slopes = jax.tree.map(jnp.zeros_like, (operands.scale, operands.slopes))
     shift, segments = jax.tree.map(none, (operands.shift, operands.segments))
-    return (PartOperands(d_q, tuple(d_kv), scale, shift, slopes, segments, operands.window),)
+    static = operands.window, operands.cap
+    return (PartOperands(d_q, tuple(d_kv), scale, shift, slopes, segments, *static),)
 
 
 _forward.defvjp(_forward_saving, _pull_back)
@@ -241,10 +250,11 @@ class _OnlineBlocks:
         q: Float[Array, "B G E q D"],
         k: Float[Array, "B G k D"],
         pair: tuple[Int[Array, ""], Int[Array, ""]],
-    ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"]]:
-        """Return a pair's logits, and the mask of visible keys.
+    ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"], Array | float]:
+        """Return a pair's logits, the mask of visible keys, and a derivative of the logits.
 
-        Masked logits are the lowest finite float instead of -inf.
+        Masked logits are the lowest finite float instead of -inf. The derivative is with respect to
+        the scaled products of queries and keys.
         """
         operands = self._operands
         ranges = zip(pair, self._sizes, strict=True)
@@ -261,11 +271,13 @@ class _OnlineBlocks:
             of_queries, of_keys = (_at(x, n) for x, n in zip(self._ids, pair, strict=True))
             mask = mask & (of_queries[:, :, None] == of_keys[:, None])
         mask = mask[:, None, None]
-        logits = operands.scale * self.product("bgend,bgmd->bgenm", q, k)
+        products = operands.scale * self.product("bgend,bgmd->bgenm", q, k)
+        logits, slope = capped(products, operands.cap)
         if operands.slopes is not None:
             slopes = operands.slopes.astype(self.dtype).reshape(*self._heads, 1, 1)
             logits = logits - slopes * (operands.shift + distance)
-        return jnp.where(mask, logits, jnp.finfo(self.dtype).min).astype(self.dtype), mask
+        logits = jnp.where(mask, logits, jnp.finfo(self.dtype).min).astype(self.dtype)
+        return logits, mask, slope
 
     def _cut(self, x: Array, size: int) -> Array:
         """Reshape [B, N, ...] to [blocks, B, size, ...], padding with zeros."""

@@ -5,6 +5,7 @@ once.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
+    Cap,
     KeysAndValues,
     PartOperands,
     ResultsAndCotangent,
     Rows,
+    Scale,
     Segments,
     Window,
+    capped,
 )
 
 # Maximum number of queries per block, and of logits per head in a block.
@@ -48,7 +52,7 @@ def attention_forward(
     Sums are in float32 or wider.
     """
     parts = split(operands, kv_heads)
-    out, log_sums = forward(*parts, operands.scale, operands.slopes, 0, _causal(operands))
+    out, log_sums = forward(*parts, _terms(operands, 0), _causal(operands))
     return write_slice(out, operands.to), log_sums
 
 
@@ -61,7 +65,7 @@ def attention_backward(
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Return the cotangents of qkv and kv, as `interface` specifies."""
     arrays = *split(operands, kv_heads), *read_slices(results)
-    gradients = backward(*arrays, operands.scale, operands.slopes, 0, _causal(operands))
+    gradients = backward(*arrays, _terms(operands, 0), _causal(operands))
     gradients = [x.astype(operands.qkv.dtype) for x in gradients]
     if operands.kv is not None:
         return gradients[0], tuple(gradients[1:])
@@ -72,7 +76,7 @@ def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Floa
     """Attend from one part of a sequence to another, as `interface` specifies."""
     k, v = operands.keys_and_values
     mask = of_part(k.shape[1], operands.segments, operands.window)
-    return forward(operands.q, k, v, operands.scale, operands.slopes, operands.shift, mask)
+    return forward(operands.q, k, v, _terms(operands, operands.shift), mask)
 
 
 def part_backward(
@@ -82,7 +86,7 @@ def part_backward(
     k, v = operands.keys_and_values
     mask = of_part(k.shape[1], operands.segments, operands.window)
     arrays = operands.q, k, v, *results
-    d_q, d_k, d_v = backward(*arrays, operands.scale, operands.slopes, operands.shift, mask)
+    d_q, d_k, d_v = backward(*arrays, _terms(operands, operands.shift), mask)
     return d_q, operands.like_kv(d_k, d_v)
 
 
@@ -96,14 +100,32 @@ def split(
     return tuple(jnp.split(operands.qkv, [heads, heads + kv_heads], axis=2))
 
 
-def forward(q, k, v, scale, slopes, shift, mask):
+class Terms(NamedTuple):
+    """What logits are made of, in addition to queries and keys.
+
+    Attributes:
+      scale: the factor of the products.
+      slopes: the slope of ALiBi for each query head, or None.
+      shift: the position of the first query, relative to the first key.
+      cap: the soft cap of the products, or None.
+    """
+
+    scale: Scale
+    slopes: Float[Array, " H"] | None
+    shift: Int[Array, ""] | int
+    cap: Cap | None
+
+
+def _terms(operands: AttentionOperands | PartOperands, shift: Int[Array, ""] | int) -> Terms:
+    return Terms(operands.scale, operands.slopes, shift, operands.cap)
+
+
+def forward(q, k, v, terms, mask):
     """Compute attention a block of queries at a time.
 
     Args:
       q, k, v: queries [B, N, H, D], keys [B, M, G, D] and values [B, M, G, Dv].
-      scale: the factor of the logits.
-      slopes: the slope of ALiBi for each query head, or None.
-      shift: the position of the first query, relative to the first key.
+      terms: the other terms of logits.
       mask: a function from the positions of a block's queries to the mask of the visible keys.
 
     Returns:
@@ -113,7 +135,7 @@ def forward(q, k, v, scale, slopes, shift, mask):
 
     def block(_, queries):
         positions, q = queries
-        logits = _logits(q, k, scale, slopes, positions, shift, mask(positions))
+        logits, _ = _logits(q, k, terms, positions, mask(positions))
         log_sums = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.exp(logits - log_sums[..., None]).astype(q.dtype)
         return None, (jnp.einsum("bhnm,bmhd->bnhd", weights, v), log_sums.swapaxes(1, 2))
@@ -122,7 +144,7 @@ def forward(q, k, v, scale, slopes, shift, mask):
     return out, log_sums
 
 
-def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
+def backward(q, k, v, out, log_sums, d_out, terms, mask):
     """Return the cotangents of q, k and v, in float32 or wider."""
     dtype, kv_heads = jnp.result_type(q, jnp.float32), k.shape[2]
     k, v = _for_each_query(q, k), _for_each_query(q, v)
@@ -130,11 +152,12 @@ def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
 
     def block(carry, queries):
         positions, q, out, log_sums, d_out = queries
-        logits = _logits(q, k, scale, slopes, positions, shift, mask(positions))
+        logits, slope = _logits(q, k, terms, positions, mask(positions))
         weights = jnp.exp(logits - log_sums.swapaxes(1, 2)[..., None])
         d_weights = einsum("bnhd,bmhd->bhnm", d_out, v)
         delta = jnp.sum(out.astype(dtype) * d_out, axis=-1).swapaxes(1, 2)
-        d_logits = (scale * weights * (d_weights - delta[..., None])).astype(q.dtype)
+        d_logits = terms.scale * weights * (d_weights - delta[..., None]) * slope
+        d_logits = d_logits.astype(q.dtype)
         d_k = carry[0] + einsum("bhnm,bnhd->bmhd", d_logits, q)
         d_v = carry[1] + einsum("bhnm,bnhd->bmhd", weights.astype(q.dtype), d_out)
         return (d_k, d_v), (einsum("bhnm,bmhd->bnhd", d_logits, k),)
@@ -186,17 +209,19 @@ def of_part(length: int, segments: Segments | None, window: Window | None = None
     return mask
 
 
-def _logits(q, k, scale, slopes, positions, shift, mask):
+def _logits(q, k, terms, positions, mask):
     """Return the logits [B, H, queries, keys] of the queries at `positions`.
 
-    Masked logits are the lowest finite float instead of -inf.
+    The second result is the derivative of the logits with respect to the scaled products. Masked
+    logits are the lowest finite float instead of -inf.
     """
     dtype = jnp.result_type(q, jnp.float32)
-    logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
-    if slopes is not None:
-        distance = shift + positions[:, None] - jnp.arange(k.shape[1])[None, :]
-        logits = logits - slopes.astype(dtype)[:, None, None] * distance
-    return jnp.where(mask[:, None], logits, jnp.finfo(dtype).min).astype(dtype)
+    products = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
+    logits, slope = capped(terms.scale * products, terms.cap)
+    if terms.slopes is not None:
+        distance = terms.shift + positions[:, None] - jnp.arange(k.shape[1])[None, :]
+        logits = logits - terms.slopes.astype(dtype)[:, None, None] * distance
+    return jnp.where(mask[:, None], logits, jnp.finfo(dtype).min).astype(dtype), slope
 
 
 def _over_blocks(block, carry, arrays, keys):

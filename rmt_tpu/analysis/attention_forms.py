@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu
-from pallas_kernels.causal_attention.interface import AttentionOperands, Window
+from pallas_kernels.causal_attention.interface import AttentionOperands, Cap, Window
 from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.estimator import Target
@@ -87,4 +87,5 @@ def _attention_arguments(
     kv = (array(softmax.kv_heads, size) for size in (softmax.size, softmax.value_size))
     shown = None if softmax.window is None else Window(softmax.window)
     q = array(softmax.heads, softmax.size)
-    return AttentionOperands(q, 1.0, slopes, ids, tuple(kv), window=shown)
+    cap = None if softmax.cap is None else Cap(softmax.cap)
+    return AttentionOperands(q, 1.0, slopes, ids, tuple(kv), window=shown, cap=cap)

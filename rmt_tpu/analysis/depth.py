@@ -161,6 +161,7 @@ def tapped_loss(
         batch.targets,
         batch.weights,
         multiplier=unembedding.multiplier,
+        cap=unembedding.cap,
     )
     return loss.objective, (loss, trace)
 

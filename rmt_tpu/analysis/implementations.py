@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands, Window
+from pallas_kernels.causal_attention.interface import AttentionOperands, Cap, PartOperands, Window
 from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.depth_attention.interface import Merge, MergeAt, MergeRead, Partial
 from pallas_kernels.key_vector.interface import SiteOperands
@@ -191,10 +191,11 @@ def _merge_at(dtype: str) -> MergeAt:
 
 
 def _attention() -> Iterator[ImplementationRow]:
-    def whole(words: str, size: int, *, dtype="bfloat16", alibi=False, ids=True):
+    def whole(words: str, size: int, *, dtype="bfloat16", alibi=False, ids=True, cap=None):
         qkv = array(dtype, 4, 2048, 48, size)
         slopes = array("float32", 16) if alibi else None
-        arguments = AttentionOperands(qkv, 0.1, slopes, array("int32", 4, 2048) if ids else None)
+        segments = array("int32", 4, 2048) if ids else None
+        arguments = AttentionOperands(qkv, 0.1, slopes, segments, cap=cap)
         return OpCall(words, "attention_forward", (arguments,))
 
     def part(
@@ -210,6 +211,7 @@ def _attention() -> Iterator[ImplementationRow]:
         whole("float32", 64, dtype="float32"),
         whole("float16", 64, dtype="float16"),
         whole("ALiBi over 2048 tokens", 64, alibi=True),
+        whole("a soft cap", 64, cap=Cap(50.0)),
         whole("heads of 60", 60),
         whole("heads of 128 in rows of several documents", 128),
         whole("heads of 128 in rows of one document", 128, ids=False),

@@ -48,6 +48,7 @@ class Softmax(NamedTuple):
       alibi: whether logits decrease with the distance between tokens, as in ALiBi.
       window: the number of tokens that each token attends to, itself included; None means all
         earlier ones.
+      cap: the soft cap of logits, or None.
     """
 
     heads: int
@@ -56,6 +57,7 @@ class Softmax(NamedTuple):
     value_size: int
     alibi: bool = False
     window: int | None = None
+    cap: float | None = None
 
 
 class Computes(Checked):

@@ -49,6 +49,9 @@ class Attention(Heads):
         in its document. None means all earlier tokens. Layers may have different windows.
       scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim)`, or
         muP's factor.
+      logit_cap: a soft cap c of logits: `c tanh(x / c)` in place of each scaled product x of a
+        query and a key. Kernels do not support it, so that plain JAX computes the attention. None
+        means no cap.
 
     With a bias or a norm of what is written, W_O is a parameter of the core, which then needs a
     vector store.
@@ -67,6 +70,7 @@ class Attention(Heads):
     normed: Normed = "input"
     window: Size | None = None
     scale: Positive | None = None
+    logit_cap: Positive | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,7 +108,7 @@ class Attention(Heads):
         """The sizes of the softmax over all earlier tokens."""
         alibi = isinstance(self.positions, Alibi)
         sizes = self.num_heads, self.kv_heads, self.head_dim, self.head_dim
-        return Softmax(*sizes, alibi, self.window)
+        return Softmax(*sizes, alibi, self.window, self.logit_cap)
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:

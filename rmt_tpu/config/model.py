@@ -95,6 +95,8 @@ class ModelConfig(Checked):
       embedding_scale: factor of the embeddings of tokens, in addition to muP's.
       tied_embeddings: whether the embeddings of tokens are also the weights of the unembedding, and
         are initialised as these are.
+      logit_cap: a soft cap c of the model's logits: `c tanh(x / c)` in place of each logit x. None
+        means no cap.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
         sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
       parametrization: how learning rates and multipliers depend on the width.
@@ -125,6 +127,7 @@ class ModelConfig(Checked):
     norm_bias: bool = False
     embedding_scale: Positive = 1.0
     tied_embeddings: bool = False
+    logit_cap: Positive | None = None
     init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
     compute_dtype: DType = changeable("auto")

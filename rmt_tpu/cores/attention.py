@@ -30,6 +30,7 @@ from rmt_tpu.cores.core import (
     within_window,
 )
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.caps import soft_capped
 from rmt_tpu.layers.choices import cache_width
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
@@ -223,6 +224,7 @@ class Attention(Core):
                 kv_heads=groups,
                 rows=self.layout.rows,
                 window=self.core.window,
+                cap=self.core.logit_cap,
             )
         y = flatten_rows(gated(y, gates), context)
         return self._output(self._to_tokens(y)), cache
@@ -287,6 +289,7 @@ class Attention(Core):
             "rows": self.layout.rows,
             "over": self._ring,
             "window": self.core.window,
+            "cap": self.core.logit_cap,
         }
         return function(*arrays, **shared, **options)
 
@@ -435,7 +438,7 @@ class Attention(Core):
 
     def _softmax(self, logits, index, query_positions, key_positions, mask):
         """Return the softmax of logits [batch, heads, queries, keys], in their dtype."""
-        logits = logits * self._scale(index)
+        logits = soft_capped(logits * self._scale(index), self.core.logit_cap)
         slopes = self._slopes()
         if slopes is not None:
             distance = query_positions[:, :, None] - key_positions[:, None, :]

@@ -89,7 +89,7 @@ def token_scores(
         target = flat_targets.at[at].get(mode="fill", fill_value=0)
         inputs = x.at[at].get(mode="fill", fill_value=0)
         logits = jnp.dot(inputs, kernel, preferred_element_type=dtype)
-        logits = unembedding.multiplier * logits
+        logits = unembedding.scaled(logits)
         target_logits = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
         log_probability = target_logits - jax.nn.logsumexp(logits, axis=1)
         return TokenScores(

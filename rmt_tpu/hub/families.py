@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 from rmt_tpu.hub import attnres
 
 # Which layers have a sliding window if config.json has one: "all"; all unless `layer_types` lists
-# them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); or
-# all but every fourth, or all but every n-th, where `sliding_window_pattern` is n ("most"). For all
-# but the first, `layer_types` may list other layers.
-Windows = Literal["all", "listed", "late", "unrotated", "most"]
+# them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); all
+# but every fourth, or all but every n-th, where `sliding_window_pattern` is n ("most"); or every
+# other one, beginning with the first ("other"). For all but "all", `layer_types` may list others.
+Windows = Literal["all", "listed", "late", "unrotated", "most", "other"]
 
 
 class Family(NamedTuple):
@@ -62,7 +62,7 @@ EXPERTS = "experts"
 # What sublayers write is normed and not what they read, and a norm of queries is over all heads.
 NORMS_AFTER = "norms of outputs"
 # What sublayers read and what they write is normed; a stored gain is the gain minus 1; embeddings
-# are multiplied by the square root of the width; and logits have a factor of their own.
+# are multiplied by the square root of the width; logits have a factor of their own, and soft caps.
 GEMMA = "norms of inputs and outputs"
 # Layers of Gated DeltaNet and of gated attention, a gated shared expert, and names of its own.
 NEXT = "gated delta net"
@@ -200,6 +200,24 @@ FAMILIES = {
         },
         frozenset({NEXT}),
         rotated=0.25,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
+        frozenset({GEMMA}),
+        end=1,
+        windows="other",
+        activation="hidden_activation",
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

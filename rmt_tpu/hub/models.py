@@ -36,6 +36,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _ABSENT = {"hidden_act": "silu"}
 # Names that newer files have for fields.
 _RENAMED = {"num_local_experts": "num_experts"}
+# The fields for soft caps of the logits of attention, and of the model.
+_OF_ATTENTION, _OF_MODEL = "attn_logit_softcapping", "final_logit_softcapping"
 # Fields of a model of text and images that also hold for its text model.
 _OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _MOST_LAYERS = 1000
@@ -148,9 +150,9 @@ def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
     config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
     if GEMMA in family.traits:
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            config_fields.only(name, None)
         config_fields.only("use_bidirectional_attention", False, None)
+        if _OF_ATTENTION not in family.absent:  # transformers computes no cap then
+            config_fields.only(_OF_ATTENTION, None)
     cores = _attention(config_fields, family)
     seconds = _feed_forward(config_fields, family, len(cores))
     return cfg.ModelConfig(
@@ -161,6 +163,7 @@ def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
         norm="rmsnorm",
         norm_epsilon=config_fields.positive("rms_norm_eps", 1e-6),
         embedding_scale=_embedding_scale(family, config_fields.size("hidden_size")),
+        logit_cap=_cap(config_fields, family, _OF_MODEL),
     )
 
 
@@ -207,6 +210,7 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
     if GEMMA in family.traits:
         inverse_square = config_fields.positive("query_pre_attn_scalar")
         options["scale"] = None if inverse_square == size else inverse_square**-0.5
+        options["logit_cap"] = _cap(config_fields, family, _OF_ATTENTION)
     windows = read_windows(config_fields, family, rotated)
 
     def layer(turned: bool, window: int | None) -> cfg.Attention:
@@ -247,6 +251,13 @@ def _normed(family: Family) -> str:
     if GEMMA in family.traits:
         return "both"
     return "output" if NORMS_AFTER in family.traits else "input"
+
+
+def _cap(config_fields: Fields, family: Family, name: str) -> float | None:
+    """Return a soft cap of logits, if the kind has caps and the field is not null."""
+    if GEMMA not in family.traits or not config_fields.has(name):
+        return None
+    return config_fields.positive(name)
 
 
 def _embedding_scale(family: Family, width: int) -> float:
@@ -316,6 +327,8 @@ def config_values(
     values |= _position_values(family, layers)
     if EXPERTS in family.traits:
         values |= _expert_values(layers, dense)
+    if GEMMA in family.traits:
+        values[_OF_MODEL] = model.logit_cap
     if ATTNRES in family.traits:
         values |= attnres.mixer_values(model)
     _check_expressed(model, model_config(values, CONFIG))
@@ -335,6 +348,8 @@ def _position_values(family: Family, layers: Sequence[tuple]) -> dict[str, Any]:
         values["partial_rotary_factor"] = (dims + 0.5 * rounded) / size
     if GEMMA in family.traits:
         values["query_pre_attn_scalar"] = _inverse_square(attention)
+        if _OF_ATTENTION in family.absent:
+            values[_OF_ATTENTION] = attention.logit_cap
     if not all(rotated):
         values["no_rope_layers"] = list(map(int, rotated))
     return values
@@ -455,9 +470,10 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
 
     So no field that the hub's format lacks is dropped silently.
     """
-    if model.embedding_scale != found.embedding_scale:
-        given, legal = model.embedding_scale, found.embedding_scale
-        raise _not_in_hub_format("model.embedding_scale", given, legal)
+    for name in ("embedding_scale", "logit_cap"):
+        given, legal = getattr(model, name), getattr(found, name)
+        if given != legal:
+            raise _not_in_hub_format(f"model.{name}", given, legal)
     if isinstance(found.mixer, cfg.Sum) and not isinstance(model.mixer, cfg.Sum):
         raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     for core, other in zip(model.sublayers, found.sublayers, strict=True):

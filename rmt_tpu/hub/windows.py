@@ -52,6 +52,8 @@ def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[boo
             return [layer >= first for layer in layers]
         case "unrotated":
             return [not turned for turned in rotated]
+        case "other":
+            return [layer % 2 == 0 for layer in layers]
         case "most":
             named = "sliding_window_pattern" in family.absent
             period = fields.size("sliding_window_pattern") if named else 4

@@ -6,6 +6,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.caps import soft_capped
 from rmt_tpu.layers.data_vectors import concatenate, separate
 from rmt_tpu.layers.parameters import Seed, parameter
 
@@ -74,6 +75,8 @@ class Embedding(nnx.Module):
 class Unembedding(nnx.Module):
     """The unembedding, which computes the logits `W_U z` from the concatenated data vectors z.
 
+    With a soft cap c, a logit x becomes `c tanh(x / c)`.
+
     See equations 11 and 26 of the RMT paper.
 
     Args:
@@ -85,6 +88,7 @@ class Unembedding(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed, embedding: Embedding):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
+        self.cap = config.logit_cap
         if config.tied_embeddings:
             # The same parameter is in both modules, so a decoder's state has it once.
             self.kernel, self.tokens = None, embedding.tokens
@@ -111,7 +115,11 @@ class Unembedding(nnx.Module):
             sharding.gather(self.matrix.astype(z.dtype), "fsdp", axis=0),
             preferred_element_type=jnp.result_type(z, jnp.float32),
         )
-        return self.multiplier * logits
+        return self.scaled(logits)
+
+    def scaled(self, products: Float[Array, "*tokens vocab"]) -> Float[Array, "*tokens vocab"]:
+        """Return the logits, given the products `W_U z`: times muP's factor, and with a cap."""
+        return soft_capped(self.multiplier * products, self.cap)
 
 
 def _unembedding_std(config: cfg.ModelConfig) -> float:

@@ -17,6 +17,7 @@ import sharding
 from pallas_kernels import logits_with_sums
 from pallas_kernels.target import target
 from rmt_tpu.cores import Aux
+from rmt_tpu.layers.caps import soft_capped
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.layers.stacks import isolate
 
@@ -55,6 +56,7 @@ def next_token_loss(
     weights: Float[Array, "batch seq"],
     *,
     multiplier: int | float = 1.0,
+    cap: float | None = None,
     z_loss: int | float = 0.0,
     aux: Aux | None = None,
     texts: Int[Array, "batch seq"] | None = None,
@@ -62,7 +64,8 @@ def next_token_loss(
 ) -> Loss:
     """Return the sums of `-log softmax(logits)[target]` and of `logsumexp(logits)^2` over tokens.
 
-    The logits are `multiplier * concatenate(z) W_U`, in float32 or wider.
+    The logits are `x = multiplier * concatenate(z) W_U`, or `cap tanh(x / cap)` with a soft cap, in
+    float32 or wider.
 
     Args:
       z: the input of the unembedding.
@@ -71,13 +74,15 @@ def next_token_loss(
       targets: the next token after each token; no gradient is computed for them.
       weights: weight of each token in the sums; no gradient is computed for them.
       multiplier: factor by which logits are multiplied.
+      cap: the soft cap of logits, or None.
       z_loss: weight of the squared log-sum-exps in the objective.
       aux: the scalars that the model's cores return.
       texts: the number of the text that each token is from, for a mixture of texts.
       num_texts: number of texts in the mixture.
     """
     vocab = kernel.shape[1]
-    static = (multiplier, z_loss, vocab, _chunks(z.shape[0], z.shape[1], vocab), num_texts)
+    chunks = _chunks(z.shape[0], z.shape[1], vocab)
+    static = (multiplier, cap, z_loss, vocab, chunks, num_texts)
     loss = _chunked_loss(static, concatenate(z), kernel, targets, weights, texts)
     aux = aux or {}
     objective = loss.objective + aux["loss"] if "loss" in aux else loss.objective
@@ -202,12 +207,15 @@ def _loss(static, kernel, x, targets, weights, texts):
 
     `d_logits(log_z)` returns the gradient of the objective with respect to `concatenate(z) W_U`.
     """
-    multiplier, z_loss, vocab, _, num_texts = static
+    multiplier, cap, z_loss, vocab, _, num_texts = static
     x, targets, weights = map(_tokens, (x, targets, weights))
     logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)
-    if kernel.shape[1] > vocab:  # see `_unembedding`
+    padded = kernel.shape[1] > vocab  # see `_unembedding`
+    logits, chosen = soft_capped(logits, cap), soft_capped(chosen, cap)
+    if padded:
         is_word = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab
         logits = jnp.where(is_word, logits, -jnp.inf)
+    if padded or cap is not None:
         log_z = jax.nn.logsumexp(logits, axis=1)
     cross_entropy = jnp.sum((log_z - chosen) * weights)
     z = jnp.sum(jnp.square(log_z) * weights)
@@ -216,6 +224,9 @@ def _loss(static, kernel, x, targets, weights, texts):
         softmax = jnp.exp(logits - log_z[:, None])
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
         gradient = softmax * (1 + 2 * z_loss * log_z[:, None]) - is_target
+        if cap is not None:
+            # The derivative of the cap. A column of padding, whose gradient is 0, has any.
+            gradient = gradient * (1 - jnp.square(jnp.maximum(logits, -cap) / cap))
         return (multiplier * weights[:, None] * gradient).astype(x.dtype)
 
     loss = Loss(cross_entropy + z_loss * z, cross_entropy, z)

@@ -278,13 +278,14 @@ def _largest(
         z, _ = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
         x = concatenate(z)
         kernel = sharding.gather(decoder.unembedding.matrix, "fsdp", axis=0)
-        return x.reshape(-1, x.shape[-1]), decoder.unembedding.multiplier * kernel
+        return x.reshape(-1, x.shape[-1]), kernel
 
     (x, kernel), (source_x, source_kernel) = map(inputs_and_kernel, (decoder, source))
     chunk = min(len(x), max(_LOGITS // kernel.shape[1], _MIN_CHUNK))
 
     def of_chunk(xs: tuple[Array, Array]) -> Float[Array, " two"]:
-        logits, expected = xs[0] @ kernel, xs[1] @ source_kernel
+        logits = decoder.unembedding.scaled(xs[0] @ kernel)
+        expected = source.unembedding.scaled(xs[1] @ source_kernel)
         return jnp.stack([jnp.max(jnp.abs(logits - expected)), jnp.max(jnp.abs(expected))])
 
     chunks = lambda x: jnp.pad(x, [(0, -len(x) % chunk), (0, 0)]).reshape(-1, chunk, x.shape[1])

@@ -77,13 +77,13 @@ def batch_loss(
 
 
 def _batch_loss(decoder, batch, z_loss, schedule, num_texts):
-    kernel, multiplier = decoder.unembedding.matrix, decoder.unembedding.multiplier
+    unembedding = decoder.unembedding
+    kernel = unembedding.matrix
+    of_logits = {"multiplier": unembedding.multiplier, "cap": unembedding.cap, "z_loss": z_loss}
 
     @jax.named_scope("loss")
     def loss(z: Any, kernel: Any, targets: Any, weights: Any, **more: Any) -> Loss:
-        return next_token_loss(
-            z, kernel, targets, weights, multiplier=multiplier, z_loss=z_loss, **more
-        )
+        return next_token_loss(z, kernel, targets, weights, **of_logits, **more)
 
     if schedule is None:
         z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids)

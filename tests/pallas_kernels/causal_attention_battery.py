@@ -40,7 +40,9 @@ def arguments(
     return qkv, d_out, options
 
 
-def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None, window=None):
+def numpy_attention(
+    qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None, window=None, cap=np.inf
+):
     """Output, log sums and the cotangent of qkv in float64, one head of one row at a time."""
     qkv, d_out = float64((qkv, d_out))
     (B, N, _, D), H = qkv.shape, d_out.shape[2]
@@ -52,7 +54,10 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
         sees = np.tri(N, dtype=bool) & ~np.tri(N, k=-(window or N), dtype=bool)
         if segment_ids is not None:
             sees &= segment_ids[b, :, None] == segment_ids[b]
-        logits = scale * q @ k.T
+        logits, slope = scale * q @ k.T, 1.0
+        if cap < np.inf:
+            tanh = np.tanh(logits / cap)
+            logits, slope = cap * tanh, 1 - tanh**2
         if slopes is not None:
             logits -= float(slopes[h]) * (np.arange(N)[:, None] - np.arange(N))
         weights = np.where(sees, np.exp(logits), 0)
@@ -61,7 +66,7 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
         out[b, :, h], log_sums[b, :, h] = weights @ v, np.log(sums)
         d_weights = d_out[b, :, h] @ v.T
         mean = np.sum(weights * d_weights, axis=1, keepdims=True)
-        d_logits = scale * weights * (d_weights - mean)
+        d_logits = scale * slope * weights * (d_weights - mean)
         gradients = d_logits @ k, d_logits.T @ q, weights.T @ d_out[b, :, h]
         for row, gradient in zip(rows, gradients, strict=True):
             d_qkv[b, :, row] += gradient

@@ -39,10 +39,15 @@ def norm(x, gain, config):
     return gain * x / np.sqrt((x**2).mean(axes, keepdims=True) + config.norm_epsilon)
 
 
-def attention(q, k, v, divisor=1, window=None):
+def soft_capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def attention(q, k, v, divisor=1, window=None, cap=None):
     """Equations 8 and 21, causal, over one document: [batch, seq, heads, head_dim]."""
     length = q.shape[1]
     logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(q.shape[-1]) / divisor
+    logits = soft_capped(logits, cap)
     distance = np.arange(length)[:, None] - np.arange(length)
     seen = (distance >= 0) & (distance < (window or length))
     logits = np.where(seen, logits, -np.inf)
@@ -175,7 +180,7 @@ def attention_core(core, params, store, site, x, index, config):
     divisor = index // 2 + 1 if core.inverse_layer_scaling else 1
     if core.scale is not None:
         q = q * core.scale * np.sqrt(core.head_dim)
-    y = attention(q, k, v, divisor, core.window)
+    y = attention(q, k, v, divisor, core.window, core.logit_cap)
     y = y * sigmoid(*gates) if gates else y
     if "w_out" not in params:
         return y
@@ -330,7 +335,7 @@ def model(params, tokens, config, mix=plain_sum, values=lambda site, v: v):
     x = site_norm(mix(len(sublayers), last, written), last, config)
     tied = config.tied_embeddings
     w_u = params["embedding"]["tokens"].T if tied else params["unembedding"]["kernel"]
-    return store.read(x, last) @ w_u
+    return soft_capped(store.read(x, last) @ w_u, config.logit_cap)
 
 
 def _embedded(params, tokens, first_site, store, config):

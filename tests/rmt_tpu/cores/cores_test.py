@@ -60,15 +60,15 @@ AFTER = (
     cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output", **OVER_HEADS),
     cfg.FeedForward(10, "swiglu", normed="output"),
 )
-# A window in two layers of three, shorter than the texts here.
+# A window in two layers of three, shorter than the texts here. Two layers have soft caps of logits.
 WINDOWED = (
-    cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=4),
+    cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=4, logit_cap=0.8),
     GATED,
     cfg.Attention(
         4, 4, cfg.NoPositions(), num_kv_heads=1, query_key_norm=True, window=1, scale=0.7
     ),
     GATED,
-    dataclasses.replace(GROUPED, output_gate=True),
+    dataclasses.replace(GROUPED, output_gate=True, logit_cap=0.9),
     SQUARED,
 )
 STORES = {
@@ -175,9 +175,10 @@ def test_biases_and_norms_of_outputs_follow_their_equations(stacks, changes):
         *later(("vector", "sum"), ("matrix", "sum"), ("vector", "blocks of 5"), ("matrix", "full")),
     ],
 )
-def test_windows_in_some_layers_follow_their_equations(store, name):
+def test_windows_and_caps_in_some_layers_follow_their_equations(store, name):
     with jax.enable_x64(True):
-        config = model(store, name, stacks=(cfg.Stack(WINDOWED, 2),), embedding_scale=1.5)
+        options = {"embedding_scale": 1.5, "logit_cap": 0.7}
+        config = model(store, name, stacks=(cfg.Stack(WINDOWED, 2),), **options)
         checks.assert_follows_equations(config, reference)
 
 
@@ -206,7 +207,11 @@ def test_prompts_of_two_lengths_go_on_from_their_caches(stacks):
     """A prompt of two lengths in parts, then token by token; and one that takes a used cache."""
     with jax.enable_x64(True):
         config = cfg.ModelConfig(
-            stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
+            stacks,
+            STORES["vector"],
+            vocab_size=models.VOCAB,
+            compute_dtype="float64",
+            logit_cap=0.7,
         )
         graphdef, tokens = models.graph(config), models.tokens()
 

@@ -54,6 +54,7 @@ CONFIGS = {
     "gpt2": GPT2,
     "gemma3_text": {key: x for key, x in COMMON.items() if key != "hidden_act"}
     | {
+        "final_logit_softcapping": 3.0,
         "hidden_activation": "silu",
         "hidden_size": 24,  # whose square root is no whole number
         "query_pre_attn_scalar": 11,
@@ -249,6 +250,7 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
 
 ENDS = dict.fromkeys(CONFIGS) | {
     "gpt2": 50_256,
+    "gemma2": 1,
     "gemma3_text": 1,
     "mistral": 2,
     "ministral": 2,
@@ -310,8 +312,12 @@ REFUSED = {
         "rope_parameters=.* legal: null, or an object with full_attention and sliding_attention$",
     ),
     "caps of logits": (
-        {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
-        "final_logit_softcapping=30.0 is not supported; legal: null$",
+        {"model_type": "gemma3_text", "final_logit_softcapping": 0.0},
+        "final_logit_softcapping=0.0 is not supported; legal: a positive number$",
+    ),
+    "caps that transformers does not compute": (
+        {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0 is not supported; legal: null$",
     ),
     "later tokens": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
@@ -516,6 +522,8 @@ def test_factors_that_a_kind_does_not_have_are_refused():
     llama = model_config(COMMON | {"model_type": "llama"}, "x")
     with pytest.raises(UsageError, match="model.embedding_scale=2.0 cannot be .* legal: 1.0, or"):
         config_values(llama.replace(embedding_scale=2.0), max_length=1, bos=0, ends=[0])
+    with pytest.raises(UsageError, match="model.logit_cap=2.0 cannot be .* legal: None, or"):
+        config_values(llama.replace(logit_cap=2.0), max_length=1, bos=0, ends=[0])
     layer = [dataclasses.replace(core, scale=2.0) for core in llama.cores[:1]] + [llama.cores[1]]
     with pytest.raises(UsageError, match="model.attention.scale=2.0 cannot be .* legal: None, or"):
         model = llama.replace(stacks=(cfg.Stack(tuple(layer), 5),))

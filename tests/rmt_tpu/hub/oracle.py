@@ -69,7 +69,20 @@ DEFAULTS = {
         "rope_theta": 500_000.0,
         "sliding_window": 4096,
     },
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": None,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
     "gemma3_text": {
+        "final_logit_softcapping": None,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": None,
@@ -121,6 +134,7 @@ DEFAULTS["qwen3_attnres"] = DEFAULTS["qwen3"] | {
     "attnres_num_blocks": 8,
     "attnres_recency_bias_init": 3.0,
 }
+GEMMAS = ("gemma2", "gemma3_text")
 # Kinds that norm each query and key.
 NORMED = ("qwen3", "qwen3_attnres", "qwen3_moe", "gemma3_text")
 # Kinds that norm what sublayers write, and not what they read.
@@ -166,7 +180,7 @@ def shapes(config):
             of_parts = [layer.pop(f"{name.split('.')[0]}.{part}_proj.weight") for part in parts]
             layer[name] = (sum(rows for rows, _ in of_parts), width)
     norms = ["post_attention", "post_feedforward" if kind in AFTER else "input"]
-    if kind == "gemma3_text":
+    if kind in GEMMAS:
         norms += ["pre_feedforward", "post_feedforward"]
     layer |= {f"{n}_layernorm.weight": (width,) for n in norms}
     if kind == "qwen3_attnres":
@@ -230,7 +244,7 @@ def drawn(config, seed=0):
         fan_in = shape[-1] if shape else 1
         x = rng.normal(size=shape) * fan_in**-0.5
         is_gain = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-        less = config["model_type"] in ("gemma3_text", *oracle_next.KINDS)
+        less = config["model_type"] in (*GEMMAS, *oracle_next.KINDS)
         if is_gain and less and not name.endswith("linear_attn.norm.weight"):
             return np.array(
                 np.round(1024 * x) / 1024, np.float32
@@ -249,7 +263,7 @@ def logits(tensors, config, tokens):
         return oracle_next.logits(t, c, tokens, sys.modules[__name__])
     h = t["model.embed_tokens.weight"][tokens]
     sources = [h]
-    if c["model_type"] == "gemma3_text":
+    if c["model_type"] in GEMMAS:
         h = h * np.sqrt(c["hidden_size"])
     for number in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{number}."
@@ -263,7 +277,7 @@ def logits(tensors, config, tokens):
         if c["model_type"] == "qwen3_attnres":
             sources, h = attention_over_depth(sources, h, own, c, number, attended)
             continue
-        if c["model_type"] == "gemma3_text":
+        if c["model_type"] in GEMMAS:
             of = lambda name, own=own: own[f"{name}_layernorm.weight"]
             h = h + norm(attended(norm(h, of("input"), c)), of("post_attention"), c)
             y = mlp(norm(h, of("pre_feedforward"), c), own, c)
@@ -276,7 +290,12 @@ def logits(tensors, config, tokens):
             second = experts if has_experts(c, number) else mlp
             h = h + second(norm(h, post, c), own, c)
     unembedding = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
-    return norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
+    found = norm(h, t["model.norm.weight"], c) @ t[f"{unembedding}.weight"].T
+    return capped(found, c.get("final_logit_softcapping"))
+
+
+def capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def attention_over_depth(sources, h, own, c, number, attended):
@@ -312,7 +331,7 @@ def separate(own, c):
 
 
 def norm(x, gain, c):
-    if c["model_type"] == "gemma3_text":
+    if c["model_type"] in GEMMAS:
         gain = 1 + gain
     return gain * x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c["rms_norm_eps"])
 
@@ -335,12 +354,14 @@ def attention(x, own, c, layer):
             y = np.concatenate([part, y[..., dims:]], -1)
         qkv[letter] = np.repeat(y, heads // y.shape[1], axis=1)
     divisor = np.sqrt(c.get("query_pre_attn_scalar", size) / size)
-    return attended(*qkv.values(), divisor, window(c, layer))
+    cap = c.get("attn_logit_softcapping")
+    return attended(*qkv.values(), divisor, window(c, layer), cap)
 
 
-def attended(q, k, v, divisor=1, window=None):
+def attended(q, k, v, divisor=1, window=None, cap=None):
     places = np.arange(len(q))
     logits = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1]) / divisor
+    logits = capped(logits, cap)
     before = places[:, None] - places
     seen = (before >= 0) & (before < (window or len(q)))
     share = softmax(np.where(seen, logits, -np.inf))
@@ -370,6 +391,8 @@ def window(c, layer):
         slides = not rotates(c, layer)
     if kind == "olmo3":
         slides = layer % 4 != 3
+    if kind == "gemma2":
+        slides = layer % 2 == 0
     if kind == "gemma3_text":
         slides = (layer + 1) % c["sliding_window_pattern"] != 0
     return size if slides else None

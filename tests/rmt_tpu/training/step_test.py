@@ -58,8 +58,9 @@ def loss_arguments(batch=2, seq=6, vectors=3, size=5, vocab=11):
     return z, kernel, targets, weights
 
 
-def plain_loss(z, kernel, targets, weights, multiplier, z_loss):
+def plain_loss(z, kernel, targets, weights, multiplier, z_loss, cap=None):
     logits = multiplier * concatenate(z) @ kernel
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     log_z = jax.nn.logsumexp(logits, -1)
     chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     cross_entropy = jnp.sum((log_z - chosen) * weights)
@@ -68,17 +69,26 @@ def plain_loss(z, kernel, targets, weights, multiplier, z_loss):
 
 # One chunk, several, and one a token. Programs for a GPU have padded logits.
 @pytest.mark.parametrize(
-    ("held_logits", "device"),
-    [(2**27, "cpu"), (50, "cpu"), (1, "cpu"), (50, "NVIDIA H100 80GB HBM3")],
+    ("held_logits", "device", "cap"),
+    [
+        (2**27, "cpu", None),
+        (50, "cpu", None),
+        (1, "cpu", None),
+        (50, "NVIDIA H100 80GB HBM3", None),
+        (50, "cpu", 1.7),
+        (50, "NVIDIA H100 80GB HBM3", 1.7),
+    ],
 )
-def test_loss_and_its_gradient_are_those_of_all_logits_at_once(held_logits, device, monkeypatch):
+def test_loss_and_its_gradient_are_those_of_all_logits_at_once(
+    held_logits, device, cap, monkeypatch
+):
     monkeypatch.setattr(loss_module, "_LOGITS", held_logits)
     with jax.enable_x64(True):
         z, kernel, targets, weights = map(jnp.asarray, loss_arguments())
         chunked = lambda z, kernel: next_token_loss(
-            z, kernel, targets, weights, multiplier=1.5, z_loss=0.1
+            z, kernel, targets, weights, multiplier=1.5, cap=cap, z_loss=0.1
         )
-        plain = lambda z, kernel: plain_loss(z, kernel, targets, weights, 1.5, 0.1)
+        plain = lambda z, kernel: plain_loss(z, kernel, targets, weights, 1.5, 0.1, cap)
         # Three times the objective: its cotangent is not always one.
         of = lambda loss: jax.grad(lambda *args: 3 * loss(*args)[0], argnums=(0, 1))
 
