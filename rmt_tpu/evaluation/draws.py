@@ -9,7 +9,7 @@ from rmt_tpu.generation import Sampling
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 # Arguments that are used in addition to SAMPLED, and arguments that are not supported, with the
 # value that has no effect.
-_READ = {"until", "max_gen_toks", "do_sample"}
+_READ = ("until", "max_gen_toks", "do_sample")
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
@@ -22,9 +22,14 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
         different texts.
 
     Raises:
-      UsageError: an argument is not legal; the message gives its name, its value and the legal
-        values.
+      UsageError: an argument is not known or not legal; the message gives its name, its value and
+        what is legal.
     """
+    for name, value in arguments.items():
+        known = name in _READ or name in SAMPLED
+        if not known and value is not None and _NEUTRAL.get(name) != value:
+            only = f"{_NEUTRAL[name]}" if name in _NEUTRAL else ", ".join([*_READ, *SAMPLED])
+            raise UsageError(f"gen_kwargs: {name}={value} is not supported; legal: {only}")
     settings = {name: arguments[name] for name in SAMPLED if arguments.get(name) is not None}
     seed = settings.pop("seed", 0)
     if type(seed) is not int or not 0 <= seed < 2**32:
@@ -39,16 +44,3 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
         return Sampling(max_tokens=arguments["max_gen_toks"], seed=seed, **settings)
     except UsageError as error:
         raise UsageError(str(error).replace("Sampling.", "gen_kwargs: ")) from None
-
-
-def unsupported_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in a request's `gen_kwargs` that are not supported.
-
-    Arguments that are None or have a value without effect, such as num_beams=1, are left out.
-    """
-    supported = _READ | {*SAMPLED}
-    return {
-        name: value
-        for name, value in arguments.items()
-        if name not in supported and value is not None and _NEUTRAL.get(name) != value
-    }

@@ -22,12 +22,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from rmt_tpu.data.chat import TEMPLATE_FILE, ChatTemplate, read_template
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.evaluation.documents import Source, Total, rolling
-from rmt_tpu.evaluation.draws import SAMPLED, request_sampling, unsupported_arguments
+from rmt_tpu.evaluation.draws import request_sampling
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
 from rmt_tpu.generation import complete
+from rmt_tpu.hub.models import is_hub
 from rmt_tpu.runs.loading import identity
 
 _LOG = logging.getLogger("rmt_tpu")
@@ -81,7 +83,8 @@ class RmtTpu(TemplateLM):
             batch_tokens=batch_tokens,
         )
         self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
-        self._decoder = subject.decoder
+        self._decoder, self._folder = subject.decoder, subject.folder
+        self._template: ChatTemplate | None = None
         if not self._tokenizer.starts:
             _LOG.warning(
                 "texts are scored without a start token, because the model's tokenizer adds none"
@@ -117,9 +120,82 @@ class RmtTpu(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return a text's tokens without a start token, which `_loglikelihood_tokens` adds."""
+        """Return a text's tokens without a start token, which `_with_start` adds.
+
+        In a text that a chat template has written, names of special tokens stand for these tokens.
+        """
         del add_special_tokens, kwargs
-        return self._tokenizer.encode(string).tolist()
+        templated = self._template is not None
+        encode = self._tokenizer.encode_special if templated else self._tokenizer.encode
+        return encode(string).tolist()
+
+    def _with_start(self, tokens: list[int]) -> np.ndarray:
+        """Return tokens after the start token, if texts begin with it and these tokens do not.
+
+        The chat template of a folder in the hub's format decides alone, as in transformers.
+        """
+        decided = self._template is not None and is_hub(self._folder.local_path)
+        if tokens[:1] == [self.prefix_token_id] or (decided and tokens):
+            return np.array(tokens, np.int32)
+        return self._tokenizer.with_bos(tokens)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the source of the model's chat template; None if no template is to be applied.
+
+        Args:
+          chat_template: the option of lm-eval `apply_chat_template`.
+
+        Raises:
+          UsageError: the model has no chat template, or it is to be chosen by a name.
+        """
+        if chat_template is False or chat_template is None:
+            return None
+        if chat_template is not True:
+            raise UsageError(
+                f"--apply_chat_template={chat_template}: a model has one chat template here; "
+                "legal: --apply_chat_template"
+            )
+        return self._own_template().json()["chat_template"]
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a conversation, by the model's chat template.
+
+        From then on, all texts count as written by the template: see `tok_encode`.
+
+        Args:
+          chat_history: the messages, each with a `role` and a `content`.
+          add_generation_prompt: whether the text ends where the model's answer begins. Otherwise it
+            ends with the last message, as in transformers, so that the model continues it.
+
+        Raises:
+          UsageError: the model has no chat template, or the template refuses the messages.
+        """
+        template = self._own_template()
+        options = {"add_generation_prompt": add_generation_prompt}
+        text = template.render(chat_history, **options)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        begin = text.rfind(last.strip())
+        if begin < 0:
+            raise UsageError("the chat template does not write the last message as it is")
+        whole = last.lstrip()
+        return text[: begin + len(whole if text.startswith(whole, begin) else last.strip())]
+
+    def _own_template(self) -> ChatTemplate:
+        if self._template is None:
+            # A model that was trained here has read the start token before every text.
+            starts = not is_hub(self._folder.local_path)
+            self._template = read_template(self._folder, self._tokenizer, starts=starts)
+        if self._template is None:
+            raise UsageError(
+                f"--apply_chat_template needs a chat template, and {self._folder.url} has none; "
+                f"legal: a folder with {TEMPLATE_FILE}, or with a chat_template in "
+                "tokenizer_config.json"
+            )
+        return self._template
 
     def _loglikelihood_tokens(
         self,
@@ -130,11 +206,8 @@ class RmtTpu(TemplateLM):
         del disable_tqdm, kwargs
         scored_requests = []
         for _, context, continuation in requests:
-            has_start = context[:1] == [self.prefix_token_id]
-            start_and_context = (
-                np.array(context, np.int32) if has_start else self._tokenizer.with_bos(context)
-            )
-            scored_requests.append(Request(start_and_context, np.array(continuation, np.int32)))
+            given = self._with_start(context), np.array(continuation, np.int32)
+            scored_requests.append(Request(*given))
         return self._score(scored_requests, [strings for strings, _, _ in requests])
 
     def _score(
@@ -182,30 +255,20 @@ class RmtTpu(TemplateLM):
 
         The number of a request is added to the `seed` in its arguments, so that a request that
         occurs several times gets a different text each time.
+
+        Raises:
+          UsageError: an argument of a request is not supported.
         """
         del disable_tqdm
-        by_stops, unknown = defaultdict(list), set()
+        by_stops = defaultdict(list)
         for number, request in enumerate(requests):
             arguments = normalize_gen_kwargs(request.args[1], self._max_gen_toks)
-            by_stops[tuple(filter(None, arguments["until"]))].append((number, arguments))
-            unknown |= {
-                f"{name}={value}" for name, value in unsupported_arguments(arguments).items()
-            }
-        if unknown:
-            _LOG.warning(
-                "gen_kwargs %s are ignored; legal: until, max_gen_toks, do_sample, %s",
-                ", ".join(sorted(unknown)),
-                ", ".join(SAMPLED),
-            )
+            prompt = self._prompt(request.args[0], arguments["max_gen_toks"])
+            asked = prompt, request_sampling(arguments, number)
+            by_stops[tuple(filter(None, arguments["until"]))].append((number, asked))
         texts = [""] * len(requests)
         for stops, group in by_stops.items():
-            prompts = [
-                (
-                    self._truncate(requests[number].args[0], arguments),
-                    request_sampling(arguments, number),
-                )
-                for number, arguments in group
-            ]
+            prompts = [asked for _, asked in group]
             for completion in complete(
                 self._decoder, self._tokenizer, prompts, stop=stops, slots=self._slots
             ):
@@ -216,18 +279,17 @@ class RmtTpu(TemplateLM):
                 )
         return texts
 
-    def _truncate(self, prompt: str, arguments: dict[str, Any]) -> str:
-        """Return the end of a prompt that leaves room for the generated text.
+    def _prompt(self, text: str, new_tokens: int) -> np.ndarray:
+        """Return the tokens of a prompt, or of its end that leaves room for the generated text.
 
-        The whole prompt is returned if it is short enough, or if the model has no learned positions
-        and therefore no maximum length.
+        All tokens are returned if they are few enough, or if the model has no learned positions and
+        therefore no maximum length.
         """
         learned = self._decoder.config.learned_positions
-        tokens = self._tokenizer.encode(prompt)
-        if learned is None or len(tokens) + arguments["max_gen_toks"] < learned.max_length:
-            return prompt
-        room = max(learned.max_length - 1 - arguments["max_gen_toks"], 1)
-        return self._tokenizer.decode(tokens[-room:])
+        tokens = self.tok_encode(text)
+        if learned is not None and len(tokens) + new_tokens >= learned.max_length:
+            tokens = tokens[-max(learned.max_length - 1 - new_tokens, 1) :]
+        return self._with_start(tokens)
 
 
 def cache_path(path: str, workdir: str, step: int | None = None, **options: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
+from rmt_tpu.data.tokenizer import Tokens
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.engine import SLOTS, Engine, NewTokens, Request
@@ -117,7 +118,7 @@ def generate(
 def complete(
     decoder: Decoder,
     tokenizer: Tokenizer,
-    prompts: Iterable[tuple[str, Sampling]],
+    prompts: Iterable[tuple[str | Tokens, Sampling]],
     *,
     stop: Sequence[str] = (),
     slots: int = SLOTS,
@@ -130,7 +131,7 @@ def complete(
     Args:
       decoder: the model.
       tokenizer: the model's tokenizer.
-      prompts: each prompt with its sampling settings.
+      prompts: each prompt with its sampling settings. A prompt is a text, or all of its tokens.
       stop: stop strings; a text ends before the first stop string in it.
       slots: how many texts are generated at a time.
 
@@ -178,6 +179,7 @@ def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _request(decoder, tokenizer, prompt, sampling) -> Request:
-    tokens = tokenizer.with_bos(tokenizer.encode(prompt))
+    is_text = isinstance(prompt, str)
+    tokens = tokenizer.with_bos(tokenizer.encode(prompt)) if is_text else prompt
     room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
     return Request(tokens, replace(sampling, max_tokens=room))

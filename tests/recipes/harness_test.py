@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -12,6 +13,8 @@ from rmt_tpu.evaluation import documents, subjects
 from rmt_tpu.evaluation.evaluate import evaluate
 from rmt_tpu.generation import Sampling, complete
 from tests import cli
+from tests.rmt_tpu.hub import families_test as configs
+from tests.rmt_tpu.hub import oracle
 
 # Its libraries warn of each other.
 pytestmark = [
@@ -154,6 +157,82 @@ def test_texts(harness, trained):
     ours = {one.number: one.text for one in complete(decoder, tokenizer, prompts, stop=["."])}
     assert [texts[0], texts[2]] == [ours[0], ours[1]]
     assert "." not in texts[0] and len(texts[1]) <= 5
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}model: {% endif %}"
+
+
+@pytest.fixture(scope="module")
+def chats(trained, tmp_path_factory):
+    """The run, with a chat template in its folder."""
+    folder = tmp_path_factory.mktemp("chats") / "run"
+    shutil.copytree(trained, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_conversations(harness, chats):
+    from lm_eval.api.instance import Instance
+
+    model = harness.RmtTpu(str(chats))
+    said = [{"role": "user", "content": "the quick "}]
+    assert model.chat_template(False) is None and model.chat_template(True) == TEMPLATE
+    text = model.apply_chat_template(said)
+    assert text == "user: the quick \nmodel: "
+    begun = model.apply_chat_template(said, add_generation_prompt=False)
+    assert begun == "user: the quick "
+    greedy = {"until": ["z"], "max_gen_toks": 7}
+    (found,) = model.generate_until([Instance("generate_until", {}, (text, greedy), 0)])
+    tokenizer, how = model._tokenizer, Sampling(temperature=0.0, max_tokens=7)
+    given = [(tokenizer.with_bos(tokenizer.encode(text)), how)]
+    (ours,) = complete(model._decoder, tokenizer, given, stop=["z"])
+    assert found == ours.text
+    with pytest.raises(UsageError, match="--apply_chat_template=tools: a model has one chat templ"):
+        model.chat_template("tools")
+
+
+def test_tasks_as_conversations(harness, chats, asked_by_the_harness):
+    model = harness.RmtTpu(str(chats), max_length=LENGTH)
+    found = asked_by_the_harness(model=model, apply_chat_template=True, limit=2)
+    context, choice = found["samples"]["arc_easy"][0]["arguments"][0]
+    assert context.startswith("user: Question: ") and context.endswith("\nmodel: ")
+    assert found["results"]["arc_easy"]["acc,none"] in (0.0, 0.5, 1.0) and choice
+
+
+def test_a_folder_of_the_hub(harness, tmp_path):
+    """Names of special tokens are these tokens, the template decides, and answers are kept."""
+    from lm_eval.api.instance import Instance
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<s>": 0, "</s>": 1, "the": 2, "quick": 3}
+    library = Tokenizer(models.WordLevel(words, unk_token="the"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>"])
+    config = configs.COMMON | {
+        "model_type": "llama",
+        "vocab_size": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    folder = configs.written(tmp_path / "hub", config, oracle.drawn(config))
+    library.save(str(folder / "tokenizer.json"))
+    args = {"workdir": str(folder), "max_length": 32}
+    model = harness.RmtTpu(**args)
+    with pytest.raises(UsageError, match="--apply_chat_template needs a chat template, and .*hub"):
+        model.apply_chat_template([])
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}</s>")
+    assert model.tok_encode("the </s>") != [2, 1]
+    text = model.apply_chat_template([{"role": "user", "content": "the quick"}])
+    assert model.tok_encode(text) == [2, 3, 1]
+    assert model._with_start([2, 3, 1]).tolist() == [2, 3, 1]
+    unknown = Instance("generate_until", {}, (text, {"num_beams": 4}), 0)
+    with pytest.raises(UsageError, match="^gen_kwargs: num_beams=4 is not supported; legal: 1$"):
+        model.generate_until([unknown])
+    kept = harness.cache_path(str(tmp_path / "kept"), **args)
+    assert kept == harness.cache_path(str(tmp_path / "kept"), **args)
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    assert kept != harness.cache_path(str(tmp_path / "kept"), **args)
 
 
 def test_the_command(offline, trained, sources, tmp_path):

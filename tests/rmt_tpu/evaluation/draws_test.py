@@ -3,7 +3,7 @@
 import pytest
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.evaluation.draws import request_sampling, unsupported_arguments
+from rmt_tpu.evaluation.draws import request_sampling
 
 HOW = {"until": ["x"], "max_gen_toks": 9, "do_sample": True, "temperature": 1.0, "top_k": 5}
 
@@ -35,7 +35,19 @@ def test_what_is_not_legal_is_told(changes, message):
         request_sampling(HOW | changes, 0)
 
 
-def test_what_would_change_the_text_and_does_not_is_told():
-    assert unsupported_arguments(HOW | {"seed": 3, "num_beams": 1, "stop": None}) == {}
-    told = unsupported_arguments(HOW | {"num_beams": 4, "typical_p": 0.5})
-    assert told == {"num_beams": 4, "typical_p": 0.5}
+@pytest.mark.parametrize(
+    "changes, legal",
+    [
+        ({"num_beams": 4}, "1"),
+        ({"typical_p": 0.5}, "until, max_gen_toks, do_sample, temperature, top_k, top_p, min_p"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_its_name(changes, legal):
+    ((name, value),) = changes.items()
+    with pytest.raises(UsageError, match=f"^gen_kwargs: {name}={value} is not .*; legal: {legal}"):
+        request_sampling(HOW | changes, 0)
+
+
+def test_what_changes_nothing_is_accepted():
+    same = HOW | {"seed": 3, "num_beams": 1, "use_cache": True, "typical_p": None}
+    assert request_sampling(same, 0) == request_sampling(HOW | {"seed": 3}, 0)
