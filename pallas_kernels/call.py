@@ -39,6 +39,7 @@ def tpu_call(
     transcendentals: int = 0,
     aliased: Mapping[str, str] | None = None,
     prefetch: Mapping[str, Array | np.ndarray] | None = None,
+    in_hbm: tuple[str, ...] = (),
     interpret: bool | pltpu.InterpretParams = False,
 ) -> dict[str, Array]:
     """Run `kernel(inputs, outputs, scratch)` over a grid on a TPU and return the outputs by name.
@@ -61,6 +62,8 @@ def tpu_call(
       aliased: maps the name of an input to the name of the output that overwrites its buffer.
       prefetch: int32 arrays [n] that select blocks. The block specs' index maps receive them as
         their last arguments, sorted by name; the kernel receives them among its inputs.
+      in_hbm: the names of inputs that XLA must leave in HBM. XLA may copy any other input to VMEM
+        as a whole before the call, even if the kernel reads only a part of it.
       interpret: whether to run the kernel in Pallas's interpreter; `InterpretParams` selects the
         interpreter that also simulates TPU memory and DMAs.
     """
@@ -97,11 +100,14 @@ def tpu_call(
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,
     )
+    if in_hbm and not interpret:
+        call = _with_inputs_in_hbm(call, in_hbm)
     # `jax.vmap` batches a kernel by adding a grid dimension. That dimension cannot index a
     # prefetched array, nor an array that is not divided into blocks. If `jax.vmap` maps over such
-    # an array, a loop therefore calls the kernel once per batch element.
+    # an array, a loop therefore calls the kernel once per batch element. JAX cannot batch the
+    # constraint of an input to HBM either.
     without_blocks = lambda blocked: {
-        k: spec.block_shape is None for k, (_, spec) in blocked.items()
+        k: spec.block_shape is None or k in in_hbm for k, (_, spec) in blocked.items()
     }
     forces_loop = [True] * len(tables), without_blocks(inputs)
     if any(without_blocks(outputs).values()):
@@ -110,6 +116,15 @@ def tpu_call(
         return call(arrays)
     mapped = _mapped(lambda tables, arrays: call(*tables, arrays), forces_loop)
     return mapped(list(tables.values()), arrays)
+
+
+def _with_inputs_in_hbm(call: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    def run(*tables_and_arrays: Any) -> Any:
+        *tables, arrays = tables_and_arrays
+        constrained = {k: pltpu.with_memory_space_constraint(arrays[k], pltpu.HBM) for k in names}
+        return call(*tables, arrays | constrained)
+
+    return run
 
 
 def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:

@@ -20,9 +20,10 @@ from pallas_kernels.target import target
 
 # Maximum number of rows. With more rows, the arithmetic takes longer than the copy on every TPU.
 MOST_ROWS = 256
-# Preferred maximum number of bytes per block. Larger blocks take longer to fill the pipeline, and
-# smaller ones do not amortise the overhead of a grid step.
-_BYTES = 2**20
+# Preferred maximum number of bytes per block, and preferred minimum number of grid steps. At most
+# two blocks are copied at a time, so the latency of a copy is hidden only if blocks are large. The
+# product with the last block is not hidden at all, so a block should be a small part of the whole.
+_BYTES, _STEPS = 3 * 2**20, 4
 # Maximum VMEM for all blocks, in sixtieths of the VMEM limit.
 _BUDGET = 50
 
@@ -71,6 +72,7 @@ def product(
         flops=2 * T * P * K * N,
         moved=(T * K + T * P * N) * rows.dtype.itemsize + P * K * N * matrices.dtype.itemsize,
         prefetch={"layer": layer.reshape(1)},
+        in_hbm=("matrices",),
         interpret=interpret,
     )
     products = out["products"]
@@ -87,8 +89,9 @@ def _columns(matrices) -> int:
 
     The size of a block is at most `_BYTES`, or that of 128 columns if that is larger.
     """
-    K, N = matrices.shape[2:]
-    tiles = max(1, _BYTES // (K * matrices.dtype.itemsize * LANES))
+    P, K, N = matrices.shape[1:]
+    most = P * -(-N // LANES) // _STEPS
+    tiles = max(1, min(most, _BYTES // (K * matrices.dtype.itemsize * LANES)))
     if N % LANES:
         return min(tiles * LANES, N) if N > LANES else N
     return LANES * max(n for n in divisors(N // LANES) if n <= tiles)

@@ -37,8 +37,7 @@ def arguments(T, P, K, N, of_rows, of_matrices):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_are_those_of_float64(case, monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "_BYTES", 128 * 4 * case[2])  # blocks of 128 or 256 columns
+def test_products_are_those_of_float64(case):
     rows, matrices = arguments(*case)
 
     @jax.jit
@@ -70,18 +69,20 @@ def test_bad_arguments_are_told_in_a_line(unannotated):
 
 
 @pytest.mark.parametrize(
-    "kind, K, N, columns",
+    "kind, P, K, N, columns",
     [
-        ("TPU v5 lite", 1024, 2816, 256),  # 22 tiles: two of at most four divide them
-        ("TPU v5 lite", 1264, 1088, 384),  # 8.5 tiles
-        ("TPU v5 lite", 28672, 8192, 128),
-        ("TPU v4", 28672, 8192, None),
-        ("TPU v4", 8192, 28672, 128),
+        ("TPU v5 lite", 2, 1024, 2816, 11 * 128),  # 22 tiles
+        ("TPU v5 lite", 1, 1024, 2816, 2 * 128),  # at least 4 steps: at most 5 tiles
+        ("TPU v5 lite", 1, 4096, 1024, 2 * 128),
+        ("TPU v5 lite", 3, 1264, 1088, 6 * 128),  # 8.5 tiles
+        ("TPU v5 lite", 1, 28672, 8192, 128),
+        ("TPU v4", 1, 28672, 8192, None),
+        ("TPU v4", 1, 8192, 28672, 128),
     ],
 )
-def test_blocks_divide_columns_and_fit(kind, K, N, columns):
+def test_blocks_divide_columns_and_fit(kind, P, K, N, columns):
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    given = array(64, K), array(2, 1, K, N)
+    given = array(64, K), array(2, P, K, N)
     with lowering_for(kind):
         refused = mosaic_tpu.unsupported("product", *given, None)
     assert mosaic_tpu._columns(given[1]) == columns or (refused and "VMEM" in refused)
@@ -92,7 +93,7 @@ def test_blocks_divide_columns_and_fit(kind, K, N, columns):
 @pytest.mark.parametrize(
     "topology, case",
     [
-        ("v4:2x2x1", (256, 1, 8192, 1024, "bfloat16", "bfloat16")),
+        ("v4:2x2x1", (256, 2, 1024, 2816, "bfloat16", "bfloat16")),
         ("v5e:2x2", (1, 3, 1088, 1088, "bfloat16", "bfloat16")),
         ("v5p:2x2x1", (1, 2, 1024, 2816, "bfloat16", "bfloat16")),
         ("v6e:2x2", (256, 1, 5040, 1264, "bfloat16", "float32")),
@@ -100,7 +101,7 @@ def test_blocks_divide_columns_and_fit(kind, K, N, columns):
     ],
 )
 def test_compiles_and_copies_no_weights(topology, case):
-    """In a loop over layers."""
+    """In a loop over layers: neither a layer's weights, nor the whole stack to VMEM."""
     T, P, K, N, of_rows, of_matrices = case
     place = place_on(topology)
     given = place(of_rows, T, K), place(of_matrices, LAYERS, P, K, N)
@@ -115,6 +116,7 @@ def test_compiles_and_copies_no_weights(topology, case):
 
     text = layers.lower(*given).compile().as_text()
     assert len(re.findall(r"custom-call.*/stacked_product/", text)) == 1
+    assert not re.search(rf"\[{LAYERS},{P},{K},{N}\]\{{[^}}]*S\(1\)", text)
     size = P * K * N
     shapes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|dynamic-slice|fusion)\(", text)
     assert all(np.prod([int(n) for n in shape.split(",")]) < size for shape in shapes)

@@ -93,6 +93,16 @@ def test_steps_copy_no_part_of_the_cache_and_no_layers_weights(preset, topology)
     assert moved < min(of_layer / 2, of_weights)
 
 
+@pytest.mark.slow
+def test_no_stack_of_weights_is_copied_to_vmem():
+    """XLA would copy W_O of all layers before the product of each layer."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices[0]
+    case = decode.DecodeCase("llama-374m", 1, 512)
+    text = decode.lower(device, **dataclasses.asdict(case)).compile().as_text()
+    in_vmem = re.findall(r"bf16\[(24,1024,\d+)\]\{[^}]*S\(1\)", text)
+    assert "bf16[24,1024,1024]{" in text and not in_vmem
+
+
 V4 = {  # kernels of a prompt, and of a new token for each row
     "rmt-305m": ("key_vector_forward", "key_vector_decode"),
     "gpt2-405m": ("attention_blocks_forward", "stacked_product"),
