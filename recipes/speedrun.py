@@ -4,20 +4,22 @@
     python -m recipes.speedrun --track=cpu --text=django-5.2.8-py3-none-any.whl \
         --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir=runs/speedrun
 
-Each preset trains in <workdir>/<preset>/seed-<n>; an interrupted command resumes when it is
-repeated. --list prints the tracks, and docs/guides/speedrun.md has the rules. The flags of
-recipes.train change all entries, except what the track fixes. The command writes speedrun.json,
-with every run, and the table speedrun.md.
+Each preset trains in <workdir>/<preset>/seed-<n>, and a run stops at the first evaluation that
+reaches the loss. An interrupted command resumes when it is repeated. --list prints the tracks, and
+docs/guides/speedrun.md has the rules. The flags of recipes.train change all entries, except what
+the track fixes. The command writes speedrun.json, with every run, and the table speedrun.md.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from absl import flags
 
 from recipes import common, program, several
+from rmt_tpu.config import RunConfig
 from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import UsageError, flag_errors, unknown
-from rmt_tpu.storage import open_folder
+from rmt_tpu.storage import Folder, open_folder
 
 
 def _list() -> str:
@@ -42,7 +44,6 @@ common.define_run_flags()
 def main() -> int:
     """Train the entries of --presets with each seed, print the table, and return the exit code."""
     from rmt_tpu.experiments import speedrun
-    from rmt_tpu.training.trainer import train
 
     track = speedrun.TRACKS[_TRACK.value]
     names = _PRESETS.value or [track.preset]
@@ -69,11 +70,26 @@ def main() -> int:
         trials += [
             (name, trial) for trial in several.seed_trials(name, config, folder.child(name), seeds)
         ]
-    if (code := several.train_all([trial for _, trial in trials], train)) is not None:
+    if (
+        code := several.train_all([trial for _, trial in trials], _train_to(track.loss))
+    ) is not None:
         return code
     results = [speedrun.measure(track, name, trial.folder) for name, trial in trials]
     print(speedrun.write_results(track, results, folder))
     return 0
+
+
+def _train_to(loss: float) -> Callable:
+    """Return a function that trains a run until its held-out loss is `loss`, if it is not yet."""
+    from rmt_tpu.experiments import speedrun
+    from rmt_tpu.training.trainer import train
+
+    def train_to_loss(config: RunConfig, folder: Folder, label: str):
+        if speedrun.has_reached(folder, loss):
+            return None
+        return train(config, folder, label=label, stop_loss=loss)
+
+    return train_to_loss
 
 
 def run() -> None:

@@ -314,6 +314,11 @@ def measure(track: Track, name: str, folder: Folder) -> Result:
     )
 
 
+def has_reached(folder: Folder, loss: float) -> bool:
+    """Return whether the run in a folder has an evaluation whose loss is at most `loss`."""
+    return any(found <= loss for found in series(read_metrics(folder), "eval/loss")[1])
+
+
 def _check_run(track: Track, config: RunConfig, folder: Folder) -> None:
     different = [
         path for path, value in track.fixed.items() if overrides.value_at(config, path) != value

@@ -1,6 +1,7 @@
 """The training loop: steps, with reports, evaluations, samples and checkpoints between them."""
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -88,6 +89,7 @@ class Loop:
         blocks: kernel_blocks.KernelBlocks,
         progress: TrainingProgress,
         may_overflow: bool,
+        stop_loss: float = -math.inf,
     ):
         self.config, self.model, self.text, self.datasets, self.tasks = inputs
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
@@ -111,9 +113,12 @@ class Loop:
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
         self.may_overflow, self.overflowed = may_overflow, False
+        self.stop_loss = stop_loss
 
     def run(self, profile_steps: int, folder: Folder, on_saved: Callable[[int], None]) -> Outcome:
-        """Run all remaining steps or until a signal arrives, then write the final files.
+        """Run all remaining steps, or until a signal arrives or the loss is `stop_loss` or less.
+
+        Then the final files are written.
 
         Args:
           profile_steps: number of steps to profile.
@@ -130,12 +135,12 @@ class Loop:
             train_step = self._compile()
             with signals.stop_after_step(self.progress.log) as stop:
                 stopped_by = self._steps(train_step, profile_steps, stop)
-                if stopped_by is None and self.step < steps:
+                if self.overflowed and stopped_by is None and self.step < steps:
                     raise Int16Overflow
                 on_saved(self.step)
         else:
             on_saved(self.step)
-        if stopped_by is not None and self.step < steps:
+        if self.step < steps:
             self._write_side_files()
             self.side_files.draw(self.step)
             return Outcome(self.step, stopped_by)
@@ -149,7 +154,7 @@ class Loop:
         return Outcome(self.step, None)
 
     def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
-        """Run steps until the last step or until a signal arrives; return the signal or None."""
+        """Run steps to the last one, a signal or `stop_loss`; return the signal or None."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
         highest = processes.DelayedMax(self.model.mesh)
@@ -174,13 +179,10 @@ class Loop:
                     self._evaluate()
                 if step < steps and self._due(self.config.train.eval_tasks_every):
                     self._evaluate_tasks()
-                if (
-                    wanted != signals.GO_ON
-                    or self.overflowed
-                    or self._due(self.config.train.checkpoint_every)
-                ):
+                ends = self.overflowed or self.evaluated.get(step, math.inf) <= self.stop_loss
+                if wanted != signals.GO_ON or ends or self._due(self.config.train.checkpoint_every):
                     self._save()
-                if stopped_by is not None or self.overflowed:
+                if stopped_by is not None or self.overflowed or ends:
                     break
                 if step < steps:
                     self._write_side_files()

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ def train(
     label: str = "train",
     on_saved: Callable[[int], None] = lambda step: None,
     check_kernels: kernel_checks.CheckMode = "auto",
+    stop_loss: float = -math.inf,
 ) -> Outcome:
     """Train `config` in `folder`, starting from its last undamaged checkpoint if there is one.
 
@@ -74,6 +76,8 @@ def train(
         committed. After that only files for people are written, such as metrics and plots.
       check_kernels: "auto" checks kernels that were not checked on this kind of device before;
         "off" checks none.
+      stop_loss: loss on held-out text, in nats per token. The run stops with a checkpoint at the
+        first evaluation whose loss is at most this.
 
     Raises:
       UsageError, MeshError: the config, the files that it names, or the folder cannot be used.
@@ -84,7 +88,7 @@ def train(
     if processes.is_first():
         workdir.check_access(folder)
     trackers.wanted(config.train)
-    options = _TrainOptions(label, on_saved, check_kernels)
+    options = _TrainOptions(label, on_saved, check_kernels, stop_loss)
     while True:
         try:
             return _train(config, folder, change_config, from_step, profile_steps, options)
@@ -106,6 +110,7 @@ class _TrainOptions(NamedTuple):
     label: str
     on_saved: Callable[[int], None]
     check_kernels: kernel_checks.CheckMode
+    stop_loss: float
     windows_read: int | None = None
 
 
@@ -143,9 +148,8 @@ def _train(
             kernel_blocks.pinned_block_sizes(folder, progress.log, restart=changes.restarts)
         )
         how = {"restart": changes.restarts, "how": options.check_kernels}
-        stack.enter_context(
-            kernel_checks.check_kernels(config, inputs.model, folder, progress.log, **how)
-        )
+        checks = kernel_checks.check_kernels(config, inputs.model, folder, progress.log, **how)
+        stack.enter_context(checks)
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
         start = restore_or_init(
@@ -167,7 +171,8 @@ def _train(
             meta = checkpoint_meta(config, inputs.text, *own)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(SideFiles(folder, start.step, config, progress.log))
-        loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
+        limits = may_overflow, options.stop_loss
+        loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, *limits)
         return loop.run(profile_steps, folder, options.on_saved)
 
 

@@ -12,6 +12,7 @@ from rmt_tpu.config import overrides, presets
 from rmt_tpu.errors import UsageError
 from rmt_tpu.experiments import speedrun
 from rmt_tpu.experiments.speedrun import TRACKS, PinnedText, Result
+from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
 from tests import cli
 
@@ -177,3 +178,8 @@ def test_an_entry_from_the_text_to_the_table(small, tmp_path, monkeypatch):
     assert "| gpt2-tiny | 853,376 | 2 of 2 |" in output
     rows = json.loads((tmp_path / "s/speedrun.json").read_text())
     assert [row["seed"] for row in rows] == [0, 1] and all(row["loss"] <= 5.9 for row in rows)
+    # The runs stopped at the first evaluation, and the same command trains no further.
+    process = cli.start("speedrun", *flags, "--learning_rate=0.01", first=first)
+    assert process.communicate()[0] == output
+    for seed in (0, 1):
+        assert read_metrics(tmp_path / f"s/gpt2-tiny/seed-{seed}")[-1]["step"] == 2

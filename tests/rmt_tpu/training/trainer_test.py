@@ -53,6 +53,16 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_stops_at_a_loss_and_may_continue(config, tmp_path):
+    """The loss of a new model is about 5.6, so that the first evaluation reaches 9 and not 1."""
+    run = tmp_path / "run"
+    assert trainer.train(config, run, stop_loss=9.0) == (2, None)
+    assert Checkpointer(str(run / "checkpoints")).steps() == [2]
+    assert trainer.train(config, run, stop_loss=1.0) == (6, None)
+    assert series(read_metrics(run), "eval/loss")[0] == [2, 4, 6]
+
+
+@pytest.mark.slow
 def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch, capsys):
     """And not even one start after that: the paths may be others, and side files damaged."""
     run, order = tmp_path / "run", []
