@@ -192,8 +192,11 @@ _KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
 
 def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int, top_k: int):
     linear = Kda(heads, 128)
-    latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions())
-    experts = Experts(num_experts, top_k, hidden_dim, scale=2.446)
+    latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions(), latent_epsilon=1e-6)
+    # Files of the hub have biases of experts and no rate. A model that is opened from one has the
+    # rate given here, so that a run that begins with its weights has the same biases.
+    balance = SignRule(2.0**-10)
+    experts = Experts(num_experts, top_k, hidden_dim, scale=2.446, balance=balance)
     cores = [latent if n % 4 == 0 or n == layers else linear for n in range(1, layers + 1)]
     wide = [FeedForward(4 * width, "swiglu"), *(layers - 1) * [experts]]
     return ModelConfig(
@@ -292,7 +295,7 @@ _TINY |= {
 # A tiny Kimi Linear: the same kinds of cores in four layers, with 8 experts.
 _WIDE = FeedForward(384, "swiglu")
 _LINEAR = Kda(4, 32)
-_LATENT = Mla(4, 32, kv_rank=64, rope_dim=16, positions=NoPositions())
+_LATENT = Mla(4, 32, kv_rank=64, rope_dim=16, positions=NoPositions(), latent_epsilon=1e-6)
 _EXPERTS = Experts(8, 2, 128, scale=2.446, balance=SignRule(1e-2))
 _KIMI_TINY = replace(
     _LLAMA_TINY, stacks=stacks([(_LINEAR, _WIDE), *2 * [(_LINEAR, _EXPERTS)], (_LATENT, _EXPERTS)])

@@ -35,6 +35,7 @@ class Family(NamedTuple):
       other_bases: what the names of tensors may begin with in place of `base`.
       ignored: what the names of tensors begin with that are not of the text model.
       ropes: whether layers with a window have a RoPE of their own, in `rope_parameters`.
+      renamed: other names that fields may have in config.json, and the names that they have here.
     """
 
     architecture: str
@@ -50,6 +51,7 @@ class Family(NamedTuple):
     inside: str | None = None
     other_bases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = {}
 
 
 # The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
@@ -70,6 +72,12 @@ NEXT = "gated delta net"
 APART = "projections apart"
 # Attention over depth, whose sources are cumulative.
 ATTNRES = "attention over depth"
+# Latent attention, experts with biases of their scores, and names of its own.
+LATENT = "latent attention"
+# Also layers of Kimi Delta Attention, and latent attention without positions.
+KIMI = "kimi delta attention"
+# RoPE rotates pairs of adjacent numbers.
+INTERLEAVED = "rope of adjacent numbers"
 # Biases everywhere, layer norms, learned positions, and names of its own.
 GPT2 = "layernorm"
 # Any model of this package.
@@ -218,6 +226,72 @@ FAMILIES = {
         end=1,
         windows="other",
         activation="hidden_activation",
+    ),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        {
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "linear_conv_kernel_dim": 4,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "model_max_length": 1_048_576,
+            "moe_intermediate_size": 1024,
+            "moe_layer_freq": 1,
+            "moe_renormalize": True,
+            "num_expert_group": 1,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_nextn_predict_layers": 0,
+            "num_shared_experts": 1,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.446,
+            "topk_group": 1,
+            "v_head_dim": 128,
+        },
+        frozenset({LATENT, KIMI}),
+        end=163_586,
+        length="model_max_length",
+        renamed={
+            "max_position_embeddings": "model_max_length",
+            "n_group": "num_expert_group",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+            "num_experts_per_tok": "num_experts_per_token",
+            "num_local_experts": "num_experts",
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-6,
+            "rope_interleave": True,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+            "v_head_dim": 128,
+        },
+        frozenset({LATENT, INTERLEAVED}),
+        end=1,
+        renamed={
+            "num_local_experts": "n_routed_experts",
+            "num_mtp_layers": "num_nextn_predict_layers",
+        },
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

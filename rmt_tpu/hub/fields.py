@@ -5,7 +5,7 @@ This module imports no jax.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from rmt_tpu.errors import UsageError, shown, unknown
@@ -136,15 +136,18 @@ class Fields:
             raise self.wrong(name, value, "a number")
         return float(value)
 
-    def layers(self, name: str, count: int) -> list[int]:
+    def layers(self, name: str, count: int, first: int = 0) -> list[int]:
         """Return a field that lists some of `count` layers; an absent or null field lists none.
+
+        Layers are counted from `first`.
 
         Raises:
           UsageError: the field is no list of whole numbers.
         """
         value = self._values.get(name) or []
         if not isinstance(value, list) or any(type(layer) is not int for layer in value):
-            raise self.wrong(name, value, f"a list of layers, from 0 to {count - 1}")
+            legal = f"a list of layers, from {first} to {first + count - 1}"
+            raise self.wrong(name, value, legal)
         return value
 
     def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
@@ -177,6 +180,12 @@ class Fields:
         value = self._values.get(name, legal[0])
         if value not in legal:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
+
+    def known(self, names: Container[str]) -> None:
+        """Raise UsageError if there is a field that is not null and not in `names`."""
+        for name, value in self._values.items():
+            if name not in names and value is not None:
+                raise self.wrong(name, value, "null, or a config without this unknown field")
 
     def switches(self, name: str, default: list[bool]) -> list[bool]:
         """Return the first values of a field that holds a list of zeros and ones.

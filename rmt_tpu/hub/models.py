@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub import attnres, gpt2, own, qwen3_next
+from rmt_tpu.hub import attnres, gpt2, latent, own, qwen3_next
 from rmt_tpu.hub.families import (
     ATTNRES,
     BIAS,
@@ -18,6 +18,7 @@ from rmt_tpu.hub.families import (
     FAMILIES,
     GEMMA,
     GPT2,
+    LATENT,
     NEXT,
     NORMS_AFTER,
     OWN,
@@ -92,6 +93,8 @@ def describe(folder: Location) -> Description:
     model = model_config(values, where)
     ends = _ends(folder, values, model.vocab_size)
     family = FAMILIES[values["model_type"]]
+    if LATENT in family.traits:
+        family = latent.own_family(config_fields, family)
     max_length = config_fields.size(family.length, 2048)
     return Description(model, max_length, ends, family.end, family)
 
@@ -104,7 +107,8 @@ def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
         outside = {name: values[name] for name in _OUTSIDE if name in values}
         values = {**outside, **inside, "model_type": kind}
     known = {**_ABSENT, **(family.absent if family else {})}
-    renamed = {ours: values[name] for name, ours in _RENAMED.items() if name in values}
+    others = {**_RENAMED, **(family.renamed if family else {})}
+    renamed = {ours: values[name] for name, ours in others.items() if name in values}
     return {**known, **{name: x for name, x in renamed.items() if name in known}, **values}
 
 
@@ -146,6 +150,8 @@ def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
         return gpt2.model_config(config_fields, _MOST_LAYERS)
     if NEXT in family.traits:
         return qwen3_next.model_config(config_fields, family, _num_layers(config_fields))
+    if LATENT in family.traits:
+        return latent.model_config(config_fields, family, _num_layers(config_fields))
     config_fields.only("mlp_bias", False)
     config_fields.only("attention_bias", BIAS in family.traits, False)
     config_fields.only("quantization_config", None)
@@ -295,18 +301,20 @@ def config_values(
     }
     if kind == own.KIND:
         return special | own.config_values(model, max_length)
-    if NEXT in FAMILIES[kind].traits:
-        _layers(model, cfg.Kda.kind)
-        values = special | qwen3_next.config_values(model, FAMILIES[kind], max_length)
+    family = FAMILIES[kind]
+    if family.traits & {NEXT, LATENT}:
+        is_latent = LATENT in family.traits
+        _layers(model, cfg.Kda.kind, *(is_latent * [cfg.Mla.kind]))
+        of_kind = latent if is_latent else qwen3_next
+        values = special | of_kind.config_values(model, family, max_length)
         _check_expressed(model, model_config(values, CONFIG))
         return values
     layers = _layers(model)
     attention, feed_forward = layers[0]
-    if GPT2 in FAMILIES[kind].traits:
+    if GPT2 in family.traits:
         values = gpt2.config_values(model, attention, feed_forward, len(layers)) | special
         _check_expressed(model, model_config(values, CONFIG))
         return values
-    family = FAMILIES[kind]
     dense = [n for n, (_, core) in enumerate(layers) if core.kind != cfg.Experts.kind]
     feed_forward = layers[dense[0]][1] if dense else cfg.FeedForward(1, "swiglu")
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -388,6 +396,8 @@ def kind_of(model: cfg.ModelConfig) -> str:
     Raises:
       UsageError: no kind has all of the model's traits.
     """
+    if latent.kind(model) is not None:
+        return latent.kind(model)
     if qwen3_next.kind_of(model):
         return qwen3_next.kind_of(model)
     cores = [core for core, _ in _layers(model)]
@@ -436,7 +446,7 @@ def _ropes(layers: list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]) ->
 
 def _layers(
     model: cfg.ModelConfig, *first: str
-) -> list[tuple[cfg.Attention | cfg.Kda, cfg.FeedForward | cfg.Experts]]:
+) -> list[tuple[cfg.Attention | cfg.Mla | cfg.Kda, cfg.FeedForward | cfg.Experts]]:
     """Return the attention and the feed-forward core (or the experts) of each layer of a model.
 
     Layers may also begin with a core of one of the kinds in `first`.
@@ -483,7 +493,11 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
             value, legal = getattr(core, name), getattr(other, name)
             derived = {"num_kv_heads": "kv_heads", "num_key_heads": "key_heads"}.get(name)
             by_default = derived and getattr(core, derived) == getattr(other, derived)
-            if value != legal and not by_default:
+            if name == "latent_epsilon":
+                by_default = value is None and model.norm_epsilon == legal
+            # Biases of experts are tensors. The rate at which they change is not of the function.
+            biases = isinstance(value, cfg.SignRule) and isinstance(legal, cfg.SignRule)
+            if value != legal and not (by_default or biases):
                 kinds = [getattr(x, "kind", None) for x in (value, legal)]
                 value, legal = kinds if kinds[0] != kinds[1] else (value, legal)
                 raise _not_in_hub_format(f"model.{core.kind}.{name}", value, legal)

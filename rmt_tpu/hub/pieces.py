@@ -11,17 +11,21 @@ Range = tuple[int, int]
 Path = tuple[Any, ...]
 # How the names of tensors with one axis end.
 _VECTORS = (".bias", "norm.weight", ".ln_1.weight", ".ln_2.weight", "ln_f.weight")
-_VECTORS += (".A_log", ".dt_bias")
+_VECTORS += (".A_log", ".dt_bias", ".e_score_correction_bias")
 # How the names of tensors without axes end.
 _SCALARS = ("_res_bias",)
 
 
 class Part(NamedTuple):
-    """The part of a tensor along one axis: from `begin`, of `total` rows or columns."""
+    """The part of a tensor along one axis: every `step`-th of `total` rows or columns.
+
+    The first of them is the one of number `begin`.
+    """
 
     axis: int
     begin: int
     total: int
+    step: int = 1
 
 
 class Piece(NamedTuple):
@@ -34,11 +38,14 @@ class Piece(NamedTuple):
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
       part: the part of the tensor that the slice is; None if it is the whole tensor. The pieces of
         a tensor follow each other.
+      as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes,
+        without those of `ones`.
       offset: a number that is added to the tensor's numbers to get those of the parameter.
-      squeezed: whether the tensor has one more axis of size 1, between the other two.
       stacked: how many matrices of equal size the tensor stacks along a first axis; 0 if it has no
         such axis. The piece is then a part of the one matrix that has the rows of all of them.
-      as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes.
+      factor: a number by which the parameter's numbers are multiplied to get those of the tensor.
+      ones: the numbers of the tensor's additional axes, whose sizes are 1.
+      exact: whether the tensor is written in float32, also if others have a narrower dtype.
     """
 
     name: str
@@ -48,8 +55,10 @@ class Piece(NamedTuple):
     part: Part | None = None
     as_it_is: bool = False
     offset: float = 0.0
-    squeezed: bool = False
     stacked: int = 0
+    factor: float = 1.0
+    ones: tuple[int, ...] = ()
+    exact: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -60,15 +69,15 @@ class Piece(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
         shape = list(self.matrix)
-        if self.squeezed:
-            shape.insert(1, 1)
+        for axis in self.ones:
+            shape.insert(axis, 1)
         if self.stacked:
             shape[:1] = self.stacked, shape[0] // self.stacked
         return tuple(shape)
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of the tensor without axes of size 1 and stacks."""
+        """The shape of the tensor without the axes of `ones` and stacks."""
         shape = list(self.own_shape)
         if self.part is not None:
             shape[self.part.axis] = self.part.total
@@ -79,9 +88,9 @@ class Piece(NamedTuple):
         """The index of the piece in its tensor."""
         if self.part is None:
             return (slice(None),) * len(self.own_shape)
-        axis, begin, _ = self.part
+        axis, begin, _, step = self.part
         index = [slice(None)] * len(self.own_shape)
-        index[axis] = slice(begin, begin + self.own_shape[axis])
+        index[axis] = slice(begin, begin + step * self.own_shape[axis], step)
         return tuple(index)
 
     @property

@@ -273,7 +273,7 @@ def _net_pieces(layer: str, place: Place) -> Iterator[Piece]:
     groups = ("core/taps", 0), ("core/taps", 1), of_values
     widths = (size * count for count in (core.key_heads, core.key_heads, core.num_heads))
     convolved = [
-        place.piece("", path, (0, taps), (index, index + 1), (0, width))._replace(squeezed=True)
+        place.piece("", path, (0, taps), (index, index + 1), (0, width))._replace(ones=(1,))
         for (path, index), width in zip(groups, widths, strict=True)
     ]
     yield from joined(f"{name}conv1d.weight", convolved)

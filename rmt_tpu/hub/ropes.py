@@ -3,6 +3,7 @@
 This module imports no jax.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
@@ -14,6 +15,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _SCALINGS = {
     scaling.kind: scaling for scaling in (cfg.Llama3Scaling, cfg.LinearScaling, cfg.YarnScaling)
 }
+
+
+# The field of YaRN from which DeepSeek's models get a factor of all logits.
+_ALL_DIMS = "mscale_all_dim"
 
 
 class Ropes(NamedTuple):
@@ -138,19 +143,52 @@ def _scaling(group: Fields, model: Fields, plain: bool) -> cfg.Scaling | None:
 
 
 def _yarn(group: Fields, length: int, most: int) -> cfg.YarnScaling:
-    for name in ("mscale", "mscale_all_dim"):
-        group.only(name, None)
     fast, slow = group.positive_or("beta_fast", 32.0), group.positive_or("beta_slow", 1.0)
     if slow >= fast:
         raise group.wrong("beta_slow", slow, f"below beta_fast={fast}")
-    return cfg.YarnScaling(
-        group.positive_or("factor", most / length),
-        length,
-        fast,
-        slow,
-        group.positive("attention_factor") if group.has("attention_factor") else None,
-        group.flag("truncate", True),
-    )
+    factor = group.positive_or("factor", most / length)
+    scales = [group.not_negative(n) if group.has(n) else 0.0 for n in ("mscale", _ALL_DIMS)]
+    magnitude = None
+    if group.has("attention_factor"):
+        magnitude = group.positive("attention_factor")
+    elif all(scales):
+        of_rotated, of_all = (_magnitude(factor, scale) for scale in scales)
+        magnitude = of_rotated / of_all
+    return cfg.YarnScaling(factor, length, fast, slow, magnitude, group.flag("truncate", True))
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
+    """Return the factor of all logits that YaRN has in DeepSeek's models, and otherwise 1.
+
+    It is the square of `0.1 s log(factor) + 1`, where s is the field `mscale_all_dim`.
+
+    Raises:
+      UsageError: there is such a field without YaRN.
+    """
+    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    group = fields.group(name)
+    if not isinstance(rope.scaling, cfg.YarnScaling):
+        group.only(_ALL_DIMS, None, 0)
+        return 1.0
+    scale = group.not_negative(_ALL_DIMS) if group.has(_ALL_DIMS) else 0.0
+    return _magnitude(rope.scaling.factor, scale) ** 2
+
+
+def logit_factor_values(rope: cfg.Rope, factor: float) -> dict[str, float]:
+    """Return the field of `rope_scaling` that gives logits a factor; no field if there is none.
+
+    The caller compares what the field describes with the model.
+    """
+    scaling = rope.scaling
+    if factor == 1.0 or not isinstance(scaling, cfg.YarnScaling) or scaling.factor <= 1:
+        return {}
+    scale = (math.sqrt(factor) - 1) / (0.1 * math.log(scaling.factor))
+    # Config files have numbers of a few digits, which the rounded quotient is exactly.
+    return {_ALL_DIMS: round(scale, 12)}
 
 
 def _scaling_values(scaling: cfg.Scaling | None) -> dict[str, Any] | None:

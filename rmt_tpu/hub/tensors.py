@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 
 from rmt_tpu import config as cfg
-from rmt_tpu.hub import attnres, gpt2, own, qwen3_next
+from rmt_tpu.hub import attnres, gpt2, latent_pieces, own, qwen3_next
 from rmt_tpu.hub.families import (
     ATTNRES,
     EXPERTS,
     GEMMA,
     GPT2,
+    LATENT,
     NEXT,
     OWN,
     PARTIAL_ROPE,
@@ -24,8 +25,9 @@ def pieces(
 ) -> list[Piece]:
     """Return all tensors of a model of a kind, as slices of parameters.
 
-    No numbers have to be reordered: the hub's format and the parameters agree on the order of heads
-    along an axis and on RoPE, which rotates the two halves of a head. If the model has biases of
+    No numbers have to be reordered, except in some models with latent attention: the hub's format
+    and the parameters agree on the order of heads along an axis and on RoPE, which rotates the two
+    halves of a head. If the model has biases of
     queries, keys and values, or norms of queries and keys, their tensors are included. A model with
     tied embeddings has no tensor for W_U.
 
@@ -46,6 +48,8 @@ def _pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None)
         return list(gpt2.pieces(model))
     if NEXT in family.traits:
         return list(qwen3_next.pieces(model, family, names))
+    if LATENT in family.traits:
+        return list(latent_pieces.pieces(model, family, names))
     dim, vocab = model.store.dim, model.vocab_size
     tensors = [
         Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim)),

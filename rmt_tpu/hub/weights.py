@@ -166,7 +166,10 @@ def view_of(piece: Piece, itemsize: int) -> files.View:
     if piece.part is not None:
         whole[piece.part.axis] = piece.part.total
     strides = [itemsize * math.prod(whole[axis + 1 :]) for axis in range(len(own))]
-    begin = 0 if piece.part is None else piece.part.begin * strides[piece.part.axis]
+    begin = 0
+    if piece.part is not None:
+        begin = piece.part.begin * strides[piece.part.axis]
+        strides[piece.part.axis] *= piece.part.step
     if piece.as_it_is:
         return files.View(begin, own, tuple(strides))
     # One axis of the tensor stands for all of the parameter's axes but the last.
@@ -312,6 +315,8 @@ def _copy(
     # No warning if a float64 value overflows float32: `check_finite` raises an error.
     with np.errstate(over="ignore"):
         part[...] = values
+        if piece.factor != 1:
+            part /= np.float32(piece.factor)
         if piece.offset:
             part += np.float32(piece.offset)
     tensors.check_finite(piece.name, part)
@@ -340,7 +345,7 @@ def write(
       folder: the folder to write to.
       tensor_pieces: all tensors of the model.
       value: a function that returns the slice of the parameter that a piece describes.
-      dtype: the dtype of the written tensors.
+      dtype: the dtype of the written tensors, except exact ones.
 
     Raises:
       UsageError: safetensors is not installed.
@@ -358,7 +363,7 @@ def write(
     groups: list[list[str]] = [[]]
     total = group_bytes = 0
     for name, (piece, *_) in by_name.items():
-        count = math.prod(piece.shape) * np.dtype(dtype).itemsize
+        count = math.prod(piece.shape) * (4 if piece.exact else np.dtype(dtype).itemsize)
         if groups[-1] and group_bytes + count > _SHARD:
             groups.append([])
             group_bytes = 0
@@ -377,10 +382,10 @@ def write(
 
 def _tensor(parts: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any) -> np.ndarray:
     first = parts[0]
-    tensor = np.empty(first.matrix if first.stacked else first.shape, dtype)
+    tensor = np.empty(first.matrix, np.float32 if first.exact else dtype)
     for piece in parts:
         shape = piece.own_shape[::-1] if piece.transposed else piece.own_shape
-        part = value(piece).reshape(shape) - np.float32(piece.offset)
+        part = value(piece).reshape(shape) * np.float32(piece.factor) - np.float32(piece.offset)
         part = part.T if piece.transposed else part
-        tensor[piece.index] = part[:, None] if piece.squeezed else part
+        tensor[piece.index] = part
     return tensor.reshape(first.shape)

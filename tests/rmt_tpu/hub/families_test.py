@@ -143,6 +143,67 @@ CONFIGS = {
         "shared_expert_intermediate_size": 16,
         "tie_word_embeddings": True,
     },
+    "kimi_linear": {key: x for key, x in COMMON.items() if key != "max_position_embeddings"}
+    | {
+        "first_k_dense_replace": 2,
+        "hidden_act": "silu",
+        "kv_lora_rank": 6,
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 6,
+            "short_conv_kernel_size": 3,
+            "kda_layers": [1, 3, 4],
+            "full_attn_layers": [2, 5],
+        },
+        "model_max_length": 64,
+        "moe_intermediate_size": 8,
+        "moe_layer_freq": 2,
+        "moe_renormalize": False,
+        "num_expert_group": 4,
+        "num_experts": 16,
+        "num_experts_per_token": 3,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 2,
+        "num_shared_experts": 2,
+        "q_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "routed_scaling_factor": 1.7,
+        "tie_word_embeddings": True,
+        "topk_group": 2,
+        "v_head_dim": 6,
+    },
+    "deepseek_v3": COMMON
+    | {
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "kv_lora_rank": 6,
+        "moe_intermediate_size": 8,
+        "moe_layer_freq": 2,
+        "n_group": 4,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 2,
+        "q_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "rope_interleave": False,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 8.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
+        "routed_scaling_factor": 1.7,
+        "topk_group": 2,
+        "tie_word_embeddings": True,
+        "v_head_dim": 6,
+    },
     "phi3": COMMON
     | {
         "partial_rotary_factor": 0.7,
@@ -155,8 +216,11 @@ CONFIGS = {
 }
 CONFIGS |= configs_later.CONFIGS
 CONFIGS = {kind: {"model_type": kind, **values} for kind, values in CONFIGS.items()}
+LATENT = "deepseek_v3", "kimi_linear"
 # Keys that do not fit what others are by default: see REFUSED.
 TOGETHER = [
+    *((kind, f"{part}_head_dim") for kind in LATENT for part in ("qk_nope", "v")),
+    ("kimi_linear", "num_expert_group"),
     ("qwen3", "use_sliding_window"),
     ("qwen3_attnres", "use_sliding_window"),
     ("qwen3_next", "linear_key_head_dim"),
@@ -230,7 +294,7 @@ def test_in_and_out(kind, tmp_path):
     reloaded, _ = rmt_tpu.load(tmp_path / "out")
     assert reloaded.config == decoder.config
     same(reloaded, decoder)
-    first = "expert" if "num_experts" in config else "data"
+    first = "expert" if {"num_experts", "n_routed_experts"} & set(config) else "data"
     placed, _ = rmt_tpu.load(tmp_path / "hub", mesh=f"{first}=2,fsdp=2,tensor=2")
     same(placed, decoder)
 
@@ -242,16 +306,18 @@ def test_what_config_json_lacks_is_as_its_kind_has_it(kind, key, tmp_path):
     assert model_config(config, "x") == model_config(given, "x")
     (tmp_path / "config.json").write_text(json.dumps(config))
     described = describe(tmp_path)
-    length = "n_positions" if kind == "gpt2" else "max_position_embeddings"
-    assert described.max_length == given[length]
+    lengths = {"gpt2": "n_positions", "kimi_linear": "model_max_length"}
+    assert described.max_length == given[lengths.get(kind, "max_position_embeddings")]
     assert described.model.tied_embeddings == given["tie_word_embeddings"]
     assert described.default_end == ENDS[kind]
 
 
 ENDS = dict.fromkeys(CONFIGS) | {
+    "deepseek_v3": 1,
     "gpt2": 50_256,
     "gemma2": 1,
     "gemma3_text": 1,
+    "kimi_linear": 163_586,
     "mistral": 2,
     "ministral": 2,
     "olmo2": 50_279,
@@ -340,8 +406,8 @@ REFUSED = {
         "layer_types=.* legal: null, or a list of 'full_attention' or 'linear_attention' for each",
     ),
     "magnitudes of yarn": (
-        {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "mscale": 1.0}},
-        "rope_scaling: mscale=1.0 is not supported; legal: null$",
+        {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "mscale": -1.0}},
+        "rope_scaling: mscale=-1.0 is not supported; legal: a number, at least 0$",
     ),
     "turns of yarn": (
         {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "beta_slow": 40}},
@@ -504,7 +570,7 @@ def test_what_qwen3_next_has_not_is_refused():
     of = lambda *layers: model.replace(stacks=cfg.stacks(layers))
     assert config_values(of((net, experts), (attention, dense)), **fields)["num_hidden_layers"] == 2
     with pytest.raises(
-        UsageError, match="without attention cannot be written as qwen3_next; legal"
+        UsageError, match="without attention cannot be written as qwen3_next or qwen3_5; legal"
     ):
         config_values(of((net, experts)), **fields)
     other = dataclasses.replace(net, gate_activation="sigmoid")

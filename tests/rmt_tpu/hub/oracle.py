@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from tests.rmt_tpu.hub import oracle_next
+from tests.rmt_tpu.hub import oracle_latent, oracle_next
 
 COMMON = {
     "attention_bias": False,
@@ -33,6 +33,7 @@ DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "qwen3_next": oracle_next.DEFAULTS,
     **oracle_next.DEFAULTS_3_5,
+    **oracle_latent.DEFAULTS,
     "mistral": {
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
@@ -159,6 +160,8 @@ def shapes(config):
         return gpt2_shapes(c)
     if c["model_type"] in oracle_next.KINDS:
         return oracle_next.shapes(c)
+    if c["model_type"] in oracle_latent.DEFAULTS:
+        return oracle_latent.shapes(c)
     width, hidden, size, kind = (
         c[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type")
     )
@@ -261,6 +264,8 @@ def logits(tensors, config, tokens):
         return gpt2_logits(t, c, tokens)
     if c["model_type"] in oracle_next.KINDS:
         return oracle_next.logits(t, c, tokens, sys.modules[__name__])
+    if c["model_type"] in oracle_latent.DEFAULTS:
+        return oracle_latent.logits(t, c, tokens, sys.modules[__name__])
     h = t["model.embed_tokens.weight"][tokens]
     sources = [h]
     if c["model_type"] in GEMMAS:

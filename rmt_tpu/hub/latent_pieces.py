@@ -1,0 +1,146 @@
+"""The tensors of models with latent attention, as slices of parameters.
+
+`rmt_tpu.hub.latent` describes these models.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from rmt_tpu import config as cfg
+from rmt_tpu.hub.families import INTERLEAVED, KIMI, Family
+from rmt_tpu.hub.pieces import Part, Piece, Place, full, joined, places
+
+# The names of layers without experts, and of those with experts in Kimi Linear.
+_DENSE, _SPARSE = "mlp.", "block_sparse_moe."
+
+
+def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> Iterator[Piece]:
+    """Yield all tensors of a model of one of these kinds.
+
+    If RoPE rotates pairs of adjacent numbers in the files, the rows of these numbers are reordered,
+    because parameters have the first numbers of all pairs before the second ones. In Kimi Linear,
+    the transformers library writes layers without experts under the name of those with experts; in
+    this case `names` has such tensors.
+    """
+    has_other = names is not None and any(
+        name.endswith(f".{_SPARSE}gate_proj.weight") for name in names
+    )
+    dense_name = _SPARSE if has_other else _DENSE
+    dim, vocab = model.store.dim, model.vocab_size
+    yield Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim))
+    yield Piece("model.norm.weight", ("final_site", "gain"), full(dim))
+    yield Piece("lm_head.weight", ("unembedding", "kernel"), full(dim, vocab), True)
+    sublayers = list(places(model))
+    for layer, (mixing, mlp) in enumerate(zip(sublayers[::2], sublayers[1::2], strict=True)):
+        name = f"model.layers.{layer}."
+        for place, norm in ((mixing, "input"), (mlp, "post_attention")):
+            yield place.piece(f"{name}{norm}_layernorm.weight", "site/gain", (0, dim))
+        attention = f"{name}self_attn."
+        if mixing.core.kind == cfg.Kda.kind:
+            yield from _delta_attention_pieces(attention, mixing, dim)
+        else:
+            yield from _latent_attention_pieces(
+                attention, mixing, dim, INTERLEAVED in family.traits
+            )
+        width = mixing.core.num_heads * mixing.core.head_dim
+        yield mlp.piece(f"{attention}o_proj.weight", "site/write", *full(width, dim))
+        if mlp.core.kind == cfg.Experts.kind:
+            yield from _expert_pieces(name, mlp, dim, KIMI in family.traits)
+        else:
+            yield from _gated_pieces(f"{name}{dense_name}", mlp, "core/", dim, mlp.core.hidden_dim)
+
+
+def _delta_attention_pieces(name: str, place: Place, dim: int) -> Iterator[Piece]:
+    core, rank, taps = place.core, place.core.rank, place.core.conv_size
+    heads, width = core.num_heads, core.num_heads * core.head_dim
+    for group, letter in enumerate("qkv"):
+        own = group, group + 1
+        yield place.piece(f"{name}{letter}_proj.weight", "site/read", own, *full(dim, width))
+        at = (0, taps), own, (0, width)
+        convolved = place.piece(f"{name}{letter}_conv1d.weight", "core/taps", *at)
+        yield convolved._replace(ones=(1,))
+    for letter, gate in (("f", "decay"), ("g", "gate")):
+        yield place.piece(f"{name}{letter}_a_proj.weight", f"core/w_{gate}_down", *full(dim, rank))
+        yield place.piece(f"{name}{letter}_b_proj.weight", f"core/w_{gate}_up", *full(rank, width))
+    yield place.piece(f"{name}b_proj.weight", "core/w_beta", *full(dim, heads))
+    rates = place.piece(f"{name}A_log", "core/log_rate", (0, heads))
+    yield rates._replace(ones=(0, 1, 3), exact=True)
+    biases = place.piece(f"{name}dt_bias", "core/decay_bias", (0, width))
+    yield biases._replace(exact=True)
+    yield place.piece(f"{name}o_norm.weight", "core/gain", (0, core.head_dim))
+
+
+def _latent_attention_pieces(
+    name: str, place: Place, dim: int, interleaved: bool
+) -> Iterator[Piece]:
+    core, rank, latent = place.core, place.core.query_rank, place.core.kv_rank
+    query, inputs = "q_proj", dim
+    if rank is not None:
+        query, inputs = "q_b_proj", rank
+        yield place.piece(f"{name}q_a_proj.weight", "core/w_q_down", *full(dim, rank))
+        yield place.piece(f"{name}q_a_layernorm.weight", "core/q_gain", (0, rank))
+    turned = core.rope_dim if interleaved else 0
+    sizes = core.num_heads * [core.head_dim, core.rope_dim]
+    yield from _rotated(f"{name}{query}.weight", place, "core/w_q", inputs, sizes, turned)
+    sizes, down = [latent, core.rope_dim], f"{name}kv_a_proj_with_mqa.weight"
+    yield from _rotated(down, place, "core/w_kv_down", dim, sizes, turned)
+    yield place.piece(f"{name}kv_a_layernorm.weight", "core/kv_gain", (0, latent))
+    size = core.head_dim
+    # The keys of a head, and then its values.
+    heads = [
+        place.piece("", "core/w_kv_up", (k, k + 1), (0, latent), (head * size, (head + 1) * size))
+        for head in range(core.num_heads)
+        for k in range(2)
+    ]
+    yield from joined(f"{name}kv_b_proj.weight", heads)
+
+
+def _rotated(
+    name: str, place: Place, path: str, inputs: int, sizes: list[int], turned: int
+) -> Iterator[Piece]:
+    """Yield the pieces of a matrix, every second part of whose outputs RoPE rotates.
+
+    Args:
+      name: the name of the tensor.
+      place: the place of the sublayer.
+      path: the path of the parameter.
+      inputs: the number of the matrix's inputs.
+      sizes: the sizes of the parts of its outputs, without and with RoPE in turn.
+      turned: the size of a part with RoPE if it is stored as pairs, or else 0.
+    """
+    total, begin = sum(sizes), 0
+    if not turned:
+        yield place.piece(name, path, *full(inputs, total))
+        return
+    for number, size in enumerate(sizes):
+        step = 1 + number % 2
+        for first in range(step):
+            start, count = begin + first * (size // step), size // step
+            piece = place.piece(name, path, (0, inputs), (start, start + count))
+            yield piece._replace(part=Part(0, begin + first, total, step))
+        begin += size
+
+
+def _expert_pieces(layer: str, place: Place, dim: int, is_kimi: bool) -> Iterator[Piece]:
+    core, hidden = place.core, place.core.hidden_dim
+    name = f"{layer}{_SPARSE if is_kimi else _DENSE}"
+    matrices = ("w1", "w3", "w2") if is_kimi else ("gate_proj", "up_proj", "down_proj")
+    yield place.piece(f"{name}gate.weight", "core/w_router", *full(dim, core.num_experts))
+    biases = place.piece(f"{name}gate.e_score_correction_bias", "core/load", (0, core.num_experts))
+    yield biases._replace(factor=core.balance.rate, exact=True)
+    for e in range(core.num_experts):
+        own = e, e + 1
+        for k, matrix in enumerate(matrices[:2]):
+            at = own, (0, dim), (k, k + 1), (0, hidden)
+            yield place.piece(f"{name}experts.{e}.{matrix}.weight", "core/w_1", *at)
+        at = own, *full(hidden, dim)
+        yield place.piece(f"{name}experts.{e}.{matrices[2]}.weight", "core/w_2", *at)
+    if core.shared:
+        shared = core.shared * hidden
+        yield from _gated_pieces(f"{name}shared_experts.", place, "core/shared/", dim, shared)
+
+
+def _gated_pieces(name: str, place: Place, path: str, dim: int, hidden: int) -> Iterator[Piece]:
+    for k, matrix in enumerate(("gate", "up")):
+        at = (k, k + 1), *full(dim, hidden)
+        yield place.piece(f"{name}{matrix}_proj.weight", f"{path}w_1", *at)
+    yield place.piece(f"{name}down_proj.weight", f"{path}w_2", *full(hidden, dim))
