@@ -76,6 +76,8 @@ ATTNRES = "attention over depth"
 LATENT = "latent attention"
 # Also layers of Kimi Delta Attention, and latent attention without positions.
 KIMI = "kimi delta attention"
+# Matrices of routed experts are packed as MXFP4 (see `rmt_tpu.hub.packed`).
+PACKED = "packed experts"
 # RoPE rotates pairs of adjacent numbers.
 INTERLEAVED = "rope of adjacent numbers"
 # Biases everywhere, layer norms, learned positions, and names of its own.
@@ -387,4 +389,11 @@ FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
         for base in ("", "model.")
         for part in ("vision_tower", "multi_modal_projector")
     ),
+)
+# The model of text and images whose text model has further fields of `kimi_linear`.
+FAMILIES["kimi_k3"] = FAMILIES["kimi_linear"]._replace(
+    base="",
+    inside="text_config",
+    other_bases=("language_model.",),
+    ignored=("vision_tower.", "mm_projector."),
 )

@@ -224,8 +224,19 @@ class Fields:
         return isinstance(value, dict) and any(key in value for key in inner)
 
     def inside(self, name: str) -> "Fields":
-        """Return the fields of an object that has objects, which the caller reads by `group`."""
-        return Fields(self._values[name], f"{self._where}: {name}")
+        """Return the fields of a nested object that may have further objects.
+
+        Raises:
+          UsageError: the field is no object.
+        """
+        value = self._values.get(name)
+        if not isinstance(value, dict):
+            raise self.wrong(name, value, "an object")
+        return Fields(value, f"{self._where}: {name}")
+
+    def names(self) -> list[str]:
+        """Return the names of all fields."""
+        return list(self._values)
 
     def group(self, name: str) -> "Fields":
         """Return the fields of a nested object, which may be absent.

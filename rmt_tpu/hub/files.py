@@ -29,6 +29,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "F64": np.dtype(np.float64),
 }
+BYTES = "U8"
 _MOST_HEADER = 100 * 10**6  # bytes, the limit of the package safetensors
 
 
@@ -149,12 +150,20 @@ def _header(file: File) -> dict[str, Entry]:
     for name, value in values.items():
         (begin, end), shape = value["data_offsets"], tuple(value["shape"])
         count = math.prod(shape)
-        dtype = DTYPES.get(value["dtype"])
-        fits = dtype is None or end - begin == count * dtype.itemsize
+        itemsize = itemsize_of(value["dtype"])
+        fits = itemsize is None or end - begin == count * itemsize
         if not (0 <= begin <= end <= file.size - 8 - length and fits):
             raise ValueError(f"{name} {list(shape)} does not lie in the file")
         entries[name] = Entry(file, value["dtype"], shape, 8 + length + begin)
     return entries
+
+
+def itemsize_of(dtype: str) -> int | None:
+    """Return the number of bytes of a dtype that is read here, as safetensors spells it, or None.
+
+    Bytes are read only as parts of packed tensors.
+    """
+    return 1 if dtype == BYTES else DTYPES[dtype].itemsize if dtype in DTYPES else None
 
 
 def _bytes(file: File, begin: int, count: int) -> bytes:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.hub.families import INTERLEAVED, KIMI, Family
+from rmt_tpu.hub import kimi_k3
+from rmt_tpu.hub.families import INTERLEAVED, KIMI, PACKED, Family
 from rmt_tpu.hub.fields import Fields
 from rmt_tpu.hub.ropes import (
     FULL,
@@ -72,13 +73,16 @@ _READ = """
     moe_intermediate_size moe_layer_freq num_attention_heads num_hidden_layers num_key_value_heads
     num_nextn_predict_layers q_lora_rank qk_nope_head_dim qk_rope_head_dim quantization_config
     rms_norm_eps rope_parameters rope_scaling rope_theta routed_scaling_factor topk_group
-    v_head_dim vocab_size
+    topk_method v_head_dim vocab_size
 """.split()
-_OF_KIMI = """
+_OF_KIMI = (
+    """
     layer_types linear_attn_config linear_conv_kernel_dim linear_head_dim linear_num_heads
     mla_use_nope mlp_layer_types use_grouped_topk
 """.split()
-_OF_DEEPSEEK = "rope_interleave topk_method".split()
+    + kimi_k3.FIELDS
+)
+_OF_DEEPSEEK = ["rope_interleave"]
 _OF_ROPE = """
     attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor mscale
     mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta rope_type
@@ -108,7 +112,9 @@ def own_family(fields: Fields, family: Family) -> Family:
     ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
     halves = KIMI not in family.traits and not fields.flag("rope_interleave")
     traits = family.traits - ({INTERLEAVED} if halves else set())
-    return family._replace(traits=traits, ignored=ignored)
+    if KIMI in family.traits and kimi_k3.is_packed(fields):
+        traits |= {PACKED}
+    return family._replace(traits=traits, ignored=(*family.ignored, *ignored))
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -125,25 +131,31 @@ def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig
     own = _OF_KIMI if is_kimi else _OF_DEEPSEEK
     fields.known({*_WITHOUT_EFFECT, *_READ, *own, *names, family.length, *family.renamed})
     fields.only("attention_bias", False)
-    fields.only("quantization_config", None)
-    fields.only("hidden_act", "silu")
     fields.only(names.scores, "sigmoid")
+    fields.only("topk_method", "noaux_tc")
     fields.count("num_nextn_predict_layers")
+    further, activation, mixer = {}, {"activation": "swiglu"}, cfg.Sum()
     if is_kimi:
         fields.only("mla_use_nope", True)
         fields.only("rope_scaling", None)
+        activation = kimi_k3.read_activation(fields)
+        further = activation | kimi_k3.read_latent(fields)
+        mixer = kimi_k3.read_mixer(fields, layers)
+        kimi_k3.is_packed(fields)
     else:
-        fields.only("topk_method", "noaux_tc")
+        fields.only("hidden_act", "silu")
+        fields.only("quantization_config", None)
     attention = _latent_attention(fields, family)
     full = _full_layers(fields, layers) if is_kimi else layers * [True]
     first = [attention if has_latents else _delta_attention(fields) for has_latents in full]
-    dense = cfg.FeedForward(fields.size("intermediate_size"), "swiglu")
+    dense = cfg.FeedForward(fields.size("intermediate_size"), **activation)
     sparse = _sparse_layers(fields, layers, is_kimi)
-    experts = _experts(fields, names) if any(sparse) else dense
+    experts = _experts(fields, names, further) if any(sparse) else dense
     second = [experts if has_experts else dense for has_experts in sparse]
     return cfg.ModelConfig(
         cfg.stacks(list(zip(first, second, strict=True))),
         cfg.VectorStore(fields.size("hidden_size")),
+        mixer,
         vocab_size=fields.size("vocab_size"),
         norm="rmsnorm",
         norm_epsilon=fields.positive("rms_norm_eps"),
@@ -175,6 +187,7 @@ def _latent_attention(fields: Fields, family: Family) -> cfg.Mla:
         positions=positions,
         scale=scale,
         latent_epsilon=_LATENT_EPSILON,
+        output_gate=KIMI in family.traits and fields.flag("mla_use_output_gate"),
     )
 
 
@@ -186,7 +199,7 @@ def _only_as(fields: Fields, name: str, legal: int, other: str) -> None:
 
 def _delta_attention(fields: Fields) -> cfg.Kda:
     inside = fields.group(_LINEAR_CONFIG)
-    inside.known(_OF_LINEAR_CONFIG)
+    inside.known([*_OF_LINEAR_CONFIG, *kimi_k3.LINEAR_FIELDS])
     names = {
         "num_heads": "linear_num_heads",
         "head_dim": "linear_head_dim",
@@ -194,7 +207,7 @@ def _delta_attention(fields: Fields) -> cfg.Kda:
     }
     given = (inside.size(n, fields.size(outside)) for n, outside in names.items())
     heads, size, taps = given
-    return cfg.Kda(heads, size, conv_size=taps)
+    return cfg.Kda(heads, size, conv_size=taps, **kimi_k3.read_linear(inside))
 
 
 def _full_layers(fields: Fields, layers: int) -> list[bool]:
@@ -228,7 +241,7 @@ def _sparse_layers(fields: Fields, layers: int, is_kimi: bool) -> list[bool]:
     return [layer >= first and layer % step == 0 for layer in range(layers)]
 
 
-def _experts(fields: Fields, names: Names) -> cfg.Experts:
+def _experts(fields: Fields, names: Names, further: Mapping[str, Any]) -> cfg.Experts:
     count, top_k = fields.size(names.count), fields.size(names.top_k)
     groups, top_groups = fields.size(names.groups, 1), fields.size("topk_group", 1)
     if not fields.flag("use_grouped_topk", True):
@@ -251,6 +264,7 @@ def _experts(fields: Fields, names: Names) -> cfg.Experts:
         balance=cfg.SignRule(_RATE),
         groups=groups,
         top_groups=top_groups,
+        **further,
     )
 
 
@@ -296,7 +310,8 @@ def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> di
     values |= _sparse_values([core.kind == cfg.Experts.kind for core in second], is_kimi)
     if is_kimi:
         net = _first(model, cfg.Kda.kind, cfg.Kda(1, 1))
-        return values | _linear_values(net, [core.kind == cfg.Kda.kind for core in mixing])
+        values |= _linear_values(net, [core.kind == cfg.Kda.kind for core in mixing])
+        return values | kimi_k3.config_values(model, latent, experts, dense)
     return values | _rope_values(family, latent)
 
 
@@ -350,6 +365,7 @@ def _linear_values(net: cfg.Kda, linear: list[bool]) -> Mapping[str, Any]:
             "short_conv_kernel_size": net.conv_size,
             "kda_layers": [number for number, is_linear in numbered if is_linear],
             "full_attn_layers": [number for number, is_linear in numbered if not is_linear],
+            **kimi_k3.linear_values(net),
         },
         "use_grouped_topk": True,
     }

@@ -6,7 +6,8 @@
 from collections.abc import Iterable, Iterator
 
 from rmt_tpu import config as cfg
-from rmt_tpu.hub.families import INTERLEAVED, KIMI, Family
+from rmt_tpu.hub import kimi_k3
+from rmt_tpu.hub.families import INTERLEAVED, KIMI, PACKED, Family
 from rmt_tpu.hub.pieces import Part, Piece, Place, full, joined, places
 
 # The names of layers without experts, and of those with experts in Kimi Linear.
@@ -29,11 +30,16 @@ def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) 
     yield Piece("model.embed_tokens.weight", ("embedding", "tokens"), full(vocab, dim))
     yield Piece("model.norm.weight", ("final_site", "gain"), full(dim))
     yield Piece("lm_head.weight", ("unembedding", "kernel"), full(dim, vocab), True)
+    over_depth = isinstance(model.mixer, cfg.BlockAttention)
+    if over_depth:
+        yield from kimi_k3.output_pieces(dim)
     sublayers = list(places(model))
     for layer, (mixing, mlp) in enumerate(zip(sublayers[::2], sublayers[1::2], strict=True)):
         name = f"model.layers.{layer}."
         for place, norm in ((mixing, "input"), (mlp, "post_attention")):
             yield place.piece(f"{name}{norm}_layernorm.weight", "site/gain", (0, dim))
+        for place, sublayer in ((mixing, "self_attention"), (mlp, "mlp")) if over_depth else ():
+            yield from kimi_k3.site_pieces(name, place, sublayer, dim)
         attention = f"{name}self_attn."
         if mixing.core.kind == cfg.Kda.kind:
             yield from _delta_attention_pieces(attention, mixing, dim)
@@ -44,7 +50,7 @@ def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) 
         width = mixing.core.num_heads * mixing.core.head_dim
         yield mlp.piece(f"{attention}o_proj.weight", "site/write", *full(width, dim))
         if mlp.core.kind == cfg.Experts.kind:
-            yield from _expert_pieces(name, mlp, dim, KIMI in family.traits)
+            yield from _expert_pieces(name, mlp, dim, family)
         else:
             yield from _gated_pieces(f"{name}{dense_name}", mlp, "core/", dim, mlp.core.hidden_dim)
 
@@ -58,12 +64,16 @@ def _delta_attention_pieces(name: str, place: Place, dim: int) -> Iterator[Piece
         at = (0, taps), own, (0, width)
         convolved = place.piece(f"{name}{letter}_conv1d.weight", "core/taps", *at)
         yield convolved._replace(ones=(1,))
-    for letter, gate in (("f", "decay"), ("g", "gate")):
+    low_rank = [("f", "decay"), ("g", "gate")]
+    if core.gates == "full":
+        low_rank.pop()
+        yield place.piece(f"{name}g_proj.weight", "site/read", (3, 4), *full(dim, width))
+    for letter, gate in low_rank:
         yield place.piece(f"{name}{letter}_a_proj.weight", f"core/w_{gate}_down", *full(dim, rank))
         yield place.piece(f"{name}{letter}_b_proj.weight", f"core/w_{gate}_up", *full(rank, width))
     yield place.piece(f"{name}b_proj.weight", "core/w_beta", *full(dim, heads))
     rates = place.piece(f"{name}A_log", "core/log_rate", (0, heads))
-    yield rates._replace(ones=(0, 1, 3), exact=True)
+    yield rates._replace(ones=(0, 1, 3), exact=True, padded=True)
     biases = place.piece(f"{name}dt_bias", "core/decay_bias", (0, width))
     yield biases._replace(exact=True)
     yield place.piece(f"{name}o_norm.weight", "core/gain", (0, core.head_dim))
@@ -85,6 +95,9 @@ def _latent_attention_pieces(
     yield from _rotated(down, place, "core/w_kv_down", dim, sizes, turned)
     yield place.piece(f"{name}kv_a_layernorm.weight", "core/kv_gain", (0, latent))
     size = core.head_dim
+    if core.output_gate:
+        width = core.num_heads * size
+        yield place.piece(f"{name}g_proj.weight", "core/w_gate", *full(dim, width))
     # The keys of a head, and then its values.
     heads = [
         place.piece("", "core/w_kv_up", (k, k + 1), (0, latent), (head * size, (head + 1) * size))
@@ -120,8 +133,9 @@ def _rotated(
         begin += size
 
 
-def _expert_pieces(layer: str, place: Place, dim: int, is_kimi: bool) -> Iterator[Piece]:
-    core, hidden = place.core, place.core.hidden_dim
+def _expert_pieces(layer: str, place: Place, dim: int, family: Family) -> Iterator[Piece]:
+    core, hidden, is_kimi = place.core, place.core.hidden_dim, KIMI in family.traits
+    size, packed = core.latent_dim or dim, PACKED in family.traits
     name = f"{layer}{_SPARSE if is_kimi else _DENSE}"
     matrices = ("w1", "w3", "w2") if is_kimi else ("gate_proj", "up_proj", "down_proj")
     yield place.piece(f"{name}gate.weight", "core/w_router", *full(dim, core.num_experts))
@@ -130,10 +144,13 @@ def _expert_pieces(layer: str, place: Place, dim: int, is_kimi: bool) -> Iterato
     for e in range(core.num_experts):
         own = e, e + 1
         for k, matrix in enumerate(matrices[:2]):
-            at = own, (0, dim), (k, k + 1), (0, hidden)
-            yield place.piece(f"{name}experts.{e}.{matrix}.weight", "core/w_1", *at)
-        at = own, *full(hidden, dim)
-        yield place.piece(f"{name}experts.{e}.{matrices[2]}.weight", "core/w_2", *at)
+            at = own, (0, size), (k, k + 1), (0, hidden)
+            piece = place.piece(f"{name}experts.{e}.{matrix}.weight", "core/w_1", *at)
+            yield piece._replace(packed=packed)
+        at = own, *full(hidden, size)
+        piece = place.piece(f"{name}experts.{e}.{matrices[2]}.weight", "core/w_2", *at)
+        yield piece._replace(packed=packed)
+    yield from kimi_k3.latent_pieces(name, place, dim)
     if core.shared:
         shared = core.shared * hidden
         yield from _gated_pieces(f"{name}shared_experts.", place, "core/shared/", dim, shared)

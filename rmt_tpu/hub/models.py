@@ -456,7 +456,8 @@ def _layers(
     """
     if not isinstance(model.store, cfg.VectorStore):
         raise _not_in_hub_format("model.store", model.store.kind, "vector")
-    if not isinstance(model.mixer, cfg.Sum) and not attnres.is_one(model):
+    over_depth = attnres.is_one(model) or latent.kind(model) == "kimi_linear"
+    if not isinstance(model.mixer, cfg.Sum) and not over_depth:
         raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     if not isinstance(model.parametrization, cfg.Standard):
         raise _not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")

@@ -46,6 +46,9 @@ class Piece(NamedTuple):
       factor: a number by which the parameter's numbers are multiplied to get those of the tensor.
       ones: the numbers of the tensor's additional axes, whose sizes are 1.
       exact: whether the tensor is written in float32, also if others have a narrower dtype.
+      padded: whether the tensor may instead have one axis with more numbers, the first of which are
+        those of the parameter.
+      packed: whether the tensor is stored as two tensors (see `rmt_tpu.hub.packed`).
     """
 
     name: str
@@ -59,6 +62,8 @@ class Piece(NamedTuple):
     factor: float = 1.0
     ones: tuple[int, ...] = ()
     exact: bool = False
+    padded: bool = False
+    packed: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:

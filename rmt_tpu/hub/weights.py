@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Float
 
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.hub import files
+from rmt_tpu.hub import files, packed
 from rmt_tpu.hub.files import INDEX, WEIGHTS
 from rmt_tpu.hub.models import Description
-from rmt_tpu.hub.pieces import Piece
+from rmt_tpu.hub.pieces import Part, Piece
 from rmt_tpu.hub.tensors import pieces
 from rmt_tpu.storage import Location, open_folder
 
@@ -102,25 +102,39 @@ class Tensors:
     ) -> Iterator[tuple[Piece, files.Block]]:
         most = min(self.memory // 16, _BLOCK)
         for piece, regions in wanted:
-            entry = self._entries[piece.name]
-            size, least_gap = _itemsize(entry), entry.file.least_gap
-            view = view_of(piece, size)
-            for block in files.blocks(view, size, regions, least_gap=least_gap, most=most):
+            entry = self._entries[next(iter(_stored(piece)))]
+            size, limit, view = _itemsize(entry), most, view_of(piece, _itemsize(entry))
+            if piece.packed:  # a block is of bytes of whole groups, and grows when it is unpacked
+                regions = [packed.of_groups(view, region) for region in regions]
+                view, size = packed.views(view)[0], packed.GROUP_BYTES
+                limit //= packed.GROWTH
+            least_gap = entry.file.least_gap
+            for block in files.blocks(view, size, regions, least_gap=least_gap, most=limit):
                 yield piece, block
 
-    def _read_block(self, piece: Piece, block: files.Block) -> np.ndarray:
-        entry, data = self._entries[piece.name], np.empty(block.count, np.uint8)
-        with files.read_errors(entry.file.name):
-            entry.file.read(entry.begin + block.begin, memoryview(data))
-        return data
+    def _read_block(self, piece: Piece, block: files.Block) -> list[np.ndarray]:
+        """Return the bytes of a block, in each of the tensors in which the piece is stored."""
+        ranges = [(block.begin, block.count)]
+        if piece.packed:
+            ranges.append(packed.range_of_scales(view_of(piece, 1), block.region))
+        found = []
+        for name, (begin, count) in zip(_stored(piece), ranges, strict=True):
+            entry, data = self._entries[name], np.empty(count, np.uint8)
+            with files.read_errors(entry.file.name):
+                entry.file.read(entry.begin + begin, memoryview(data))
+            found.append(data)
+        return found
 
     def _values(
         self, piece: Piece, block: files.Block, data: concurrent.futures.Future
     ) -> tuple[Piece, files.Region, np.ndarray]:
+        if piece.packed:
+            view = view_of(piece, 1)
+            return piece, *packed.values(view, block.region, *data.result())
         dtype = files.DTYPES[self._entries[piece.name].dtype]
-        shape = [stop - start for start, stop in block.region]
+        shape, (values,) = [stop - start for start, stop in block.region], data.result()
         strides = view_of(piece, dtype.itemsize).strides
-        return piece, block.region, np.ndarray(shape, dtype, data.result(), strides=strides)
+        return piece, block.region, np.ndarray(shape, dtype, values, strides=strides)
 
     def equal(self, one: str, other: str) -> bool:
         """Return whether two tensors have the same shape, dtype and bytes."""
@@ -145,14 +159,30 @@ class Tensors:
           RunError: a value is not finite, or overflows float32.
         """
         if not np.isfinite(values).all():
+            entry = self._entries.get(name) or self._entries[f"{name}{packed.SUFFIXES[0]}"]
             raise RunError(
-                f"{self._entries[name].file.name}: {name} has values that are not finite in "
+                f"{entry.file.name}: {name} has values that are not finite in "
                 "float32; legal: a folder written from finite weights"
             )
 
 
 def _itemsize(entry: files.Entry) -> int:
-    return files.DTYPES[entry.dtype].itemsize if entry.dtype in files.DTYPES else 1
+    return files.itemsize_of(entry.dtype) or 1
+
+
+def _stored(piece: Piece) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in which a piece's tensor is stored."""
+    if piece.packed:
+        return packed.stored(piece.name, piece.shape)
+    return {piece.name: piece.shape}
+
+
+def _fitted(piece: Piece, shape: tuple[int, ...] | None) -> Piece:
+    """Return a piece of a tensor of this shape, which may be padded."""
+    count = math.prod(piece.own_shape)
+    if not piece.padded or shape is None or len(shape) != 1 or shape[0] < count:
+        return piece
+    return piece._replace(ones=(), part=Part(0, 0, shape[0]))
 
 
 def view_of(piece: Piece, itemsize: int) -> files.View:
@@ -210,17 +240,18 @@ def pieces_by_parameter(
     family = described.family
     bases = (base for base in (*family.other_bases, family.base) if _any_begins(shapes, base))
     expected = _renamed(expected, family.base, next(bases, ""))
-    for piece in expected:
-        shape = shapes.get(piece.name)
+    expected = [_fitted(piece, shapes.get(piece.name)) for piece in expected]
+    wanted = [(piece, *tensor) for piece in expected for tensor in _stored(piece).items()]
+    for piece, name, own in wanted:
+        shape, legal = shapes.get(name), [files.BYTES] if piece.packed else list(files.DTYPES)
         if shape is None:
-            problems.append(f"{piece.name} {list(piece.shape)} is missing")
-        elif shape != piece.shape:
-            problems.append(f"{piece.name} is {list(shape)}, not {list(piece.shape)}")
-        elif dtypes[piece.name] not in files.DTYPES:
-            legal = ", ".join(files.DTYPES)
-            problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
+            problems.append(f"{name} {list(own)} is missing")
+        elif shape != own:
+            problems.append(f"{name} is {list(shape)}, not {list(own)}")
+        elif dtypes[name] not in legal:
+            problems.append(f"{name} has dtype {dtypes[name]}; legal: {', '.join(legal)}")
     problems = list(dict.fromkeys(problems))
-    names = {piece.name for piece in expected}
+    names = {name for _, name, _ in wanted}
     unknown = [n for n in shapes if n not in names and not n.endswith(_CONSTANTS)]
     unknown = [name for name in unknown if not name.startswith(family.ignored)]
     if described.model.tied_embeddings and _UNEMBEDDING in unknown:

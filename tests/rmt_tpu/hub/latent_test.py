@@ -270,11 +270,11 @@ def test_fields_have_other_names_in_transformers():
 
 
 REFUSED = {
-    "unknown": (KIMI | {"attn_res_block_size": 12}, "attn_res_block_size=12 is .* unknown field$"),
+    "unknown": (KIMI | {"index_topk": 64}, "index_topk=64 is .* unknown field$"),
     "unknown of deepseek": (DEEPSEEK | {"index_topk": 64}, "index_topk=64 is .* unknown field$"),
     "unknown of linear layers": (
-        KIMI | {"linear_attn_config": LISTED | {"gate_lower_bound": -5.0}},
-        "linear_attn_config: gate_lower_bound=-5.0 is not supported; legal: null, or a config with",
+        KIMI | {"linear_attn_config": LISTED | {"chunk_size": 64}},
+        "linear_attn_config: chunk_size=64 is not supported; legal: null, or a config without",
     ),
     "unknown of rope": (
         DEEPSEEK | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "short": 1}},
@@ -285,7 +285,10 @@ REFUSED = {
         "quantization_config=.* is not supported; legal: null$",
     ),
     "biases": (DEEPSEEK | {"attention_bias": True}, "attention_bias=True is .* legal: false$"),
-    "activation": (KIMI | {"hidden_act": "gelu"}, "hidden_act='gelu' is .* legal: \"silu\"$"),
+    "activation": (
+        KIMI | {"hidden_act": "gelu"},
+        "hidden_act 'gelu' is .* legal: silu, situ$",
+    ),
     "scores": (
         DEEPSEEK | {"scoring_func": "softmax"},
         "scoring_func='softmax' is .*: \"sigmoid\"$",
@@ -368,10 +371,10 @@ NOT_WRITTEN = {
         {"experts": {"balance": cfg.BalanceLoss()}},
         "model.experts.balance=loss cannot be written .* legal: sign, or",
     ),
-    "bound": (
+    "gates": (
         KIMI,
-        {"kda": {"lower_bound": -5.0}},
-        "model.kda.lower_bound=-5.0 cannot be .* None,",
+        {"kda": {"gate_activation": "silu"}},
+        "model.kda.gate_activation=silu cannot be .* sigmoid,",
     ),
     "dense": (
         DEEPSEEK,
