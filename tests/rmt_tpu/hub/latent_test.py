@@ -269,6 +269,19 @@ def test_fields_have_other_names_in_transformers():
     assert model_config(other | {"num_local_experts": 16}, "x") == model_config(DEEPSEEK, "x")
 
 
+def test_both_scales_of_yarn_give_a_magnitude_in_any_kind():
+    """One of them alone gives none: the factor of what is turned is then YaRN's own."""
+    values = CONFIGS["qwen3"] | {"layer_types": None}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    for scales, magnitude in (
+        ({"mscale": 0.7, "mscale_all_dim": 1.3}, (1 + 0.07 * np.log(4)) / (1 + 0.13 * np.log(4))),
+        ({"mscale": 0.7}, None),
+    ):
+        core = model_config(values | {"rope_scaling": yarn | scales}, "x").cores[0]
+        assert core.positions.scaling.magnitude == (magnitude and pytest.approx(magnitude))
+        assert core.scale is None
+
+
 REFUSED = {
     "unknown": (KIMI | {"index_topk": 64}, "index_topk=64 is .* unknown field$"),
     "unknown of deepseek": (DEEPSEEK | {"index_topk": 64}, "index_topk=64 is .* unknown field$"),
