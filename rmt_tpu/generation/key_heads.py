@@ -67,7 +67,7 @@ def _repeat(
     """Return a sublayer's parameters (stacked over layers) with repeated key and value heads."""
     heads, groups, times = old.num_heads, old.kv_heads, new.kv_heads // old.kv_heads
     gates = old.output_gate * heads
-    site, core = dict(sublayer["site"]), dict(sublayer["core"])
+    site, core = dict(sublayer["site"]), dict(sublayer.get("core", {}))
 
     def repeat_rows(x: Array, first: int = heads) -> Array:
         """Repeat the 2 G key and value rows of [layers, first + 2 G, ...]; keep further rows."""
@@ -99,4 +99,5 @@ def _repeat(
     if old.bias:
         out_sharding = shardings["core"]["bias"]
         core["bias"] = jax.jit(repeat_rows, out_shardings=out_sharding)(core["bias"])
-    return sublayer | {"site": site, "core": core}
+    # Attention without biases and norms has no parameters of its own.
+    return sublayer | {"site": site} | ({"core": core} if core else {})

@@ -25,9 +25,9 @@ _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # The tensor of W_U in all kinds, and the path of the parameter to which it may be tied.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
-# Host memory for reading, in bytes: never more than _MOST_MEMORY, and not less than _LEAST_MEMORY,
-# with which no folder is read in many small steps.
-_LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 2**30
+# Host memory for reading, in bytes: never more than _MOST_MEMORY, because more made nothing faster,
+# and not less than _LEAST_MEMORY, with which no folder is read in many small steps.
+_LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 64 * 2**20
 _BLOCK = 8 * 2**20  # maximum number of bytes that are read at a time
 _READS = 16  # maximum number of such reads at a time
 
@@ -44,8 +44,8 @@ class Tensors:
 
     Attributes:
       folder: the folder.
-      memory: the host memory in bytes that reading may take, in addition to the parameters: the
-        size of the largest tensor, within limits.
+      memory: the host memory in bytes that arrays take while parameters are read, in addition to
+        these: half of the size of the largest tensor, within limits.
 
     Raises:
       UsageError: the folder has no tensors.
@@ -56,7 +56,7 @@ class Tensors:
         self.folder = open_folder(location)
         self._entries = files.find_tensors(self.folder)
         sizes = (math.prod(entry.shape) * _itemsize(entry) for entry in self._entries.values())
-        self.memory = min(max(_LEAST_MEMORY, *sizes, 0), _MOST_MEMORY)
+        self.memory = min(max(_LEAST_MEMORY, max(sizes, default=0) // 2), _MOST_MEMORY)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor, by name."""

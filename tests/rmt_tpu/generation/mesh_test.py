@@ -149,7 +149,18 @@ def test_changed_logits_on_a_mesh_are_those_of_one_device():
 )
 def test_devices_share_a_head_of_keys(store, heads, spec, lengths):
     """Fewer heads of keys than devices, as many as these or as queries: each has whole ones."""
-    core = dataclasses.replace(GROUPED, num_kv_heads=heads)
+    check_shared_heads(store, dataclasses.replace(GROUPED, num_kv_heads=heads), spec, lengths)
+
+
+@pytest.mark.slow
+def test_devices_share_a_head_of_keys_without_parameters_of_its_own():
+    """As Llama's attention, which has neither biases nor norms of queries and keys."""
+    plain = {"query_key_norm": False, "bias": False}
+    core = dataclasses.replace(GROUPED, num_kv_heads=2, **plain)
+    check_shared_heads("vector", core, "tensor=4", (5,))
+
+
+def check_shared_heads(store, core, spec, lengths):
     model, found = generated.config(store, cfg.Sum(), core), []
     for mesh in (None, spec):
         engine = Engine(made(model, mesh), models.VOCAB + 7, slots=2, steps=3, part=PART)
@@ -160,7 +171,10 @@ def test_devices_share_a_head_of_keys(store, heads, spec, lengths):
         np.testing.assert_allclose(log, wanted_logs[n], atol=2e-5)
     devices = math.prod(sharding.parse_mesh(spec).values())
     keys = engine.rows.cache.cores[0][0].keys
-    assert keys.addressable_shards[0].data.shape[-1] == max(1, heads // devices) * core.head_dim
+    assert (
+        keys.addressable_shards[0].data.shape[-1]
+        == max(1, core.kv_heads // devices) * core.head_dim
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Folders opened straight onto devices: which bytes are read, and how much memory that takes."""
 
 import json
+import subprocess
+import sys
 import tracemalloc
 
 import jax
@@ -20,7 +22,7 @@ from rmt_tpu.hub.models import describe
 from rmt_tpu.hub.pieces import Part, Piece, full
 from rmt_tpu.hub.placing import read_parameter
 from rmt_tpu.runs.loading import identity
-from tests import models
+from tests import cli, models
 
 ATTENTION = cfg.Attention(
     4, 8, cfg.Rope(), inverse_layer_scaling=False, num_kv_heads=2, query_key_norm=True
@@ -75,7 +77,7 @@ def test_a_folder_is_the_same_in_steps_and_on_a_mesh(hub, mesh, monkeypatch):
     folder, wanted = hub
     small_memory(monkeypatch, 1)
     found, _ = rmt_tpu.load(folder, mesh=mesh)
-    assert weights.Tensors(folder).memory == 257 * 32 * 4
+    assert weights.Tensors(folder).memory == 257 * 32 * 4 // 2
     found = parameters(found)
     assert found.keys() == wanted.keys()
     for path, values in found.items():
@@ -228,16 +230,69 @@ def test_the_same_from_a_bucket(hub, stacked, server, monkeypatch):
     for path, values in parameters(found).items():
         np.testing.assert_array_equal(values, hub[1][path], err_msg=str(path))
     assert identity(f"{url}/hub")[0] == "hub"
-    # Half of the experts: half of the bytes, 1 MB / 16 at a time.
+    # Half of the experts: half of the bytes, 1 MB / 32 at a time.
     tensors = weights.Tensors(f"{url}/stacked")
     sizes.clear()
     target = weights.Target((0, 2, 0, 0), np.zeros((2, 2, 512, 1024), np.float32))
     weights.fill(tensors, stacked[1], [target])
     np.testing.assert_array_equal(target.values, stacked[2][:, 2:])
-    assert sum(sizes) == 4 * 2**20 and max(sizes) == 2**20 // 16
+    assert sum(sizes) == 4 * 2**20 and max(sizes) == 2**20 // 32
     server.replace(server.bucket, "models/stacked/model.safetensors", b"another file")
     with pytest.raises(RunError, match="stacked/model.safetensors.* was replaced or deleted"):
         weights.fill(tensors, stacked[1], [target])
     server.remove(server.bucket, "models/stacked/model.safetensors")
     with pytest.raises(UsageError, match="/stacked has neither model.safetensors nor"):
         weights.Tensors(f"{url}/stacked")
+
+
+OF_A_PROCESS = """
+import json, sys
+import jax, numpy as np
+folder, port, number = sys.argv[1:]
+where = {"coordinator_bind_address": f"127.0.0.1:{port}"} if number == "0" else {}
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number), **where)
+from rmt_tpu.hub import files, weights
+from rmt_tpu.hub.pieces import Piece, full
+from rmt_tpu.hub.placing import read_parameter
+weights._LEAST_MEMORY = 1
+tensors, reads, read = weights.Tensors(folder), [], files.LocalFile.read
+def recorded(self, begin, buffer):
+    reads.append((begin, begin + len(buffer)))
+    return read(self, begin, buffer)
+files.LocalFile.read = recorded
+shape = 2, 4, 512, 1024
+pieces = [
+    Piece(f"{l}.{e}.weight", ("w",), ((l, l + 1), (e, e + 1), *full(*shape[2:])), transposed=True)
+    for l, e in np.ndindex(shape[:2])
+]
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("expert",))
+spec = jax.sharding.PartitionSpec(None, "expert")
+found = read_parameter(tensors, pieces, shape, shape, jax.sharding.NamedSharding(mesh, spec))
+for shard in found.addressable_shards:
+    np.save(f"{folder}/{number}-{shard.index[1].start}.npy", np.asarray(shard.data))
+print(json.dumps(reads))
+"""
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_reads_its_half(stacked):
+    """Each has two of four devices, and reads the experts of these alone."""
+    folder, _, wanted = stacked
+    command = [sys.executable, "-c", OF_A_PROCESS, str(folder), str(cli.free_port())]
+    env = cli.environment(devices=2)
+    processes = [
+        subprocess.Popen([*command, str(n)], env=env, stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=cli.TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for number, output in enumerate(outputs):
+        shares = names_of(folder, json.loads(output))
+        own = {f"{layer}.{2 * number + e}.weight": 1.0 for layer in range(2) for e in range(2)}
+        assert shares == own
+        for expert in (2 * number, 2 * number + 1):
+            values = np.load(folder / f"{number}-{expert}.npy")
+            np.testing.assert_array_equal(values, wanted[:, expert : expert + 1])
