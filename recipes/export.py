@@ -7,8 +7,8 @@ SwiGLU and the plain residual (`llama-...` presets), and a few more kinds. For a
 command stops with an error that names the unsupported config field. Other programs can load the
 folder, and so can the recipes train, generate and evaluate, with --init_from.
 
-With --kind=rmt_tpu, the folder holds any model, for example one with another residual. Only this
-package loads it.
+With --kind=rmt_tpu, the folder holds any model, for example one with another residual, and PyTorch
+code with which the transformers library opens it.
 """
 
 from absl import flags
@@ -31,12 +31,13 @@ _KIND = flags.DEFINE_enum(
     "hub",
     ["hub", "qwen3_5_moe_text", "rmt_tpu"],
     "hub: a kind of the hub that can hold the model; qwen3_5_moe_text: this kind, for a model that "
-    "is else written as qwen3_next; rmt_tpu: any model, in a folder that only this package opens",
+    "is else written as qwen3_next; rmt_tpu: any model, in a folder that has its own PyTorch code",
 )
 
 
 def main() -> int:
     """Write a run folder's model in the hub's format, and return 0."""
+    from rmt_tpu.hub import own
     from rmt_tpu.hub.folder import export
     from rmt_tpu.runs.loading import load_step
 
@@ -46,6 +47,8 @@ def main() -> int:
     options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value, "kind": kind}
     export(loaded.decoder, loaded.tokenizer, _OUTPUT.value, **options)
     print(f"exported step {loaded.step} of {_WORKDIR.value} to {_OUTPUT.value}")
+    if kind == own.KIND and (line := own.without_code(loaded.decoder.config)):
+        print(line)
     return 0
 
 

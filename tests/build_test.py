@@ -24,8 +24,8 @@ PYPI_NAMES = {  # where it is not the name that is imported
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
 # Needed only by one command for developers, by an extra of some hundred megabytes, and by a
-# tracker. Each says so if its package is missing.
-OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb"}
+# tracker. Each says so if its package is missing. The last two are for tests of the night.
+OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb", "torch", "transformers"}
 
 
 def third_party(package: str) -> list[str]:
@@ -41,7 +41,7 @@ def imported(package: str) -> set[str]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            elif isinstance(node, ast.ImportFrom) and not node.level:
                 names |= {f"{node.module}.{alias.name}" for alias in node.names}
     theirs = {n for n in names if n.split(".")[0] not in {*PACKAGES, *sys.stdlib_module_names}}
     return {pypi_name(name) for name in theirs} - OPTIONAL
@@ -65,6 +65,15 @@ def test_no_test_imports_another():
     for file in (ROOT / "tests").rglob("*.py"):
         lines = file.read_text(encoding="utf-8").splitlines()
         assert not [line for line in lines if found.match(line)], file
+
+
+def test_packages_do_not_import_torch():
+    """Only the code in `rmt_tpu/hub/torch` does, which is copied into exported folders."""
+    found = re.compile(r"^ *(?:import|from) (?:torch|transformers)\b", re.MULTILINE)
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    importing = {file for file in files if found.search(file.read_text(encoding="utf-8"))}
+    code = {*(ROOT / "rmt_tpu/hub/torch").glob("*.py")}
+    assert importing == code | {ROOT / "tests/rmt_tpu/hub/torch_test.py"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -4,6 +4,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -159,8 +160,68 @@ class ByteTokenizer(Tokenizer):
         return digest(BYTE_FILE)
 
     def to_json(self, *, template: bool = False) -> str:
-        """Return the constant JSON that identifies this tokenizer; `template` has no effect."""
-        return json.dumps(BYTE_FILE) + "\n"
+        """Return the constant JSON that identifies this tokenizer.
+
+        Args:
+          template: whether the JSON is for other programs: the same tokenizer in the format of the
+            tokenizers library, which puts BOS before each text.
+        """
+        if not template:
+            return json.dumps(BYTE_FILE) + "\n"
+        return json.dumps(byte_library_file(), indent=2, ensure_ascii=False) + "\n"
+
+
+def byte_names() -> list[str]:
+    """Return the names of a byte tokenizer's tokens in other programs.
+
+    A byte is named by a character, as in GPT-2's vocabulary: a printable one by itself, and the
+    others by the characters from U+0100 on, in order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    names = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    return [*names, "<|endoftext|>"]
+
+
+def byte_library_file() -> dict[str, Any]:
+    """Return the content of a tokenizer.json with which other programs map text to its bytes.
+
+    It is a BPE tokenizer without merges, which puts BOS before each text.
+    """
+    bos, names = ByteTokenizer.bos, byte_names()
+    name = names[bos]
+    level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    before = [{"SpecialToken": {"id": name, "type_id": 0}}]
+    special = {"id": name, "ids": [bos], "tokens": [name]}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": bos, "content": name, **flags, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", **level},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": before + text,
+            "pair": before + text + [{"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {name: special},
+        },
+        "decoder": {"type": "ByteLevel", **level},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {name: token for token, name in enumerate(names)},
+            "merges": [],
+        },
+    }
 
 
 def utf8(text: str) -> bytes:

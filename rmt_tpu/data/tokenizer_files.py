@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rmt_tpu.data.bpe import BpeTokenizer
-from rmt_tpu.data.tokenizer import BYTE, BYTE_FILE, FILE, ByteTokenizer, Tokenizer, Unusable
+from rmt_tpu.data.tokenizer import (
+    BYTE,
+    BYTE_FILE,
+    FILE,
+    ByteTokenizer,
+    Tokenizer,
+    Unusable,
+    byte_library_file,
+)
 from rmt_tpu.errors import UsageError, flag_errors, unknown
 from rmt_tpu.storage import Location, open_folder
 
@@ -92,7 +100,7 @@ def _from_file(spec: str, path: Path) -> Tokenizer:
 def _from_json(name: str, content: bytes) -> Tokenizer:
     try:
         text = content.decode("utf-8")
-        if json.loads(text) == BYTE_FILE:
+        if json.loads(text) in (BYTE_FILE, byte_library_file()):
             return ByteTokenizer()
     except (ValueError, RecursionError) as error:
         raise _unreadable(error) from None

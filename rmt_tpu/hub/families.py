@@ -323,7 +323,7 @@ FAMILIES = {
         length="n_positions",
         base="transformer.",
     ),
-    "rmt_tpu": Family("RmtTpuDecoder", {}, frozenset({OWN}), base=""),
+    "rmt_tpu": Family("RmtTpuForCausalLM", {}, frozenset({OWN}), base=""),
 }
 # Qwen3 with another residual.
 FAMILIES[attnres.KIND] = FAMILIES["qwen3"]._replace(

@@ -14,7 +14,7 @@ from rmt_tpu import data
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.placement import parameter_shardings
-from rmt_tpu.hub import tokens, weights
+from rmt_tpu.hub import own, tokens, weights
 from rmt_tpu.hub.families import FAMILIES
 from rmt_tpu.hub.models import (
     CONFIG,
@@ -95,7 +95,7 @@ def export(
       folder: a local folder, which must be new or empty.
       max_length: the sequence length in training, in tokens.
       dtype: the dtype of the written tensors, a key of DTYPES.
-      kind: "rmt_tpu" for a folder that only this package opens, which any model has (see
+      kind: "rmt_tpu" for a folder with PyTorch code of its own, which any model has (see
         `hub.own`); another of `models.EXPLICIT`; None for the kind of the hub that has the model's
         traits.
 
@@ -121,6 +121,8 @@ def export(
         if any(path.iterdir()):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
         weights.write(path, pieces(model, family), value, DTYPES[dtype])
+        if kind == own.KIND:
+            own.write_code(model, path)
         files = {
             CONFIG: values | {"torch_dtype": dtype},
             GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),

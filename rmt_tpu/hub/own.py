@@ -1,15 +1,21 @@
 """The kind `rmt_tpu`, which holds any model of this package in the form of the hub's folders.
 
 config.json has the model's config in the field `model`, in the same form as run folders. Every
-parameter is a tensor of its own shape, named by its path: `stacks.0.1.core.w_1`. Only this
-package opens such a folder. The transformers library refuses its `model_type`, so that nobody takes
-the weights of another residual for those of a plain model.
+parameter is a tensor of its own shape, named by its path: `stacks.0.1.core.w_1`.
 
-This module imports no jax, except to list the tensors.
+The transformers library does not know the kind, and so cannot take the weights of another residual
+for those of a plain model. It opens a folder with the PyTorch code that the folder has, which is
+copied from the files in `torch/`: one for the models of the papers, and for other mixers and cores
+a second one. This package never imports them. A model that they do not compute is written without
+them, and then only this package opens the folder.
+
+This module imports no jax, except to list the tensors and to compute factors.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rmt_tpu import config as cfg
@@ -19,6 +25,20 @@ from rmt_tpu.hub.pieces import Piece, full
 
 KIND = "rmt_tpu"
 _MODEL = "model"
+_SOURCES = Path(__file__).parent / "torch"
+# The mixers and the cores that each file of PyTorch code computes. The second file needs the first.
+CODE = {
+    "modeling_rmt_tpu": frozenset(
+        {"attention", "block_attention", "feed_forward", "full_attention", "sum"}
+    ),
+    "modeling_rmt_tpu_more": frozenset(
+        {
+            *("delta_attention", "dense", "depth_lstm", "experts", "hierarchical", "highway"),
+            *("hyper_connections", "kda", "mhc", "mhc_lite", "mla", "mudd", "residual_scalars"),
+            "wide_streams",
+        }
+    ),
+}
 
 
 def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
@@ -51,10 +71,66 @@ def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     anywhere = dataclasses.replace(
         model, store=store, compute_dtype="auto", remat="auto", kernels="auto"
     )
-    return {
+    values = {
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
-        _MODEL: overrides.to_json(anywhere),
+        # The long form does not depend on the order of fields, which other programs may change.
+        _MODEL: overrides.to_json(anywhere, short=False),
+    }
+    return values | (_for_code(model) if code_files(model) else {})
+
+
+def without_code(model: cfg.ModelConfig) -> str | None:
+    """Return a line that says why a model's folder has no PyTorch code; None if it has code."""
+    parts = [("mixer", model.mixer.kind), *(("core", core.kind) for core in model.cores)]
+    computed = frozenset().union(*CODE.values())
+    missing = [f"{name}={kind}" for name, kind in parts if kind not in computed]
+    if not missing:
+        return None
+    return (
+        f"the folder has no PyTorch code, because there is none for {', '.join(missing)}; only "
+        "this package opens it"
+    )
+
+
+def code_files(model: cfg.ModelConfig) -> list[str]:
+    """Return the names of the modules of PyTorch code that a model needs, or [] without code."""
+    if without_code(model):
+        return []
+    first, more = CODE
+    alone = {model.mixer.kind, *(core.kind for core in model.cores)} <= CODE[first]
+    return [first] if alone else [first, more]
+
+
+def write_code(model: cfg.ModelConfig, folder: Path) -> None:
+    """Write the PyTorch code that a model needs into the model's folder."""
+    for name in code_files(model):
+        shutil.copyfile(_SOURCES / f"{name}.py", folder / f"{name}.py")
+
+
+def _for_code(model: cfg.ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json from which the PyTorch code makes the model."""
+    from rmt_tpu.cores.core import logit_scale
+
+    scales: list[float | None] = []
+    for index, core in enumerate(model.sublayers):
+        by_layer = index // 2 + 1 if getattr(core, "inverse_layer_scaling", False) else 1
+        scales.append(logit_scale(model, core) / by_layer if core.softmax else None)
+    of_mup = lambda name: getattr(model.parametrization, name, 1.0)
+    factors = {
+        "tokens": of_mup("input_multiplier") * model.embedding_scale,
+        "positions": of_mup("input_multiplier"),
+        "attention": scales,
+        "logits": of_mup("output_multiplier") / model.width_ratio,
+    }
+    file = code_files(model)[-1]
+    return {
+        "auto_map": {
+            "AutoConfig": f"{file}.RmtTpuConfig",
+            "AutoModelForCausalLM": f"{file}.RmtTpuForCausalLM",
+        },
+        "factors": factors,
+        "tensors": {piece.name: list(piece.shape) for piece in pieces(model)},
     }
 
 

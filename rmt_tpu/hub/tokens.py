@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rmt_tpu import data
+from rmt_tpu.data.tokenizer import byte_names
 from rmt_tpu.hub.fields import optional_values_in
 from rmt_tpu.hub.models import Description
 from rmt_tpu.storage import Location
@@ -35,7 +36,9 @@ def tokenizer_config(tokenizer: data.Tokenizer, max_length: int) -> dict[str, An
 
     The result is empty if the tokenizer has no names for its start and end tokens.
     """
-    names = [tokenizer.token_name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
+    of_bytes = isinstance(tokenizer, data.ByteTokenizer)
+    name = byte_names().__getitem__ if of_bytes else tokenizer.token_name
+    names = [name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return {}
     return {

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import zipfile
 
 import pytest
 
+from rmt_tpu.hub.own import CODE
 from rmt_tpu.runs import environment
 from rmt_tpu.runs.metrics import read_metrics
 from tests import wheels
@@ -15,6 +17,8 @@ from tests import wheels
 def test_a_wheel_trains_without_the_checkout(tmp_path):
     """Its environment has the wheel and its requirements from the package index, and no more."""
     wheel = wheels.build(tmp_path / "dist")
+    code = {f"rmt_tpu/hub/torch/{name}.py" for name in CODE}  # for exported folders
+    assert code <= {*zipfile.ZipFile(wheel).namelist()}
     commands = wheels.install(tmp_path / "venv", str(wheel))
     folder = tmp_path / "elsewhere"
     folder.mkdir()
