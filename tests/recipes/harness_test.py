@@ -13,8 +13,9 @@ from rmt_tpu.evaluation import documents, subjects
 from rmt_tpu.evaluation.evaluate import evaluate
 from rmt_tpu.generation import Sampling, complete
 from tests import cli
-from tests.rmt_tpu.hub import families_test as configs
 from tests.rmt_tpu.hub import oracle
+from tests.rmt_tpu.hub.configs import COMMON
+from tests.rmt_tpu.hub.folders import written
 
 # Its libraries warn of each other.
 pytestmark = [
@@ -209,13 +210,13 @@ def test_a_folder_of_the_hub(harness, tmp_path):
     library = Tokenizer(models.WordLevel(words, unk_token="the"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(["<s>", "</s>"])
-    config = configs.COMMON | {
+    config = COMMON | {
         "model_type": "llama",
         "vocab_size": 4,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    folder = configs.written(tmp_path / "hub", config, oracle.drawn(config))
+    folder = written(tmp_path / "hub", config, oracle.drawn(config))
     library.save(str(folder / "tokenizer.json"))
     args = {"workdir": str(folder), "max_length": 32}
     model = harness.RmtTpu(**args)

@@ -11,7 +11,8 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import config_values, model_config
 from tests.rmt_tpu.hub import oracle
-from tests.rmt_tpu.hub.families_test import CONFIGS, LAYER_TYPES, TOKENS, logits, same, written
+from tests.rmt_tpu.hub.configs import CONFIGS, LAYER_TYPES
+from tests.rmt_tpu.hub.folders import TOKENS, logits, same, written
 
 
 def attnres(**changes):

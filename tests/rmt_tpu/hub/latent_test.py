@@ -22,7 +22,8 @@ from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import config_values, kind_of, model_config
 from tests import models
 from tests.rmt_tpu.hub import oracle
-from tests.rmt_tpu.hub.families_test import CONFIGS, TOKENS, logits, parameters, same, written
+from tests.rmt_tpu.hub.configs import CONFIGS
+from tests.rmt_tpu.hub.folders import TOKENS, logits, parameters, same, written
 from tests.tiers import later
 
 KIMI, DEEPSEEK = CONFIGS["kimi_linear"], CONFIGS["deepseek_v3"]

@@ -11,7 +11,8 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import config_values, describe, model_config
 from tests.rmt_tpu.hub import oracle
-from tests.rmt_tpu.hub.families_test import CONFIGS, same, written
+from tests.rmt_tpu.hub.configs import CONFIGS
+from tests.rmt_tpu.hub.folders import same, written
 
 MOE = CONFIGS["qwen3_5_moe_text"] | {"num_hidden_layers": 2, "full_attention_interval": 2}
 MOE.pop("layer_types")
