@@ -243,12 +243,13 @@ def _interpreted(direction, shown, q, k, v, *saved):
     if shown.causal:
         window = shown.window or None
         mask = functools.partial(reference.visible, length=length, segment_ids=None, window=window)
+    terms = reference.Terms(scale=1.0, slopes=None, shift=0, cap=None)
     if direction == "forward":
-        out, sums = reference.forward(q, k, v, 1.0, None, 0, mask)
+        out, sums = reference.forward(q, k, v, terms, mask)
         return out, sums.swapaxes(1, 2)
     sums, d_out, out = saved
     sums = sums.swapaxes(1, 2)
-    gradients = reference.backward(q, k, v, out, sums, d_out, 1.0, None, 0, mask)
+    gradients = reference.backward(q, k, v, out, sums, d_out, terms, mask)
     return tuple(x.astype(q.dtype) for x in gradients)
 
 

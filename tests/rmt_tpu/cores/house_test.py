@@ -9,7 +9,10 @@ from rmt_tpu import config as cfg
 ROOT = Path(__file__).parents[3]
 MADE = {"rmt_tpu/cores/__init__.py", "rmt_tpu/residual/__init__.py"}
 MADE |= {"rmt_tpu/residual/hyper_connections.py"}  # whose kinds share a module
-MADE |= {"rmt_tpu/hub/models.py"}  # whose form is that of one store, mixer and pair of cores
+# Formats of the hub are those of some stores, mixers and cores.
+MADE |= {f"rmt_tpu/hub/{name}.py" for name in ("attnres", "kimi_k3", "latent_pieces", "models")}
+# The PyTorch code of exported folders reads config.json, and cannot import this package.
+MADE |= {f"rmt_tpu/hub/torch/{name}.py" for name in ("modeling_rmt_tpu", "modeling_rmt_tpu_more")}
 CHOICES = get_args(cfg.Core | cfg.Store | cfg.Mixer)
 CLASSES = "|".join(choice.__name__ for choice in CHOICES)
 KINDS = "|".join(choice.kind for choice in CHOICES)
