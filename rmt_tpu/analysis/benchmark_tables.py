@@ -109,7 +109,7 @@ SOURCES = {
     ),
     "compare": _compare("--presets=gpt2-tiny,rmt-tiny"),
     "systems": _compare(
-        "--seeds=0,1,2 --steps=100 --batch_size=8 --seq_len=128 --eval_every=50 \\\n"
+        "--seeds=0,1,2 --steps=100 \\\n  --batch_size=8 --seq_len=128 --eval_every=50 \\\n"
         "  --set=train.optimizer.warmup_fraction=0.1 --presets=gpt2-tiny,highway-tiny,\\\n"
         "depth-lstm-tiny,hierarchical-tiny,denseformer-tiny,hc-tiny,mhc-tiny,mhc-lite-tiny,\\\n"
         "attnres-full-tiny,attnres-tiny,rmt-tiny,rmt-denseformer-tiny,rmt-attnres-tiny"
