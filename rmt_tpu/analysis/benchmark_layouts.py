@@ -222,7 +222,7 @@ def calibration_agreement() -> str:
     return calibration.table().split("\n\n")[1]
 
 
-def _each(values: Sequence[float | None], scale: int | float, form: str) -> str:
+def _each(values: Sequence[int | float | None], scale: int | float, form: str) -> str:
     return " / ".join("-" if value is None else format(value * scale, form) for value in values)
 
 
