@@ -88,7 +88,8 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
     """Return the type of a buffer in shared memory that `wgmma` and the copy engine can use.
 
     Args:
-      shape: the shape. The last two axes are those of matrices, with a multiple of 8 rows.
+      shape: the shape. The last two axes are rows and columns; the number of rows is a multiple
+        of 8.
       dtype: the dtype.
       width: the number of bytes of a row that are stored together: 32, 64 or 128. It is narrowed to
         the bytes of a row. Both operands of a product must have the same width.

@@ -224,7 +224,7 @@ class Implementations:
 
         Raises:
           UnsupportedImplementation: the implementation is unknown, does not support this call, or
-            (raised during lowering) belongs to another platform than the one lowered for.
+            (raised during lowering) belongs to a platform other than the one lowered for.
           TypeError: the result is differentiated, although a kernel may have computed it.
         """
         if implementation in self.on_request:
@@ -408,7 +408,7 @@ def only_on(platform: Platform, implementation: str, x: Any) -> Any:
     The returned array cannot be differentiated.
 
     Raises:
-      UnsupportedImplementation: the program is lowered for another platform (raised during
+      UnsupportedImplementation: the program is lowered for a different platform (raised during
         lowering).
     """
     return _only_p.bind(x, platform=platform, implementation=implementation)

@@ -58,8 +58,8 @@ _LIMIT = flags.DEFINE_float(
 _OUT = flags.DEFINE_string(
     "out",
     None,
-    "file for the table of block sizes, local or gs://; default $RMT_TPU_TUNED, or else "
-    "tuned.json in the user's cache folder",
+    "file for the table of block sizes, local or gs://; the default is $RMT_TPU_TUNED, or "
+    "else tuned.json in the user's cache folder",
 )
 _RESUME = flags.DEFINE_bool("resume", True, "reuse the outcomes in the log; otherwise start again")
 _REFRESH = flags.DEFINE_bool("refresh", False, "tune again kernels that the table already has")

@@ -67,7 +67,7 @@ flags.disclaim_key_flags()
 
 def define_model_flags() -> None:
     """Define the flags that select a model's run config: see `selected_config`."""
-    flags.DEFINE_string("preset", None, "name of a preset, see --list_presets; default rmt-tiny")
+    flags.DEFINE_string("preset", None, "name of a preset, see --list_presets; by default rmt-tiny")
     flags.DEFINE_string("config", None, "config.json of a run, to use instead of a preset")
 
 

@@ -27,8 +27,8 @@ _PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of pre
 _TARGET = flags.DEFINE_list(
     "target",
     None,
-    "list of v5e, v5p, v6e, tpu7x and host; default host on a machine with a GPU or a TPU, "
-    "otherwise the first three",
+    "list of v5e, v5p, v6e, tpu7x and host; the default is host on a machine with a GPU or a "
+    "TPU, otherwise the first three",
 )
 _BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "numbers of rows in a batch, like 1,32,256")
 _CONTEXT = flags.DEFINE_list(

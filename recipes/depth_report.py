@@ -29,12 +29,14 @@ _WORKDIR = flags.DEFINE_list(
     "workdir", None, "run folders of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer(
-    "step", None, "step of the checkpoints; default each run's last undamaged checkpoint"
+    "step", None, "step of the checkpoints; the default is each run's last undamaged checkpoint"
 )
 _BATCHES = flags.DEFINE_integer("batches", 4, "maximum number of batches of held-out text")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "sequences per batch")
 _OUTPUT = flags.DEFINE_string(
-    "output", None, ".png file for the picture; default plots/depth.png in the first run folder"
+    "output",
+    None,
+    ".png file for the picture; the default is plots/depth.png in the first run folder",
 )
 
 

@@ -36,13 +36,19 @@ _TEXT = flags.DEFINE_string(
     "text", None, "text files and globs, or a token store, whose held-out part is scored"
 )
 _STRIDE = flags.DEFINE_integer(
-    "stride", None, "tokens scored per window of --text; default the whole window", lower_bound=1
+    "stride",
+    None,
+    "tokens scored per window of --text; the default is the whole window",
+    lower_bound=1,
 )
 _LIMIT = flags.DEFINE_integer(
-    "limit", None, "documents per task, counted from the first; default all", lower_bound=1
+    "limit", None, "documents per task, counted from the first; the default is all", lower_bound=1
 )
 _MAX_LENGTH = flags.DEFINE_integer(
-    "max_length", None, "tokens per sequence; default the length used in training", lower_bound=1
+    "max_length",
+    None,
+    "tokens per sequence; the default is the length used in training",
+    lower_bound=1,
 )
 _BATCH_TOKENS = flags.DEFINE_integer(
     "batch_tokens",
@@ -53,7 +59,9 @@ _BATCH_TOKENS = flags.DEFINE_integer(
 _AGAINST = flags.DEFINE_list(
     "against", [], "models to compare with: run folders, untrained, unigram"
 )
-_OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default the run folder")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "folder for the results; the default is the run folder"
+)
 
 
 def main() -> int:

@@ -7,8 +7,8 @@ SwiGLU and the plain residual (`llama-...` presets), and a few more kinds. For a
 command stops with an error that names the unsupported config field. Other programs can load the
 folder, and so can the recipes train, generate and evaluate, with --init_from.
 
-With --kind=rmt_tpu, the folder holds any model, for example one with another residual, and PyTorch
-code with which the transformers library opens it.
+With --kind=rmt_tpu, the folder holds any model, for example one with a different residual, and
+PyTorch code with which the transformers library opens it.
 """
 
 from absl import flags
@@ -20,7 +20,7 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer(
-    "step", None, "step of the checkpoint; default the last undamaged checkpoint"
+    "step", None, "step of the checkpoint; the default is the last undamaged checkpoint"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "a new local folder", required=True)
 _DTYPE = flags.DEFINE_enum(

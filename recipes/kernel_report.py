@@ -33,7 +33,8 @@ _CASES = flags.DEFINE_multi_string(
 _TARGETS = flags.DEFINE_list(
     "targets",
     None,
-    "list of v5e, v5p, v6e and tpu7x; default the first three on a machine without a GPU or a TPU",
+    "list of v5e, v5p, v6e and tpu7x; the default is the first three on a machine without a GPU "
+    "or a TPU",
 )
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
 _STEP = flags.DEFINE_bool("step", False, "report whole train steps instead of ops")

@@ -7,7 +7,7 @@ All arguments after `recipes.lm_eval` are passed to the harness (see `run --help
 `rmt_tpu`, and its arguments are described in `rmt_tpu.evaluation.harness.RmtTpu`. This recipe adds
 two features. With --data_dir, tasks that `recipes.evaluate` supports are read from files, without a
 network. The file name of --use_cache includes the checkpoint's identity, so that cached answers of
-another model are never used.
+a different model are never used.
 """
 
 import argparse

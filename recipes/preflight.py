@@ -50,14 +50,15 @@ _BUFFERS = flags.DEFINE_integer("buffers", 12, "number of buffers to list", lowe
 _PROMPT = flags.DEFINE_integer(
     "prompt",
     None,
-    "length of a prompt in tokens; compile the reading of its parts instead of a train step",
+    "length of a prompt in tokens; compile the chunked prefill of such a prompt instead of a "
+    "train step",
     lower_bound=1,
     upper_bound=2**30,
 )
 _PART = flags.DEFINE_integer(
     "part",
     None,
-    "tokens of --prompt read at a time; default 2048, as in recipes.generate",
+    "tokens of --prompt read at a time; the default is 2048, as in recipes.generate",
     lower_bound=1,
 )
 _DECODE = flags.DEFINE_integer(

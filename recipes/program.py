@@ -145,7 +145,7 @@ def resume_command() -> str:
     program = Path(sys.argv[0])
     if program.suffix != ".py":  # an installed command like rmt-train
         return shlex.join(sys.argv)
-    # Use this interpreter's path: "python" may be another one if the environment is not active.
+    # Use this interpreter's path: "python" may be a different one if the environment is inactive.
     return shlex.join([sys.executable, "-m", f"recipes.{program.stem}", *sys.argv[1:]])
 
 

@@ -21,16 +21,18 @@ _WORKDIR = flags.DEFINE_string(
     required=True,
 )
 _STEP = flags.DEFINE_integer(
-    "step", None, "step of the checkpoint; default the last undamaged checkpoint"
+    "step", None, "step of the checkpoint; the default is the last undamaged checkpoint"
 )
 trained.define_mesh_flag()
 _CHAT_TEMPLATE = flags.DEFINE_string(
     "chat_template",
     None,
-    "file with the Jinja template of chats; default chat_template.jinja or tokenizer_config.json "
-    "in the model's folder",
+    "file with the Jinja template of chats; the default is chat_template.jinja or "
+    "tokenizer_config.json in the model's folder",
 )
-_NAME = flags.DEFINE_string("name", None, "model name for clients; default the folder's name")
+_NAME = flags.DEFINE_string(
+    "name", None, "model name for clients; the default is the folder's name"
+)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
 _PORT = flags.DEFINE_integer(
     "port", 8000, "port to serve at; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1

@@ -38,7 +38,7 @@ class Trial(NamedTuple):
 
 def define_seeds_flag() -> None:
     """Define the flag --seeds: see `seeds`."""
-    text = "list of seeds, like 0,1,2; every model is trained once per seed; default --seed"
+    text = "list of seeds, like 0,1,2; every model is trained once per seed; the default is --seed"
     flags.DEFINE_list("seeds", None, text)
 
 

@@ -29,7 +29,9 @@ def _list() -> str:
 
 
 _TRACK = flags.DEFINE_enum("track", "cpu", ["cpu", "tpu", "gpu"], "the track; see --list")
-_PRESETS = flags.DEFINE_list("presets", None, "names of presets; default the track's first entry")
+_PRESETS = flags.DEFINE_list(
+    "presets", None, "names of presets; the default is the track's first entry"
+)
 _TEXT = flags.DEFINE_string(
     "text", None, "wheel with the text of the track cpu; not needed once the text is prepared"
 )

@@ -11,10 +11,10 @@ from rmt_tpu.errors import UsageError
 
 
 def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the config changes that follow from those of the text.
+    """Return the config changes that follow from a new text.
 
-    A mixture is parsed from its form on the command line. A token store brings its tokenizer; of a
-    mixture, the first token store does. A text of its own ends a mixture.
+    A mixture is parsed from its form on the command line. A token store brings its tokenizer; in a
+    mixture, the first token store does. A text that is given alone replaces a mixture.
 
     Args:
       changes: the config changes of the flags, by config path.

@@ -23,13 +23,13 @@ from rmt_tpu.training import signals
 
 common.define_model_flags()
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "run folder, local or gs://bucket/path; default runs/<preset>"
+    "workdir", None, "run folder, local or gs://bucket/path; the default is runs/<preset>"
 )
 _CHANGE_CONFIG = flags.DEFINE_bool(
     "change_config",
     False,
-    "let the run in the folder continue with another batch size, optimizer, mixture, number of "
-    "steps or dtype, or a larger D_k (model.store.key_dim)",
+    "let the run in the folder continue with a different batch size, optimizer, mixture, number "
+    "of steps or dtype, or a larger D_k (model.store.key_dim)",
 )
 _FROM_STEP = flags.DEFINE_integer(
     "from_step",

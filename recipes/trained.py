@@ -26,7 +26,7 @@ def define_source_flags() -> None:
         "folder in Hugging Face format (config.json and safetensors), instead of --workdir",
     )
     flags.DEFINE_integer(
-        "step", None, "step of the checkpoint; default the last undamaged checkpoint"
+        "step", None, "step of the checkpoint; the default is the last undamaged checkpoint"
     )
 
 
@@ -69,8 +69,8 @@ def define_mesh_flag() -> None:
     flags.DEFINE_string(
         "mesh",
         None,
-        "mesh axes, like tensor=4 or key=2,sequence=2; -1 means all remaining devices; default one "
-        "device",
+        "mesh axes, like tensor=4 or key=2,sequence=2; -1 means all remaining devices; the default "
+        "is one device",
     )
 
 

@@ -51,7 +51,7 @@ class Decoder(nnx.Module):
       rngs: random streams. One key from the `params` stream is the seed of all parameters.
 
     Raises:
-      TypeError: `config` or `rngs` has another type.
+      TypeError: `config` or `rngs` has the wrong type.
 
     The parameters of a stack's layers have a leading axis over the layers, over which a scan runs.
     Each weight is drawn from the seed and from the weight's place and name

@@ -7,7 +7,7 @@ the ticks, so the body of the loop is compiled only once. There are two kinds of
 - `sharding.carried`: a chunk of layers maps a state to a state of the same shapes, which is sent to
   the next stage.
 - `sharding.banked`: a chunk reads the rows of earlier chunks from a *bank*, a stack of rows, and
-  completes rows of its own. Each row is written only once. Every stage caches the rows that it has,
+  completes its own rows. Each row is written only once. Every stage caches the rows that it has,
   and receives only rows that it lacks ("cross-stage caching", Kimi Team 2026, section 4.1). Every
   stage computes row 0 itself.
 

@@ -99,7 +99,7 @@ def causal_attention(
 
     Raises:
       UnsupportedImplementation: a named implementation does not support this call.
-      ValueError: qkv does not have `H + 2 G` floating-point vectors per token; kv has another
+      ValueError: qkv does not have `H + 2 G` floating-point vectors per token; kv has a different
         number of tokens, or a number of heads that does not divide H; slopes do not have shape [H];
         segment_ids do not cover all tokens; the window is not at least 1; the cap is not above 0;
         or a device has an odd number of tokens of a sharded sequence.

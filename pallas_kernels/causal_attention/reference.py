@@ -171,7 +171,7 @@ def backward(q, k, v, out, log_sums, d_out, terms, mask):
 
 
 def _for_each_query(q, x):
-    """Repeat the heads of keys or values, so that each query head has one of its own."""
+    """Repeat the heads of keys or values, so that each query head has its own."""
     each = q.shape[2] // x.shape[2]
     return jnp.repeat(x, each, axis=2) if each > 1 else x
 

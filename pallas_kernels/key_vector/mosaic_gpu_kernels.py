@@ -74,7 +74,7 @@ def _each_token(sizes, prefetch, body, carry=None):
 
     `prefetch` is a pair (stages, start), where `start(slot, t)` starts the copies of token t to a
     slot of the buffers. The copies of the program's first tokens are started here. `body` must call
-    `ahead()` once, which starts those of a later token.
+    `ahead()` once, which starts the copies of a later token.
     """
     program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
     count = (sizes.T - program + programs - 1) // programs

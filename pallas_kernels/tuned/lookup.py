@@ -37,7 +37,7 @@ class Kernel:
       platform: the platform that the kernel is for.
       name: the kernel's name, unique on its platform.
       version: a number that changes when the kernel is rewritten or its blocks change meaning.
-        Table entries with another version are ignored.
+        Table entries with a different version are ignored.
       blocks: the class that holds the kernel's block sizes.
       key: the names of the sizes and options that the kernel is specialised to, without the number
         of tokens.

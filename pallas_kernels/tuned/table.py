@@ -32,8 +32,8 @@ class Entry:
 
     Attributes:
       device: the slug of the device kind.
-      kernel, kernel_version: the kernel's name and version. In another version, the same blocks may
-        have another meaning.
+      kernel, kernel_version: the kernel's name and version. In a different version, the same blocks
+        may have a different meaning.
       key: the sizes and options that the kernel is specialised to, without the number of tokens.
       tokens: the number of tokens that the blocks were selected for.
       blocks: the fields of the blocks and their values.

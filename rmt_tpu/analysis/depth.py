@@ -151,7 +151,7 @@ def tapped_loss(
 ) -> tuple[Float[Array, ""], tuple[Loss, Trace]]:
     """Return the cross-entropy summed over a batch, with `taps[k]` added to the k-th write.
 
-    The writes are those of the embedding and of the sublayers to the residual.
+    The embedding and each sublayer write to the residual.
     """
     trace = unrolled(decoder, batch.inputs, taps=taps, segment_ids=batch.segment_ids)
     unembedding = decoder.unembedding

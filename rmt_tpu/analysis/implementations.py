@@ -367,7 +367,7 @@ def _on_request(group: Implementations, platform: str) -> list[str]:
 
 
 def _others(row: ImplementationRow) -> Iterator[str]:
-    """Yield table cells for the unusual calls that use another implementation than the usual calls.
+    """Yield table cells for the unusual calls whose implementation differs from the usual one.
 
     The cells are those after the first column.
     """

@@ -91,7 +91,7 @@ Space = Choices | NumberRange
 
 
 def _short(x: float) -> float:
-    """Return a number rounded to four significant digits, which fit into a folder name."""
+    """Return a number rounded to four significant digits, short enough for a folder name."""
     return float(f"{x:.4g}")
 
 

@@ -395,9 +395,9 @@ class Checkpointer:
     def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
         """Return the result of `look` for `step`, or for the newest step that is not damaged.
 
-        `look` reads a step and raises Fault if it is damaged. If a step cannot be accessed
-        (Unavailable), it may be undamaged. This raises an error, because falling back to an older
-        step would lose the training in between.
+        `look` reads a step and raises Fault if it is damaged. If it raises Unavailable, the step
+        cannot be accessed but may be undamaged. In that case this method raises Unavailable too,
+        because falling back to an older step would lose the training in between.
         """
         if step is not None:
             self._check_step(steps, step)

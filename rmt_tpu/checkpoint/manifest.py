@@ -87,7 +87,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
 
     Raises:
       Fault: the manifest is damaged, or its content is impossible.
-      UsageError: the manifest has another format version.
+      UsageError: the manifest has a different format version.
     """
     try:
         sealed = json.loads(manifest)

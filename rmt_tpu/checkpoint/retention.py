@@ -49,7 +49,7 @@ class Retention:
 def checkpoint_entries(folder: Folder) -> dict[int, set[str]]:
     """Return, for each step, which of the names in its folder belong to a checkpoint.
 
-    Such names are COMMIT and those of the folders of attempts to save the step.
+    Such names are COMMIT and the names of the folders, one per attempt to save the step.
 
     Raises:
       Fault: the folder cannot be listed.

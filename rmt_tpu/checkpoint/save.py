@@ -167,7 +167,7 @@ def _host_copy(block: Block) -> np.ndarray | jax.Array:
     # is overwritten only after the copy.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     copy = jax.device_put(block.cut(), pinned, may_alias=False)
-    # A cut piece is an array of its own in device memory. Wait until it is copied, so that only one
+    # A cut piece is a separate array in device memory. Wait until it is copied, so that only one
     # such array exists at a time.
     return copy if block.within is ... else jax.block_until_ready(copy)
 
@@ -246,7 +246,7 @@ class Attempt(NamedTuple):
         """Delete the step's COMMIT if a restore found it damaged.
 
         Raises:
-          Fault: the step has another COMMIT.
+          Fault: the step has a COMMIT other than the damaged one.
         """
         path = f"{self.step}/COMMIT"
         found = self.folder.read(path, limit=COMMIT_LIMIT)

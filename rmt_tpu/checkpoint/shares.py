@@ -150,7 +150,7 @@ def _holders(
 
 
 def _chunks(copy: Part, chunk: tuple[int, ...]) -> Iterator[Part]:
-    """Yield each stored chunk of a shard as a part of its own."""
+    """Yield each stored chunk of a shard as a separate part."""
     axes = [
         [(at, min(at + step, stop)) for at in range(start, stop, step)]
         for (start, stop), step in zip(copy.index, chunk, strict=True)

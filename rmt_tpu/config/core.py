@@ -91,7 +91,7 @@ class Computes(Checked):
 
 
 def check_situ(core: Any) -> None:
-    """Raise UsageError if a core has bounds of SiTU and another activation."""
+    """Raise UsageError if a core has bounds of SiTU but a different activation."""
     for name in ("situ_beta", "situ_linear_beta"):
         default, value = getattr(type(core), name), getattr(core, name)
         if core.activation != "situ" and value != default:

@@ -78,7 +78,7 @@ class _DepthAttention(BankedSystem):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True unless an option gives some outputs another weight than others.
+        """Return True unless an option weights some outputs differently from others.
 
         All logits start at zero, so a site reads the mean of all sources. The mean is the plain sum
         divided by the number of sources, and the norm before the read removes this factor.
@@ -257,7 +257,7 @@ class _Blocks(BankedSystem):
                     limit = sublayers if name == "sublayers_per_block" else num_layers
                     raise UsageError(
                         f"{type(self).__name__}.{name}={getattr(self, name)} is more than the "
-                        f"depth of num_layers={num_layers}; legal: 1 to {limit}"
+                        f"model's {limit} {name.split('_')[0]}; legal: 1 to {limit}"
                     )
                 return size
         blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks
@@ -413,7 +413,7 @@ class Mudd(BankedSystem):
             raise UsageError(
                 f"ModelConfig.mixer=mudd gives queries, keys and values different inputs, which "
                 f"only attention has, but layers begin with {', '.join(others)}; legal: layers of "
-                "attention and another core"
+                "attention followed by another core"
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:

@@ -278,8 +278,8 @@ class ModelConfig(Checked):
             )
         if kinds(self.base_model) != kinds(self):
             raise UsageError(
-                "ModelConfig.parametrization.base has another store, mixer or cores than the "
-                "model; legal: other sizes only, like store.dim=128"
+                "ModelConfig.parametrization.base has a different store, mixer or cores from the "
+                "model; legal: changes of sizes only, like store.dim=128"
             )
 
     # The short form -----------------------------------------------------------------------------

@@ -35,10 +35,10 @@ def resume_rule(config: Any, path: str) -> Rule:
     """
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
-        if name not in fields:  # `kind`, or a field of another class than the config has
+        if name not in fields:  # `kind`, or a field of a class that the config does not use here
             break
         if rule := fields[name].metadata.get("resume"):
-            # A component of another kind would not fit the saved state, so its kind is fixed.
+            # A component of a different kind would not fit the saved state, so its kind is fixed.
             return "fixed" if rule == "change" and path.endswith(".kind") else rule
         config = getattr(config, name)
         if not dataclasses.is_dataclass(config):

@@ -5,8 +5,9 @@ from rmt_tpu.config.mixers import Sum
 from rmt_tpu.config.model import ModelConfig
 from rmt_tpu.config.plain_start import PlainStart
 
-# Fields that do not change which function a model computes: the mixer and the store have statements
-# of their own, and the others affect only rounding, memory, speed or the values of new weights.
+# Fields that do not change which function a model computes: the mixer and the store each have
+# their own statement, and the others affect only rounding, memory, speed or the values of new
+# weights.
 _OTHERS = ("mixer", "store", "compute_dtype", "remat", "kernels", "init_std")
 
 
@@ -30,7 +31,7 @@ def start_from(model: ModelConfig, source: ModelConfig) -> PlainStart:
     if not store.same:
         return store
     if _residual(model) != _residual(source):
-        return PlainStart(False, "the residual has another shape")
+        return PlainStart(False, "the residual has a different shape")
     if model.mixer == source.mixer:
         return PlainStart(True, "the config is the same")
     if not isinstance(source.mixer, Sum):

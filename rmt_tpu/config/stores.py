@@ -74,7 +74,7 @@ class MatrixStore(Checked):
     kind: ClassVar[str] = "matrix"
     has_keys: ClassVar[bool] = True
     note: ClassVar[str] = (
-        "keys have a scale of their own, smaller by sqrt(2L) where they write; keys decay"
+        "keys have a separate scale, smaller by sqrt(2L) where they write; keys decay"
     )
     key_dim: Size = changeable()
     dtype: StateDType = changeable("auto")

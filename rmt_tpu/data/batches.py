@@ -234,7 +234,7 @@ class Windows:
 
         Epochs follow each other without a gap, so a batch may contain the end of one epoch and the
         start of the next. The position is the complete state of reading, so a run that resumes with
-        another batch size neither repeats nor skips a window.
+        a different batch size neither repeats nor skips a window.
 
         Args:
           position: number of windows read since the start of the run, 0 or more.
@@ -290,8 +290,8 @@ class Windows:
         tokens, has_loss = marked.without_marks(stored), real & marked.have_loss(stored)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         begins = (inputs == self.bos) & real[:, :-1]
-        # A window may begin within a document, so its first token starts segment 1 even if it is no
-        # BOS.
+        # A window may begin within a document, so its first token starts segment 1 even if it is
+        # not a BOS.
         begins[:, 0] = True
         segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
         weights = has_loss[:, 1:].astype(np.float32)

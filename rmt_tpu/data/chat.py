@@ -154,7 +154,9 @@ class ChatTemplate:
         try:
             return _environment().from_string(self._source)
         except jinja2.TemplateSyntaxError as error:
-            raise UsageError(f"{self._where}:{error.lineno} is no template: {error}") from None
+            raise UsageError(
+                f"{self._where}:{error.lineno} is not a valid template: {error}"
+            ) from None
 
 
 def read_template(

@@ -34,7 +34,8 @@ class Datasets(NamedTuple):
 
     Attributes:
       train: the training windows.
-      held_out: the held-out windows; for a mixture, those of the text with the largest share.
+      held_out: the held-out windows; a mixture takes them only from the text with the largest
+        share.
       mixed: the held-out windows of all texts of a mixture; empty without a mixture.
     """
 
@@ -51,7 +52,7 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
 
     Raises:
       UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
-        has more tokens than the model, or a store is incomplete or was made with another
+        has more tokens than the model, or a store is incomplete or was made with a different
         tokenizer.
       RunError: the manifest of a store is damaged.
     """

@@ -130,7 +130,9 @@ def whole_span(path: str) -> Span:
         status = os.stat(path)
     # Refuse other kinds of files: reading a pipe that nobody writes to would block forever.
     if not stat.S_ISREG(status.st_mode):
-        raise Problem(f"{path!r} is not a regular file; legal: files")
+        raise Problem(
+            f"{path!r} is not a regular file; legal: files, not folders, pipes or devices"
+        )
     return Span(path, 0, status.st_size, _version(status))
 
 

@@ -22,7 +22,8 @@ from rmt_tpu.storage import Folder, open_folder
 Kind = Literal["text", "messages", "completion"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-CONTEXT = 2**30  # the bit of a token that has no loss as a target
+# The bit that marks a token as excluded from the loss when it is the target.
+CONTEXT = 2**30
 
 USUAL_FIELD = "text"  # default name of the field or column that has the text
 _FIELDS = {"messages": "messages"}  # default names for other kinds
@@ -216,7 +217,7 @@ def have_loss(tokens: Integer[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape
 
 
 def find_template(kind: str, tokenizer: Tokenizer, file: str, flag: str) -> ChatTemplate | None:
-    """Return the chat template with which conversations are rendered; None for another kind.
+    """Return the chat template with which conversations are rendered; None for other kinds.
 
     Args:
       kind: the kind of the documents.

@@ -70,7 +70,7 @@ class Mixture:
             if (first := self._checksums.index(checksum)) < number:
                 raise UsageError(
                     f"--mixture: {texts[first].source} and {texts[number].source} are the same "
-                    "text; legal: each text once"
+                    "text; list each text only once"
                 )
         self._base = np.array([self._read.get(c, 0) for c in self._checksums], np.int64)
         self._units = tuple(text.units for text in texts)
@@ -157,8 +157,8 @@ class Mixture:
     def resumed(self, position: int, saved: Mapping[str, Any]) -> "Mixture":
         """Return this mixture as it continues a run after `position` windows.
 
-        If shares or texts differ from those in the checkpoint, those of this mixture take effect
-        now, and each text continues with the windows that the run has not read yet.
+        If the shares or texts differ between this mixture and the checkpoint, this mixture takes
+        effect now, and each text continues with the windows that the run has not read yet.
 
         Args:
           position: number of windows read in the run.

@@ -291,8 +291,8 @@ class PartWriter:
     def _existing_part(self, job: PartJob) -> WrittenPart | None:
         """Return the part that exists in the store if it is valid for the job.
 
-        If the part is damaged, or was written for another plan or cut, its manifest is deleted and
-        the result is None.
+        If the part is damaged, or was written for a different plan or cut, its manifest is deleted
+        and the result is None.
         """
         name = f"{part_name(job.number)}/{MANIFEST}"
         try:

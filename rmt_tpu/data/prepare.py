@@ -79,7 +79,7 @@ class SingleProcess:
     number, count = 0, 1
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return a list with the `value` of this only process."""
+        """Return `[value]`, because there is just one process."""
         return [value]
 
 
@@ -204,7 +204,7 @@ def _write_plan(
     """Write plan, tokenizer and template to a new store; for an existing store, check its plan.
 
     Raises:
-      UsageError: the store cannot be written to, or has another plan.
+      UsageError: the store cannot be written to, or has a different plan.
     """
     with flag_errors("output"):
         folder.check(write=True)
@@ -227,7 +227,7 @@ def _check_same_plan(
     """Check that all processes of the group have the same plan.
 
     Raises:
-      UsageError: another process has another plan.
+      UsageError: the plan of another process differs from the plan of this one.
     """
     own = {f"--{name}": digest(plan[name]) for name in ("tokenizer", "eval_fraction", "seed")}
     sizes = [[span[1:3] for span in part] for part in parts]
@@ -249,7 +249,7 @@ def _check_shared(folder: Folder, plan: dict[str, Any], group: ProcessGroup) -> 
     """Check that this process sees the plan that process 0 wrote into the folder.
 
     Raises:
-      UsageError: this process sees another folder than process 0.
+      UsageError: this process does not see the same folder as process 0.
     """
     if group.count == 1:
         return
@@ -257,8 +257,8 @@ def _check_shared(folder: Folder, plan: dict[str, Any], group: ProcessGroup) -> 
     while read_sealed(folder, PLAN) != plan and not read_sealed(folder, MANIFEST):
         if time.monotonic() > until:
             raise UsageError(
-                f"--output={folder.url} is another folder on process {group.number} than on "
-                "process 0; legal: a folder on a file system that all hosts share, or gs://"
+                f"--output={folder.url} is not the same folder on process {group.number} "
+                "as on process 0; legal: a folder on a file system that all hosts share, or gs://"
             )
         time.sleep(0.1)
 

@@ -112,7 +112,7 @@ def _opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
 
 
 class _Watched(io.BufferedIOBase):
-    """A file that keeps the error of a failed read, which pyarrow may replace by another."""
+    """A file that keeps the error of a failed read, which pyarrow may replace by another error."""
 
     def __init__(self, file: io.BufferedIOBase):
         self._file = file
@@ -220,7 +220,7 @@ def _check_columns(span: Span, schema: Any, reading: Reading) -> None:
     """Check that a table has the columns of a document.
 
     Raises:
-      Problem: the table has no column of a name, or several, or a column of another type.
+      Problem: the table has no column of a name, or several, or a column of a wrong type.
     """
     is_legal, kind = (_is_list, "lists") if reading.kind == "messages" else (_is_text, "strings")
     for name in reading.names:

@@ -436,7 +436,7 @@ def read_sealed(folder: Folder, name: str) -> dict[str, Any] | None:
     """Return the content of a file that was encoded by `seal`, or None if there is no such file.
 
     Raises:
-      UsageError: the file does not belong to a token store, or has another version.
+      UsageError: the file does not belong to a token store, or has a different version.
       RunError: the file is damaged.
     """
     found = folder.read(name, limit=_MANIFEST_BYTES)

@@ -125,7 +125,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Host:
-    """The part of process 0, which accepts the connections of all other processes."""
+    """The role of process 0: to accept the connections of all other processes."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout

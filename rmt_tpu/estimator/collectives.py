@@ -89,7 +89,7 @@ def collectives(
     found = []
     full = mesh
     if ids is not None:
-        mesh = _axes_in_slice(mesh, ids)  # each slice has a program of its own
+        mesh = _axes_in_slice(mesh, ids)  # each slice runs its own program
     for ran in module.run():
         if ids is not None and _BETWEEN.search(ran.instruction.attributes):
             if ran.instruction.opcode == "send":

@@ -206,8 +206,8 @@ def _kernel_cost(program: Program, ran: Executed, seconds: float) -> KernelCost:
 def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:
     """Return a kernel's traffic, with VMEM bytes counted as HBM bytes if the kernel copies them.
 
-    A kernel uses an operand in VMEM in place. If it copies the operand instead, the copy takes as
-    long as a copy from HBM.
+    A pipeline over a grid uses an operand in VMEM in place. A kernel that instead copies the
+    operand within VMEM spends as much time on the copy as on a copy from HBM.
     """
     if schedule is not None and schedule.copies_in_vmem:
         return Bytes(traffic.total)

@@ -116,7 +116,7 @@ def device_spans(folder: Path) -> list[tuple[float, float]]:
 def device_events(folder: Path) -> list[tuple[str, float, float]]:
     """Return the (name, start, end) of each event on a TPU or a GPU in a saved profile.
 
-    Times are in seconds. Names are those of kernels, or of instructions of the compiled program.
+    Times are in seconds. An event is named after a kernel or an instruction of the program.
     """
     events = []
     for path in folder.rglob("*.xplane.pb"):

@@ -1,6 +1,6 @@
 """Functions with published TPU times, which `calibrate` compiles.
 
-The project tokamax publishes times of plain XLA functions and of its own kernels. The functions
+The project tokamax publishes times of plain XLA functions and of tokamax's kernels. The functions
 here repeat these XLA functions in plain JAX, with the same operations in the same order. Only
 `attention_kernel` needs tokamax, because it calls the kernel that was timed. Each function takes a
 device of a topology description and returns the lowered call.

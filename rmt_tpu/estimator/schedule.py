@@ -223,7 +223,7 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
 
 
 def _skipped_bundles(bundles: list[_Bundle]) -> frozenset[int]:
-    """Return the bundles to skip: those of all but the longest of adjacent conditional regions."""
+    """Return the bundles to skip: only the longest of adjacent conditional regions is kept."""
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
     }

@@ -167,7 +167,7 @@ TARGETS = {
 }  # fmt: skip
 
 # Devices that whole programs can be compiled for, by name; libtpu dumps no kernel schedules for
-# some of them. The matrix units of a TPU7x core are unknown. They are assumed to be those of a v6e,
+# some of them. The matrix units of a TPU7x core are unknown. They are assumed to equal a v6e's,
 # at the clock rate that gives the maker's peak FLOP/s.
 DEVICES = TARGETS | {
     t.name: t
@@ -193,8 +193,8 @@ def parse_topology(text: str, slices: int = 1) -> Target:
       slices: the number of TPU slices with this topology, connected by the data center's network.
 
     Raises:
-      ValueError: the generation is unknown, its topologies have another form, or it does not
-        support several slices.
+      ValueError: the generation is unknown, the text does not have the form of the
+        generation's topologies, or the generation does not support several slices.
     """
     name, colon, shape = text.partition(":")
     device = DEVICES.get(name)

@@ -24,7 +24,7 @@ from rmt_tpu.estimator.search import Rating, Refusal
 from rmt_tpu.estimator.spaces import Problem
 from rmt_tpu.estimator.topology import Target
 
-# The version of the rating method; increase it when ratings are computed in another way.
+# The version of the rating method; increase it when ratings are computed in a different way.
 RATING = 3
 # Matches error messages for programs that need more on-chip memory than the chip has.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)

@@ -25,7 +25,8 @@ from jax.experimental import topologies
 
 from rmt_tpu.estimator.memory import DUMPS
 
-# Matches libtpu's file names of schedules: "<time>-<instruction>-<pass number>-<suffix>.txt".
+# Matches the names of the files into which libtpu writes schedules:
+# "<time>-<instruction>-<pass number>-<suffix>.txt".
 _SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")

@@ -54,7 +54,7 @@ def find_tasks(names: Iterable[str], flag: str = "tasks") -> list[Task]:
         if name not in TASKS:
             raise UsageError(unknown(f"--{flag}", name, TASKS))
     if len(set(names)) < len(names):
-        raise UsageError(f"--{flag}={','.join(names)} repeats a name; legal: each name once")
+        raise UsageError(f"--{flag}={','.join(names)} repeats a name; list each name only once")
     return [TASKS[name] for name in names]
 
 
@@ -155,7 +155,7 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
       tokenizer: the tokenizer of the model.
 
     Raises:
-      UsageError: there is no text, or the token store was made with another tokenizer.
+      UsageError: there is no text, or the token store was made with a different tokenizer.
     """
     if data.is_store(source):
         store = data.open_store(source)

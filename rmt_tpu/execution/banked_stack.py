@@ -319,8 +319,8 @@ class StackRunner:
             start = full * self.group
             if decoding:
                 # The barrier hides the layer's index from XLA. With a constant index, XLA would
-                # copy the weights of all layers to another layout, and would keep a copy of this
-                # layer's weights through all decode steps of a program.
+                # copy the weights of all layers to a different layout, and would keep a copy of
+                # this layer's weights through all decode steps of a program.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
             carry, last_outputs = run(carry, start, left, last_inputs)
         return carry, (full_outputs, last_outputs)

@@ -51,7 +51,7 @@ def per_device(
 
     An op in `function` traces only its implementation for this kind of device. In other code it
     traces one implementation per platform, although the lowered program contains only one of them.
-    The result must not be lowered for other devices than those of the mesh.
+    The result must be lowered only for devices of the mesh.
     """
     device = mesh.devices.flat[0]
     if not _runs_known_kernels(device.platform, device.device_kind):
@@ -104,7 +104,7 @@ def _varying(decoder: Any, inputs: Any) -> Any:
 def at_current_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `backward` with the matrix product precision that is in force at this call.
 
-    `backward` is the backward pass of a `jax.custom_vjp`, which JAX traces later, where another
+    `backward` is the backward pass of a `jax.custom_vjp`, which JAX traces later, where a different
     precision may be in force.
     """
     precision = jax.config.jax_default_matmul_precision

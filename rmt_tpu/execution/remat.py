@@ -16,7 +16,7 @@ def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
     """Return the function `layer` with the recomputation of a policy; see `ModelConfig.remat`.
 
     With "none", "full" and "reversible", `layer` is returned unchanged. For "full", the loop
-    `scan_recomputed` recomputes the layers, and for "reversible" a schedule of its own does.
+    `scan_recomputed` recomputes the layers, and for "reversible" a separate schedule does.
     """
     match policy:
         case "none" | "full" | "reversible":

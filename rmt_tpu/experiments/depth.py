@@ -117,7 +117,7 @@ _DEEPEST = ("transformer", "attnres", "rmt")
 def plan(scale: Scale) -> Plan:
     """Return the plan of the experiment's runs at a scale.
 
-    Neither paper varies the depth alone. Therefore the sizes at the papers' scale are those of
+    Neither paper varies the depth alone. Therefore the sizes at the papers' scale are taken from
     small runs that others published.
     """
     size = SIZES[scale]
@@ -139,7 +139,7 @@ def plan(scale: Scale) -> Plan:
         for system, against in _SYSTEMS.items()
         if layers < max(_LAYERS) or system in _DEEPEST
     ]
-    # These arms repeat the same runs with sums in another order, which shows how much rounding
+    # These arms repeat the same runs with sums in a different order, which shows how much rounding
     # alone changes a loss.
     arms += [
         Arm(
@@ -168,9 +168,10 @@ def plan(scale: Scale) -> Plan:
 def rates(scale: Scale) -> Plan:
     """Return the plan of searches for the rate factor of attention over depth at two batch sizes.
 
-    The searches with the smaller batch are those of `plan`. With a batch four times as large, runs
-    have half as many steps, so they read twice as many tokens. One more search is over the rate of
-    the deepest Transformer, because `plan` gives it the rate of the Transformer of half its depth.
+    The searches with the smaller batch are the same as in `plan`. With a batch four times as large,
+    runs have half as many steps, so they read twice as many tokens. One more search is over the
+    rate of the deepest Transformer, because `plan` gives it the rate of the Transformer of half its
+    depth.
     """
     size, systems = SIZES[scale], ("transformer", "attnres")
     large = {"train.batch_size": 4 * size.batch_size, "train.steps": size.steps // 2}

@@ -51,8 +51,8 @@ class ArmOutcome:
 
     Attributes:
       arm: the arm (model of an experiment), with the learning rate that its runs used.
-      parameters, weights: the number of all parameters, and the number without those of the
-        embedding and unembedding.
+      parameters, weights: the number of all parameters, and the number of parameters outside of
+        the embedding and unembedding.
       flops, tokens: the training FLOPs and the training tokens per run.
       losses: the final held-out loss of each seed's run, in nats per token; None for a diverged
         run.

@@ -83,7 +83,8 @@ class ExperimentText:
         """Check that the runs in a folder, if there are any, read this text.
 
         Raises:
-          UsageError: the runs read another text, or were made by an older version of this program.
+          UsageError: the runs read a different text, or were made by an older version of this
+            program.
         """
         if (found := runs.read(_TEXT)) is None:
             if runs.names("runs") or runs.names("rates"):

@@ -57,7 +57,7 @@ class Track(NamedTuple):
       eval_tokens: number of held-out tokens.
       eval_every: number of steps between evaluations.
       preset: preset of the first entry.
-      start: config changes of the first entry, which another entry may replace.
+      start: config changes of the first entry; another entry may replace them.
       flops_per_second: peak of the machine times an assumed share, for `hours`; None on CPUs.
     """
 
@@ -93,6 +93,9 @@ class Track(NamedTuple):
             3600 * self.flops_per_second
         )
 
+
+# The end of error messages about an unfinished run.
+_FINISHED = "legal: the folder of a run that has finished"
 
 _FINEWEB = (
     "HuggingFaceFW/fineweb, sample/10BT, all files in order of their names, with GPT-2's tokens, "
@@ -253,7 +256,7 @@ def write_documents(wheel: Path, text: PinnedText, output: Path) -> None:
     """Write the Python files of a wheel into a .jsonl file, in the order of their names.
 
     Raises:
-      UsageError: the wheel cannot be read, or has another digest.
+      UsageError: the wheel cannot be read, or has a different digest.
     """
     try:
         content = wheel.read_bytes()
@@ -279,19 +282,19 @@ def measure(track: Track, name: str, folder: Folder) -> Result:
       folder: the run folder.
 
     Raises:
-      UsageError: the run is not of this track: it has another text, or other fixed values.
+      UsageError: the run is not of this track: its text or its fixed values differ.
     """
     config, rows = read_config(folder), read_metrics(folder)
     _check_run(track, config, folder)
     steps, spent = series(rows, "throughput/step_seconds")
     if steps != list(range(1, len(steps) + 1)):
-        raise UsageError(f"{folder} does not have the time of every step; legal: a complete run")
+        raise UsageError(f"{folder} does not have the time of every step; {_FINISHED}")
     seconds = np.cumsum([0.0, *spent])
     evaluated = [
         (step, loss) for step, loss in zip(*series(rows, "eval/loss"), strict=True) if step
     ]
     if not evaluated:
-        raise UsageError(f"{folder} has no evaluation; legal: a complete run")
+        raise UsageError(f"{folder} has no evaluation results; {_FINISHED}")
     within = lambda step: track.seconds is None or seconds[step] <= track.seconds
     good = [(step, loss) for step, loss in evaluated if loss <= track.loss and within(step)]
     step, loss = good[0] if good else min(evaluated, key=lambda each: each[1])
@@ -325,12 +328,15 @@ def _check_run(track: Track, config: RunConfig, folder: Folder) -> None:
     ]
     if different:
         raise UsageError(
-            f"{folder} is no run of --track={track.name}: it has another {', '.join(different)}"
+            f"{folder} is not a run of --track={track.name}: it has a different "
+            f"{', '.join(different)}"
         )
     if track.text is not None:
         checksum = open_checkpoints(folder).meta()["data_checksum"]
         if checksum != track.text.train:
-            raise UsageError(f"{folder} is no run of --track={track.name}: it has another text")
+            raise UsageError(
+                f"{folder} is not a run of --track={track.name}: it has a different text"
+            )
 
 
 def train_flops(config: RunConfig) -> int:

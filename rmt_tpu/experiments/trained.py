@@ -3,7 +3,7 @@
 An arm is a model that a plan trains once per seed. A tiny arm is a preset with four layers and
 heads of size 8, trained on the bytes of Python's standard library. It reads 20 tokens per
 non-embedding weight of the Transformer with the same shape; the models in the RMT paper read 20
-tokens per weight of their own. Arms with the same name in several plans share their runs.
+tokens for each of their own weights. Arms with the same name in several plans share their runs.
 """
 
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ the same shape it has fewer weights and FLOPs. Therefore each K has three RMTs:
 - of the same shape;
 - with as many weights outside of the embeddings, by a larger hidden size of the feed-forward
   layers;
-- with as many FLOPs per token, by another hidden size.
+- with as many FLOPs per token, by a different hidden size.
 
 Systems have a search of the learning rate at the smallest and at the largest K. In between, models
 use the geometric mean of the two. The difference that was chosen for a test before any training is

@@ -1,6 +1,6 @@
 """Changes to the logits of one text before a token is chosen: bias, penalties, a minimum length.
 
-Decode steps apply them in programs of their own, which the engine runs only while some text needs
+Decode steps apply them in separate programs, which the engine runs only while some text needs
 them. All other decode steps are compiled as if this module did not exist.
 """
 

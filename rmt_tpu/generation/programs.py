@@ -101,9 +101,9 @@ class Ends(NamedTuple):
 
     Attributes:
       stop: the stop tokens; each stop token ends a text.
-      text_vocab_size: the bound of the token ids that have a text. A model may have more ids, which
-        are never chosen unless they are stop tokens.
-      gaps: ids below `text_vocab_size` that have no text and are no stop tokens.
+      text_vocab_size: a number above all token ids that have a text. A model may also have larger
+        ids, which are never chosen unless they are stop tokens.
+      gaps: ids below `text_vocab_size` that neither have a text nor are stop tokens.
     """
 
     stop: Int[Array, " stops"]
@@ -115,7 +115,7 @@ class Ends(NamedTuple):
         return jnp.any(token[:, None] == self.stop, axis=-1)
 
     def possible(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-        """Set the logits of tokens that have no text and are no stop tokens to -inf."""
+        """Set the logits of tokens that neither have a text nor are stop tokens to -inf."""
         tokens = jnp.arange(logits.shape[-1])
         logits = jnp.where((tokens < self.text_vocab_size) | self.at(tokens), logits, -jnp.inf)
         return logits.at[:, self.gaps].set(-jnp.inf) if len(self.gaps) else logits

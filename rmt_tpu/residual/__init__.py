@@ -107,7 +107,7 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
 def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
     """Return the parameters of one site, at which the residual is written and read.
 
-    They are those of the configured store and, in `site.mix`, those of the configured mixer.
+    The site has the parameters of the configured store. `site.mix` has those of the mixer.
     """
     site = store_module(config.store).Site(config, seed, place)
     match config.mixer:

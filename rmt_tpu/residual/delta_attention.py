@@ -204,5 +204,5 @@ class DeltaAttention(DepthAttention):
 
 
 def _with_zeros(rows: Float[Array, "rows *shape"], value: float = 0.0) -> Array:
-    """Return the rows and, after them, a row of zeros or of another value."""
+    """Return the rows and, after them, a row that is filled with `value`."""
     return jnp.concatenate([rows, jnp.full_like(rows[:1], value)])

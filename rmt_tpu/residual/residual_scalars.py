@@ -6,8 +6,9 @@ Two options, each of which can be used alone, change the plain residual h of a m
     values     V_l <- l1_l V_1 + l2_l V_l       in every attention sublayer after the first
 
 Here x_0 is the residual after the embedding was written, with its positions if they are learned.
-V_l are the values that the attention sublayer of layer l reads, and V_1 those of the first one.
-Attention uses, and caches, the mixed values. The residual h may be a vector or a matrix.
+V_l are the values that the attention sublayer of layer l reads, and V_1 are the values that the
+first attention sublayer reads. Attention uses, and caches, the mixed values. The residual h may be
+a vector or a matrix.
 
 The value residual is that of Zhou et al. (2024, arXiv 2410.17897), with learned factors l1 and l2
 that start at 0.5 each. The scalars a and b are those of modded-nanogpt (Jordan et al. 2024) and

@@ -62,7 +62,10 @@ def save_picture(figure, folder: Folder, name: str) -> str:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return color, line style and marker for a curve; those of the first 40 curves differ."""
+    """Return color, line style and marker for a curve.
+
+    The combination is unique for each of the first 40 curves.
+    """
     markers, lines = "os^Dv", ("-", "--", "-.", ":")
     return {
         "color": f"C{index % 10}",

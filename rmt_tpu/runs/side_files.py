@@ -125,7 +125,7 @@ class SideFiles:
                     self._folder.write(f"profile/{name}", path.read_bytes())
 
     def write_spike(self, spike: Mapping[str, str | int]) -> None:
-        """Append a line about a spike from which the run goes back to `spikes.jsonl`."""
+        """Append to `spikes.jsonl` a line about a spike that makes the run go back."""
         if processes.is_first():
             with self._harmless(f"{self._folder}/{SPIKES} cannot be written"):
                 line = json.dumps({"time": time.time(), **spike})

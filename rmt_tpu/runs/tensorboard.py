@@ -20,7 +20,7 @@ from rmt_tpu.storage import Folder
 class TensorBoard:
     """An event file of TensorBoard in the run folder; see `trackers.Tracker`.
 
-    Each start of a run has a file of its own. Together they are one run in TensorBoard.
+    Each start of a run writes a separate file. Together the files are one run in TensorBoard.
 
     Args:
       folder: the run folder.

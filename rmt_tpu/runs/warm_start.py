@@ -57,7 +57,7 @@ class WarmStart:
         if other.tied_embeddings != model.tied_embeddings:
             raise UsageError(
                 f"model.tied_embeddings={model.tied_embeddings} does not fit "
-                f"--init_from={location}; legal: {other.tied_embeddings}, as there"
+                f"--init_from={location}; legal: {other.tied_embeddings}, as in that model"
             )
         own, other_shapes = _shapes(model), _shapes(other)
         self.location, self.source = location, other
@@ -203,8 +203,8 @@ class ContinuedRun:
         fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"
         if different := [line for line, path in paths.items() if fixed(path)]:
             raise UsageError(
-                f"{what}: the run there has another config: {'; '.join(different[:8])}; give the "
-                "same config, or leave out --with_optimizer to load only its weights"
+                f"{what}: the run there has a different config: {'; '.join(different[:8])}; give "
+                "the same config, or leave out --with_optimizer to load only its weights"
                 f"{_growth_hint(location, self.config.model, config.model)}"
             )
         self.checkpoints = open_checkpoints(self.folder)

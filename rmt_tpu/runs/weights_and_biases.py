@@ -80,7 +80,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, name: self._wandb.Html(page)})
 
     def flush(self) -> None:
-        """Do nothing: wandb writes in a process of its own."""
+        """Do nothing: wandb writes in a separate process."""
 
     def close(self, failed: bool) -> None:
         """End the tracked run.

@@ -33,7 +33,8 @@ class ConfigChanges(NamedTuple):
 
     Attributes:
       lines: one line about each field that changes.
-      restarts: whether the run restarts from scratch with another config, as it has no checkpoint.
+      restarts: whether the run restarts from scratch with a different config, because it has no
+        checkpoint.
     """
 
     lines: list[str]
@@ -60,8 +61,8 @@ def open_workdir(
     Args:
       workdir: the run folder.
       config: the config that the run is started with.
-      change_config: whether a run may continue with another batch size, optimizer, number of steps
-        or dtype, or with a larger D_k.
+      change_config: whether a run may continue with a different batch size, optimizer, number of
+        steps or dtype, or with a larger D_k.
       other: a description of another process that seems to train in the folder, from
         `presence.announce_run`; None if there is none.
 
@@ -69,8 +70,9 @@ def open_workdir(
       The changes of the config, for `write_config`.
 
     Raises:
-      UsageError: the folder cannot be written to, it holds a run with another or a damaged config,
-        another process trains there with another config, or processes see different folders.
+      UsageError: the folder cannot be written to, it holds a run with a different or a damaged
+        config, another process trains there with a different config, or processes see different
+        folders.
     """
     folder, changes = open_folder(workdir), ConfigChanges([], restarts=False)
     if processes.is_first():
@@ -82,7 +84,7 @@ def open_workdir(
             changes = _compare(folder, found.data, config, change_config)
             if other and changes.lines:
                 raise UsageError(
-                    f"--workdir={folder} is in use by {other}, with another config: "
+                    f"--workdir={folder} is in use by {other}, with a different config: "
                     f"{'; '.join(changes.lines[:8])}; wait for it, stop it, or give another "
                     "--workdir"
                 )
@@ -142,8 +144,8 @@ def _check_shared(folder: Folder) -> None:
         folder.delete(mark)
     if blind := [process for process, answer in enumerate(answers) if not answer]:
         raise UsageError(
-            f"--workdir={folder} is another folder on {name_processes(blind)} than on process 0; "
-            "legal: a folder on a file system that all hosts share, or gs://"
+            f"--workdir={folder} is not the same folder on {name_processes(blind)} as on process "
+            "0; legal: a folder on a file system that all hosts share, or gs://"
         )
 
 
@@ -297,7 +299,7 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
         "" if fixed else "--change_config to continue with these, "
     )
     raise UsageError(
-        f"--workdir={folder} holds a run with another config: {'; '.join(shown)}. "
+        f"--workdir={folder} holds a run with a different config: {'; '.join(shown)}. "
         f"{ways}or another --workdir"
     )
 
@@ -322,7 +324,7 @@ def check_config_meta(
       within: a prefix like "model."; only config paths that start with it are compared.
 
     Raises:
-      UsageError: the checkpoint is from another run; the message begins with the folder.
+      UsageError: the checkpoint is from a different run; the message begins with the folder.
     """
     try:
         old = overrides.to_json(overrides.from_json(RunConfig, meta["config"]))
@@ -350,7 +352,7 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
       name: name of the tokenizer for the error message.
 
     Raises:
-      UsageError: the run in the folder has another tokenizer.
+      UsageError: the run in the folder has a different tokenizer.
     """
     try:
         saved = load_saved(folder)

@@ -1,6 +1,6 @@
 """The network address of a server.
 
-This module imports no jax, so that an error in the address is reported at once.
+This module does not import JAX, so that an error in the address is reported at once.
 """
 
 import contextlib

@@ -85,7 +85,7 @@ def whole_number(
     """Return a whole number from `low` to `high`, or the default if the field is absent.
 
     Raises:
-      Refusal: the field has another value.
+      Refusal: the field has an illegal value.
     """
     words = f"a whole number from {low} to {high}" if low < high else f"{low}"
     return field(values, name, default, lambda v: is_a(int)(v) and low <= v <= high, words)

@@ -70,7 +70,7 @@ class Metrics:
 class Stopwatch:
     """The times of the tokens of one request, which are added to the server's figures.
 
-    `add` is called in the worker's thread and `close` in another one. Pieces that come after
+    `add` is called in the worker's thread and `close` in a different thread. Pieces that come after
     `close` are not counted.
 
     Args:

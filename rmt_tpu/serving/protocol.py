@@ -214,7 +214,7 @@ def continuation(
 
 
 def check_model(values: Mapping[str, Any], served: ServedModel) -> None:
-    """Raise Refusal if a request names another model than the one that is served."""
+    """Raise Refusal if a request names a model other than the one that is served."""
     if values.get("model", served.name) != served.name:
         message = unknown("model", values["model"], [served.name])
         raise Refusal(message, "model", status=404, code="model_not_found")

@@ -132,7 +132,7 @@ class Folder(ABC):
         """Replace a whole file, provided that it still has the generation that was read before.
 
         Returns:
-          Whether the file now exists with exactly this content. It is False if another writer has
+          Whether the file now exists with exactly this content. It is False if another process has
           changed the file in the meantime.
         """
 

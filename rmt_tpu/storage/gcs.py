@@ -1,8 +1,8 @@
 """A folder in a Google Cloud Storage bucket.
 
 The google-cloud-storage package lists objects and transfers small files. Where two writers might
-conflict, requests are conditional on the object's generation. Tensorstore transfers arrays with a
-client of its own, which finds the same credentials (Application Default Credentials).
+conflict, requests are conditional on the object's generation. Tensorstore transfers arrays with
+its own client, which finds the same credentials (Application Default Credentials).
 """
 
 import atexit
@@ -160,13 +160,13 @@ class GcsFolder(Folder):
         """Upload the bytes as an object, and compose it with the earlier object.
 
         Raises:
-          Fault: another writer changes the object at the same time.
+          Fault: another process changes the object at the same time.
         """
         with _one_line_errors(self._url_of(name)):
             whole = self._bucket.get_blob(self._key(name), **_retry_options())
             if whole is None:
                 if not self.create(name, data):
-                    raise Fault(f"{self._url_of(name)}: another writer appends to it")
+                    raise Fault(f"{self._url_of(name)}: another process is writing to this file")
                 return
             tail = self._blob(f"{name}.tail-{uuid.uuid4().hex[:8]}")
             self._upload(tail, data)
@@ -179,9 +179,11 @@ class GcsFolder(Folder):
             except (NotFound, PreconditionFailed):
                 now = self._bucket.get_blob(self._key(name), **_retry_options())
                 # If the first request succeeded but its response was lost, the retry was refused,
-                # and the object has the size of both pieces. Otherwise another writer appended.
+                # and the object has the size of both pieces. Otherwise another process appended.
                 if now is None or now.size != whole.size + len(data):
-                    raise Fault(f"{self._url_of(name)}: another writer appends to it") from None
+                    raise Fault(
+                        f"{self._url_of(name)}: another process is writing to this file"
+                    ) from None
             finally:
                 # An object that cannot be deleted does no harm: `names` leaves it out.
                 with contextlib.suppress(Exception):

@@ -20,7 +20,7 @@ def open_folder(url: Location) -> Folder:
     A Folder is returned unchanged.
 
     Raises:
-      UsageError: the location is not text, has another scheme, or is not a legal bucket or path.
+      UsageError: the location is not text, has an unknown scheme, or is not a legal bucket or path.
         For `gs://` also: google-cloud-storage is not installed, or credentials are missing.
     """
     if isinstance(url, Folder):

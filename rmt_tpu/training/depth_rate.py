@@ -72,7 +72,7 @@ def factors(config: RunConfig) -> dict[str, float]:
 
 
 def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
-    """Return the learning rate factors of all parameters, times those of attention over depth.
+    """Return all learning rate factors, with the factors for attention over depth applied.
 
     Args:
       config: the run's config.

@@ -225,7 +225,8 @@ def _loss(static, kernel, x, targets, weights, texts):
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
         gradient = softmax * (1 + 2 * z_loss * log_z[:, None]) - is_target
         if cap is not None:
-            # The derivative of the cap. A column of padding, whose gradient is 0, has any.
+            # Multiply by the derivative of the cap. In a column of padding the gradient is 0, so
+            # any factor is right.
             gradient = gradient * (1 - jnp.square(jnp.maximum(logits, -cap) / cap))
         return (multiplier * weights[:, None] * gradient).astype(x.dtype)
 

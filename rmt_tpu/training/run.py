@@ -324,7 +324,8 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = sharding.replicated(mesh)
     structure = jax.tree.structure(state.params)
-    # In an optimizer's state, optax has a MaskedNode for each parameter of another rule.
+    # In an optimizer's state, optax has a MaskedNode for each parameter that another rule
+    # updates.
     is_none = lambda leaf: isinstance(leaf, optax.MaskedNode)
     like_params = lambda tree: jax.tree.structure(tree, is_none) == structure
     of_params = lambda tree: jax.tree.map(

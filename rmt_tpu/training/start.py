@@ -101,7 +101,8 @@ def restore_or_init(
       log: a function that prints a line.
 
     Raises:
-      UsageError: the checkpoint is from another run, text or tokenizer, or does not fit the model.
+      UsageError: the checkpoint is from a different run, text or tokenizer, or does not fit the
+        model.
       RunError: no checkpoint can be read, or a new model does not start as its config states.
     """
     folder, checkpoints, config = saved

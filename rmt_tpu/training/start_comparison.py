@@ -20,7 +20,7 @@ The norm's epsilon also makes a difference. A mean of n outputs is their sum div
 norm with epsilon e normalises it like the sum with epsilon n^2 e. If the difference exceeds the
 bound, it is measured again with an epsilon of 1e-30 in both models, and then must be explained by
 rounding alone. Otherwise the run stops. A model with routed experts is not held to the bound,
-because rounding may send a token to another expert.
+because rounding may send a token to a different expert.
 
 The shared parameters exist only once. In addition to these, the comparison needs memory for the
 parameters that only the trained model has, for one text of at most 512 tokens per device, or one
@@ -143,8 +143,8 @@ def report(
 
 _STARTS = {
     True: "starts as the same function as",
-    False: "starts as another function than",
-    None: "may start as another function than",
+    False: "does not start as the same function as",
+    None: "may not start as the same function as",
 }
 
 

@@ -228,7 +228,7 @@ def _open(
     changes = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if changes.lines:
         verb = "starting again" if changes.restarts else "continuing"
-        log(f"{verb} with another config: {'; '.join(changes.lines)}")
+        log(f"{verb} with a different config: {'; '.join(changes.lines)}")
     if note := _untrained_positions(config):
         log(note)
     return changes
@@ -276,7 +276,7 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
     """Check that all processes have the same config and data; otherwise they could deadlock.
 
     Raises:
-      UsageError: this process has another config or other data than process 0.
+      UsageError: the config or the data differs between this process and process 0.
     """
     if processes.num_processes() == 1:
         return
@@ -285,7 +285,7 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
     first = processes.from_first(own, "the run's config")
     if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
         raise UsageError(
-            f"process {processes.process_id()} has another config than process 0, "
+            f"the config of process {processes.process_id()} differs from that of process 0: "
             f"{'; '.join(different[:8])}; start all processes with the same flags"
         )
     if first["data"] != own["data"]:

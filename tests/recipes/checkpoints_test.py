@@ -103,7 +103,7 @@ def test_another_config_is_taken_when_that_is_wanted(trained, flags, said, tmp_p
     assert said in error and "--change_config" in error
     before = json.loads((copy / "config.json").read_text())
     done = cli.succeed("train", *flags, "--change_config")
-    assert f"continuing with another config: {said}" in done.stderr
+    assert f"continuing with a different config: {said}" in done.stderr
     assert f"resuming {copy} from step 40" in done.stderr
     after = json.loads((copy / "config.json").read_text())
     assert before != after

@@ -200,9 +200,7 @@ def test_notes_of_every_system():
     assert notes(twice).splitlines()[-1].startswith("- a, b: ")
     assert MhcLite(init="paper").note != MhcLite(init="prenorm").note
     store = replace(configs["gpt2-tiny"].model, store=MatrixStore(8))
-    assert "keys have a scale of their own" in notes(
-        {"c": replace(configs["gpt2-tiny"], model=store)}
-    )
+    assert "keys have a separate scale" in notes({"c": replace(configs["gpt2-tiny"], model=store)})
 
 
 ERRORS = {

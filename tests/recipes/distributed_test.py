@@ -194,18 +194,19 @@ def test_two_processes_go_back_to_an_older_checkpoint(mesh, two, tmp_path):
     [
         pytest.param(
             "--seed=3",
-            "process 1 has another config than process 0, train.seed is 0 there, 3 here; "
-            "start all processes with the same flags",
+            "the config of process 1 differs from that of process 0: train.seed is 0 there, 3 "
+            "here; start all processes with the same flags",
             id="config",
         ),
         pytest.param(
             "--from_step=3",
-            "process 1 has another config than process 0, --from_step is null there, 3 here; ",
+            "the config of process 1 differs from that of process 0: --from_step is null there, 3 "
+            "here; ",
             id="step",
         ),
         pytest.param(
             "--workdir={folder}/elsewhere",
-            "--workdir={folder}/{where} is another folder on process 1 than on process 0; ",
+            "--workdir={folder}/{where} is not the same folder on process 1 as on process 0; ",
             id="folder",
         ),
     ],

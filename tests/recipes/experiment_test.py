@@ -213,7 +213,8 @@ def test_jobs_and_growth(tmp_path):
     flags = ["growth", "--jobs=2", "--seeds=0", "--steps=4", "--data=" + str(cli.TEXT)]
     done = cli.succeed("experiment", *flags, f"--workdir={tmp_path}", env=cli.KEEP_NONE)
     assert f"run 4 of 4: {LARGE}/seed-0" in done.stderr
-    assert "continuing with another config: model.store.key_dim is 4 there, 16 here" in done.stderr
+    said = "continuing with a different config: model.store.key_dim is 4 there, 16 here"
+    assert said in done.stderr
     again = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
     assert "compiling" not in again.stderr
     tables = lambda text: [line for line in text.splitlines() if line.startswith("|")]

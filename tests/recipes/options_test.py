@@ -344,7 +344,7 @@ def test_the_folder_of_another_run_is_refused_before_anything_is_said(tmp_path):
     (tmp_path / "checkpoints/2/COMMIT").write_text("}")
     before = sorted(tmp_path.rglob("*"))
     reasons = {
-        "--seed=3": "holds a run with another config: train.seed is 0 there, 3 here",
+        "--seed=3": "holds a run with a different config: train.seed is 0 there, 3 here",
         "--from_step=3": f"--from_step=3 is not a checkpoint of --workdir={tmp_path}; legal: 2",
     }
     for flag, reason in reasons.items():

@@ -51,7 +51,7 @@ def test_usage(flags, words):
     "template, words",
     [
         (None, "cannot be read: No such file or directory; legal: a file with a chat template"),
-        ("{% if %}", ":1 is no template: Expected an expression"),
+        ("{% if %}", ":1 is not a valid template: Expected an expression"),
     ],
 )
 def test_templates_that_are_none(trained, tmp_path, template, words):

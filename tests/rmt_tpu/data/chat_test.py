@@ -104,7 +104,7 @@ def test_what_templates_find():
         ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError: "),
         ("{{ messages[0].content.x }}", "the chat template fails: UndefinedError: "),
         ("{{ 1 / 0 }}", "the chat template fails: ZeroDivisionError: division by zero"),
-        ("a\n{% for %}", "the chat template:2 is no template: "),
+        ("a\n{% for %}", "the chat template:2 is not a valid template: "),
     ],
 )
 def test_templates_that_fail(source, words):
@@ -171,8 +171,8 @@ def test_where_a_template_is_found(tmp_path):
         ([], None, "/x/tokenizer_config.json is not a JSON object"),
         ({"chat_template": 5}, None, "/x/tokenizer_config.json: chat_template=5 must be text, or"),
         ({"chat_template": [{"name": "tool_use", "template": "t"}]}, None, 'the name "default"'),
-        (None, "a\n{% if %}", "/x/chat_template.jinja:2 is no template: "),
-        ({"chat_template": "{{"}, None, "/x/tokenizer_config.json:1 is no template: "),
+        (None, "a\n{% if %}", "/x/chat_template.jinja:2 is not a valid template: "),
+        ({"chat_template": "{{"}, None, "/x/tokenizer_config.json:1 is not a valid template: "),
     ],
 )
 def test_damaged_files(tmp_path, config, template, words):

@@ -168,7 +168,7 @@ def test_folders_that_are_not_shared_are_told(source, tmp_path, monkeypatch):
     calls = [lambda group, o=output: make(source, o, group=group) for output in outputs]
     errors = [e for e in together(calls) if isinstance(e, UsageError)]
     assert len(errors) == 1
-    assert "two is another folder on process 1 than on process 0" in str(errors[0])
+    assert "two is not the same folder on process 1 as on process 0" in str(errors[0])
 
 
 def test_a_part_that_is_gone_is_told(source, tmp_path, monkeypatch):

@@ -243,7 +243,7 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
     def once_free(self, name, data):
         if refused:
             refused.pop()
-            raise Fault(f"{name}: another writer appends to it")
+            raise Fault(f"{name}: another process is writing to this file")
         append(self, name, data)
 
     monkeypatch.setattr(type(folder), "append", once_free)

@@ -143,13 +143,14 @@ def test_the_figure_is_the_time_and_flops_up_to_the_loss(run):
 def test_runs_of_other_tracks_and_unfinished_runs_have_no_figure(run):
     track, folder, _ = run
     metrics(folder, [1.0, 2.0], {})
-    with pytest.raises(UsageError, match="has no evaluation"):
+    with pytest.raises(UsageError, match="has no evaluation results; legal: the folder of a run"):
         speedrun.measure(track, "a", folder)
     rows = ({"step": step, "throughput/step_seconds": 1.0} for step in (1, 3))
     folder.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     with pytest.raises(UsageError, match="does not have the time of every step"):
         speedrun.measure(track, "a", folder)
-    with pytest.raises(UsageError, match="no run of --track=cpu: it has another data.seq_len"):
+    wanted = "not a run of --track=cpu: it has a different data.seq_len"
+    with pytest.raises(UsageError, match=wanted):
         speedrun.measure(track._replace(seq_len=32), "a", folder)
 
 

@@ -108,8 +108,8 @@ def test_a_taken_slice_gives_its_gradient_to_the_stack():
     ("mixer", "message"),
     [
         (cfg.BlockAttention(num_blocks=5), "num_blocks=5 does not divide 6 .* legal: 3 or 6"),
-        (cfg.BlockAttention(sublayers_per_block=7), "sublayers_per_block=7 .* legal: 1 to 6"),
-        (cfg.BlockAttention(layers_per_block=4), "layers_per_block=4 .* legal: 1 to 3"),
+        (cfg.BlockAttention(sublayers_per_block=7), "per_block=7 .* 6 sublayers; legal: 1 to 6"),
+        (cfg.BlockAttention(layers_per_block=4), "per_block=4 .* 3 layers; legal: 1 to 3"),
         (cfg.FullAttention(window=7), "window=7 is more than the 6 sublayers .* legal: 1 to 6"),
         (cfg.FullAttention(phase_layers=4), "phase_layers=4 is more than num_layers=3"),
         (cfg.FullAttention(num_heads=3), "num_heads=3 does not divide the residual's 20 numbers"),

@@ -118,7 +118,7 @@ def test_a_model_without_changes_is_not_measured(config, hub, windows):
     [
         (
             {"model.mixer": {"kind": "wide_streams", "forget": 0.5}},
-            "starts as another function than .*, because forget=0.5 lets streams forget",
+            "does not start as the same function as .*, because forget=0.5 lets streams forget",
         ),
         *later(
             (
@@ -161,7 +161,8 @@ def test_weights_that_the_new_model_lacks_count(config, windows, tmp_path):
     workdir.open_checkpoints(folder).save(1, {"params": params}, meta)
     line = said(config, str(tmp_path), windows)
     assert re.search(
-        "may start as another function .*, because the mixer is full_attention there and sum here",
+        "may not start as the same function .*, because the mixer is full_attention there and "
+        "sum here",
         line,
     )
     moved, plain = (logits(of.model, params, windows) for of in (origin, config))

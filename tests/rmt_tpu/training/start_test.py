@@ -147,17 +147,17 @@ def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, c
     [
         (
             {"model.num_layers": 2},
-            "another config: model.num_layers is 1 there, 2 here; give the same",
+            "a different config: model.num_layers is 1 there, 2 here; give the same",
         ),
         (
             {"model.store.key_dim": 64},
-            "another config: model.store.key_dim is 16 there, 64 here; .*grows in its own folder",
+            "different config: model.store.key_dim is 16 there, 64 here; .*grows in its own folder",
         ),
         (
             {"train.optimizer": "muon"},
-            'another config: train.optimizer.kind is "adamw" there, "muon" here',
+            'a different config: train.optimizer.kind is "adamw" there, "muon" here',
         ),
-        ({"train.seed": 3}, "another config: train.seed is 0 there, 3 here; give the same"),
+        ({"train.seed": 3}, "a different config: train.seed is 0 there, 3 here; give the same"),
         (
             {"train.steps": 4},
             "is at step 4, and --steps=4 leaves no step to train; legal: more than 4",

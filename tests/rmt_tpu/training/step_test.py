@@ -268,7 +268,7 @@ def test_each_weight_learns_by_its_own_fan_in():
     [
         (("store.dim=8",), AdamW(), "parametrization.base: field of store 'dim' is unknown"),
         (("store.key_dim",), AdamW(), "parametrization.base: 'store.key_dim' is not path=value"),
-        (("mixer=dense",), AdamW(), "parametrization.base has another"),
+        (("mixer=dense",), AdamW(), "parametrization.base has a different"),
         (
             ("store.key_dim=2",),
             Muon(),
