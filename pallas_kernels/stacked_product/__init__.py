@@ -1,18 +1,18 @@
 """Products of a few rows with the matrices of one layer, read from the stack of all layers.
 
-This op is for decoding, where a step multiplies one row per sequence by every weight. Reading the
-weights takes nearly all of the time, and a kernel reads them where they are. XLA first copies a
-layer's weights from the stack to VMEM, and multiplies only when the copy is complete.
+This op is for decoding, where each step multiplies one row per sequence by every weight. Reading
+the weights takes nearly all of the time. The kernel overlaps this reading with the products. XLA
+instead copies all of a layer's weights from the stack to VMEM before it starts to multiply.
 
-Implementations: "xla" (a slice and a product, on any platform), "mosaic_tpu" (a TPU kernel) and
-"pallas" (the kernel if there is one for the platform, else plain JAX). The default, None, uses the
-kernel on TPUs. The op is differentiable only with "xla".
+Implementations: "xla" (a slice and a matrix product, on any platform), "mosaic_tpu" (a TPU kernel)
+and "pallas" (the kernel if the platform has one, or else plain JAX). The default, None, uses the
+kernel on TPUs. Only "xla" is differentiable.
 
 An implementation is a module with these functions:
 
     product(rows, matrices, layer) -> `rows @ matrices[layer, p]` for every p, joined along N
-    unsupported(op, rows, matrices, layer) -> the reason, in one line, why the implementation does
-        not support these operands, or None
+    unsupported(op, rows, matrices, layer) -> None if the implementation supports these operands,
+        or else one line that says why not
 """
 
 import functools
@@ -47,10 +47,10 @@ def product_at(
     Sums are at least float32.
 
     Args:
-      layer: the index of the layer, less than L.
-      rows: the rows; the kernel supports at most MOST_ROWS.
+      layer: the index of the layer, below L.
+      rows: the left operand; the kernel supports at most MOST_ROWS rows.
       matrices: the matrices of all layers. They are cast to the rows' dtype.
-      implementation: None chooses the fastest one for the platform that the program is lowered for.
+      implementation: the implementation; None means the fastest one for the target platform.
 
     Returns:
       The products in the rows' dtype.

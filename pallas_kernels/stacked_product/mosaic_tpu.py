@@ -1,7 +1,7 @@
 """A TPU kernel for products of a few rows with one layer's matrices, read from their stack.
 
-Every grid step multiplies all rows by a block of columns. While it does, the next block is copied
-from HBM, so that the kernel takes as long as the copy of the matrices if there are few rows.
+Each grid step multiplies all rows by a block of columns, while the next block is copied from HBM.
+With few rows, the kernel therefore takes as long as the copy of the matrices.
 
 For T rows, P = 2, K = 1024 and N = 2816 in bfloat16 (the gate and up projection of llama-374m) on
 v5e (197 TFLOP/s, 819 GB/s), the copy takes 14.1 us, and the arithmetic takes at least 0.06 us for
@@ -21,15 +21,15 @@ from pallas_kernels.target import target
 # Maximum number of rows. With more rows, the arithmetic takes longer than the copy on every TPU.
 MOST_ROWS = 256
 # Preferred maximum number of bytes per block, and preferred minimum number of grid steps. At most
-# two blocks are copied at a time, so the latency of a copy is hidden only if blocks are large. The
-# product with the last block is not hidden at all, so a block should be a small part of the whole.
+# two blocks are copied at a time, so only large blocks hide the latency of a copy. The product with
+# the last block overlaps with no copy, so a block should be a small part of the whole.
 _BYTES, _STEPS = 3 * 2**20, 4
-# Maximum VMEM for all blocks, in sixtieths of the VMEM limit.
+# Maximum VMEM for all blocks, in sixtieths of the VMEM limit (see `Target.vmem_part`).
 _BUDGET = 50
 
 
 def unsupported(op: str, rows, matrices, layer) -> str | None:
-    """Return the reason, in one line, why the kernel does not support these operands, or None."""
+    """Explain in one line why the kernel does not support these operands; None if it does."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in (rows, matrices)):
         return "arrays that are neither bfloat16 nor float32"
     if len(rows) > MOST_ROWS:
@@ -50,8 +50,8 @@ def product(
     (T, K), (_, P, _, N) = rows.shape, matrices.shape
     columns = _columns(matrices)
     blocks = -(-N // columns)
-    # Blocks start at multiples of their own size and of 128. Unless such blocks divide N, the
-    # products with each matrix therefore start a new array.
+    # Blocks start at multiples of their own size. If 128 divides N, blocks divide N too, and the
+    # products with all P matrices share one array. Otherwise each matrix needs its own array.
     joined = P == 1 or N % LANES == 0
     if joined:
         shape, spec = (T, P * N), pl.BlockSpec((T, columns), lambda p, j, _: (0, p * blocks + j))
@@ -98,7 +98,7 @@ def _columns(matrices) -> int:
 
 
 def _vmem(rows, matrices, columns: int) -> int:
-    """Return the bytes of VMEM that all blocks take; each block has two buffers."""
+    """Return the number of VMEM bytes for all blocks, with two buffers per block."""
     (T, K), width = rows.shape, round_up(columns, LANES)
     of_rows = round_up(T, 16) * (round_up(K, LANES) + width) * rows.dtype.itemsize
     return 2 * (of_rows + round_up(K, 16) * width * matrices.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Products with a layer's matrices in plain JAX: a slice of the stack, and one matrix product."""
+"""Products with one layer's matrices in plain JAX: a slice of the stack and a matrix product."""
 
 import jax
 import jax.numpy as jnp

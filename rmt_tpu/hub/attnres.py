@@ -1,10 +1,11 @@
-"""Attention over depth in the hub's format: Qwen3 with Attention Residuals of open-attnres.
+"""The model type "qwen3_attnres": Qwen3 with the Attention Residuals of open-attnres.
 
-These models (`model_type` "qwen3_attnres") are Qwen3 with another residual. Their sources are
-cumulative, the newest one's logit has a learned bias, and the unembedding reads the plain residual:
-see `rmt_tpu.residual.depth_attention`.
+These models replace Qwen3's residual by attention over depth: each sublayer attends to sums of
+earlier outputs, the sources. Each source includes all earlier blocks, the newest source's logit has
+a learned bias, and the unembedding reads the standard residual. The equations are in
+`rmt_tpu.residual.depth_attention`.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ Mixer = cfg.BlockAttention | cfg.FullAttention
 
 
 def is_one(model: cfg.ModelConfig) -> bool:
-    """Return whether a model has the options of attention over depth that this kind has."""
+    """Return whether a model has the options of attention over depth that define this type."""
     mixer = model.mixer
     return isinstance(mixer, Mixer) and mixer.cumulative and mixer.newest_bias is not None
 
 
 def read_mixer(fields: Fields, layers: int) -> Mixer:
-    """Return the mixer that a config.json describes.
+    """Return the config of the attention over depth that a config.json describes.
 
     Args:
       fields: the fields of config.json.
@@ -57,7 +58,7 @@ def read_mixer(fields: Fields, layers: int) -> Mixer:
 
 
 def mixer_values(model: cfg.ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that describe the mixer of a model.
+    """Return the fields of config.json that describe a model's attention over depth.
 
     Raises:
       UsageError: the fields cannot express the mixer; the message names the option that differs.
@@ -90,12 +91,12 @@ def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
 
 
 def pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of the attention over depth at one site.
+    """Yield the tensors of the attention over depth before one sublayer.
 
     Args:
-      layer: what the names of the layer's tensors begin with.
-      place: the place of the sublayer after the site.
-      sublayer: the name of the sublayer in the names of tensors.
+      layer: the prefix of the layer's tensor names.
+      place: the place of the sublayer that follows the site.
+      sublayer: the sublayer's part of the tensor names: "attn" or "mlp".
       dim: the width of the residual.
     """
     name = f"{layer}{sublayer}_res_"

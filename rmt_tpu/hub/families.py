@@ -1,6 +1,6 @@
-"""The kinds of models in the hub's format that this package reads and writes, one row for each.
+"""The table of model types (`model_type` in config.json) that this package reads and writes.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 from collections.abc import Mapping
@@ -8,34 +8,38 @@ from typing import Any, Literal, NamedTuple
 
 from rmt_tpu.hub import attnres
 
-# Which layers have a sliding window if config.json has one: "all"; all unless `layer_types` lists
-# them ("listed"); those from `max_window_layers` on ("late"); those without RoPE ("unrotated"); all
-# but every fourth, or all but every n-th, where `sliding_window_pattern` is n ("most"); or every
-# other one, beginning with the first ("other"). For all but "all", `layer_types` may list others.
+# The default rule for which layers have a sliding window, if config.json sets a window:
+#   "all", "listed": all layers;
+#   "late": layers from number `max_window_layers` on;
+#   "unrotated": layers without RoPE;
+#   "most": all layers except every n-th, where n is `sliding_window_pattern` or 4;
+#   "other": every second layer, starting with the first.
+# The field `layer_types` overrides every rule except "all".
 Windows = Literal["all", "listed", "late", "unrotated", "most", "other"]
 
 
 class Family(NamedTuple):
-    """One kind of model, by what distinguishes it from Llama.
+    """One model type, described by its differences from Llama.
 
     Attributes:
-      architecture: the name of the kind's class in the transformers library.
-      absent: the values that the transformers library uses for keys that are absent from a
-        config.json. A key whose value is null does not get a default.
-      traits: names of what the kind's models have and Llama's do not.
+      architecture: the name of the type's class in the transformers library.
+      absent: the transformers library's default values for keys that a config.json lacks. A key
+        with the value null does not get its default.
+      traits: names of the features that Llama lacks (see the constants below).
       end: the token that ends a text by default, or None.
       length: the name of the field with the maximum number of tokens.
-      base: what the names of all tensors but W_U begin with, unless the files are of the model
-        without an unembedding.
-      windows: which layers have a sliding window; None if the kind has no windows.
+      base: the name prefix of all tensors except W_U. Files of a model without an unembedding lack
+        this prefix.
+      windows: which layers have a sliding window; None if the type has no windows.
       activation: the name of the field with the activation of feed-forward layers.
-      rotated: the part of a head that RoPE rotates by default; None if it rotates whole heads.
-      inside: the name of the object with the fields of the text model, if the kind also has models
-        of images; these are not opened.
-      other_bases: what the names of tensors may begin with in place of `base`.
-      ignored: what the names of tensors begin with that are not of the text model.
-      ropes: whether layers with a window have a RoPE of their own, in `rope_parameters`.
-      renamed: other names that fields may have in config.json, and the names that they have here.
+      rotated: the fraction of each head that RoPE rotates by default; None means that RoPE always
+        rotates whole heads.
+      inside: for text-and-image models, the name of the object in config.json that has the text
+        model's fields. Only the text model is opened.
+      other_bases: alternative prefixes that files may use in place of `base`.
+      ignored: name prefixes of tensors that are not part of the text model.
+      ropes: whether layers with a window have their own RoPE, in `rope_parameters`.
+      renamed: alternative field names in config.json, and the names that this package uses.
     """
 
     architecture: str
@@ -54,35 +58,35 @@ class Family(NamedTuple):
     renamed: Mapping[str, str] = {}
 
 
-# The traits: queries, keys and values have a bias; queries and keys are normed; some layers have no
-# position information; RoPE rotates a part of each head, and projections of one input are stored as
-# one tensor.
+# The traits. BIAS: queries, keys and values have biases. QUERY_KEY_NORM: queries and keys are
+# normed. UNROTATED_LAYERS: some layers have no RoPE. PARTIAL_ROPE: RoPE may rotate only a part of
+# each head, and the projections of the same input are stored as one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
 PARTIAL_ROPE = "rope of a part"
-# Layers of experts.
+# Some layers are mixtures of experts.
 EXPERTS = "experts"
-# What sublayers write is normed and not what they read, and a norm of queries is over all heads.
+# Sublayers norm their output, not their input. Query and key norms are over all heads together.
 NORMS_AFTER = "norms of outputs"
-# What sublayers read and what they write is normed; a stored gain is the gain minus 1; embeddings
-# are multiplied by the square root of the width; logits have a factor of their own, and soft caps.
+# Sublayers norm both their input and their output; norm gains are stored minus one; embeddings are
+# multiplied by the square root of the width; a field scales attention logits; logits may be capped.
 GEMMA = "norms of inputs and outputs"
-# Layers of Gated DeltaNet and of gated attention, a gated shared expert, and names of its own.
+# Layers of Gated DeltaNet and gated attention, a gated shared expert, and special tensor names.
 NEXT = "gated delta net"
-# The projections of Gated DeltaNet are apart, and all layers have experts or none has.
+# Gated DeltaNet has separate projection tensors. Either all layers have experts, or no layers.
 APART = "projections apart"
-# Attention over depth, whose sources are cumulative.
+# Attention over depth, whose sources are running sums (see `rmt_tpu.hub.attnres`).
 ATTNRES = "attention over depth"
-# Latent attention, experts with biases of their scores, and names of its own.
+# Latent attention, experts whose scores have biases, and special tensor names.
 LATENT = "latent attention"
-# Also layers of Kimi Delta Attention, and latent attention without positions.
+# In addition to LATENT: layers of Kimi Delta Attention, and latent attention without positions.
 KIMI = "kimi delta attention"
-# Matrices of routed experts are packed as MXFP4 (see `rmt_tpu.hub.packed`).
+# The matrices of routed experts are packed as MXFP4 (see `rmt_tpu.hub.packed`).
 PACKED = "packed experts"
-# RoPE rotates pairs of adjacent numbers.
+# In the files, RoPE rotates pairs of adjacent numbers.
 INTERLEAVED = "rope of adjacent numbers"
-# Biases everywhere, layer norms, learned positions, and names of its own.
+# Biases everywhere, layer norms, learned positions, and special names.
 GPT2 = "layernorm"
-# Any model of this package.
+# The type `rmt_tpu`, which can express any model of this package.
 OWN = "own"
 
 FAMILIES = {
@@ -325,7 +329,7 @@ FAMILIES = {
     ),
     "rmt_tpu": Family("RmtTpuForCausalLM", {}, frozenset({OWN}), base=""),
 }
-# Qwen3 with another residual.
+# Qwen3 with attention over depth.
 FAMILIES[attnres.KIND] = FAMILIES["qwen3"]._replace(
     architecture="Qwen3AttnResForCausalLM",
     absent={**FAMILIES["qwen3"].absent, **attnres.ABSENT},
@@ -352,7 +356,7 @@ FAMILIES["qwen3_5_text"] = Family(
     frozenset({NEXT, APART}),
     rotated=0.25,
     other_bases=("model.language_model.",),
-    # Layers that predict more tokens ahead, and the model of images.
+    # Layers for multi-token prediction, and the image model.
     ignored=("mtp.", "model.visual."),
 )
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
@@ -372,7 +376,7 @@ FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
 )
 for _kind in ("qwen3_5", "qwen3_5_moe"):
     FAMILIES[_kind] = FAMILIES[f"{_kind}_text"]._replace(inside="text_config")
-# The models of text and images whose text models are Gemma 3's.
+# Text-and-image models whose text model is a `gemma3_text`.
 FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
     absent={
         **FAMILIES["gemma3_text"].absent,
@@ -390,7 +394,7 @@ FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
         for part in ("vision_tower", "multi_modal_projector")
     ),
 )
-# The model of text and images whose text model has further fields of `kimi_linear`.
+# A text-and-image model whose text model is a `kimi_linear` with further fields.
 FAMILIES["kimi_k3"] = FAMILIES["kimi_linear"]._replace(
     base="",
     inside="text_config",

@@ -1,6 +1,6 @@
-"""The fields of a config.json in the hub's format, which are checked as they are read.
+"""Checked access to the fields of a config.json in the hub's format.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import json
@@ -13,7 +13,7 @@ from rmt_tpu.storage import Fault, Location, open_folder
 
 
 def values_in(folder: Location, name: str) -> Mapping[str, Any] | None:
-    """Return the JSON object in a file; None if the file is missing or holds no object.
+    """Read the JSON object in a file; return None if the file is missing or has no such object.
 
     Args:
       folder: a local or gs:// folder.
@@ -36,10 +36,10 @@ def values_in(folder: Location, name: str) -> Mapping[str, Any] | None:
 
 
 def optional_values_in(folder: Location, name: str) -> Mapping[str, Any]:
-    """Return the JSON object in a file; an empty one if the file is missing.
+    """Read the JSON object in a file; return an empty object if the file is missing.
 
     Raises:
-      UsageError: the file holds no JSON object.
+      UsageError: the file does not contain a JSON object.
       Fault: a bucket cannot be read.
     """
     folder = open_folder(folder)
@@ -50,7 +50,7 @@ def optional_values_in(folder: Location, name: str) -> Mapping[str, Any]:
 
 
 class Fields:
-    """The fields of a config.json, which are checked as they are read.
+    """The fields of a config.json; each method checks the value that it returns.
 
     Args:
       values: the JSON object.
@@ -61,14 +61,14 @@ class Fields:
         self._values, self._where = values, where
 
     def wrong(self, name: str, value: object, legal: str) -> UsageError:
-        """Return an error that says that a field has an illegal value."""
+        """Make the error for an illegal field value; the caller raises it."""
         return UsageError(f"{self._where}: {name}={shown(value)} is not supported; legal: {legal}")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return a field that holds a whole number from 1 to 2^31 - 1.
+        """Return the value of a field that must be a whole number from 1 to 2^31 - 1.
 
         Raises:
-          UsageError: the field has another value, or it is missing and there is no default.
+          UsageError: the field has a different value, or it is missing and there is no default.
         """
         value = self._values.get(name)
         value = default if value is None else value
@@ -77,7 +77,11 @@ class Fields:
         return value
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the tokens in a field that holds one token or a list of tokens."""
+        """Return the token ids in a field that must be one id, or a list, all below `vocab_size`.
+
+        Raises:
+          UsageError: the field has a different value or is missing.
+        """
         value = self._values.get(name)
         several = value if isinstance(value, list) else [value]
         if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
@@ -85,10 +89,10 @@ class Fields:
         return tuple(several)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """Return a field that holds a finite number above 0.
+        """Return the value of a field that must be a finite number above 0.
 
         Raises:
-          UsageError: the field has another value, or it is missing and there is no default.
+          UsageError: the field has a different value, or it is missing and there is no default.
         """
         value = self._values.get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -96,18 +100,18 @@ class Fields:
         return float(value)
 
     def positive_or(self, name: str, default: float) -> float:
-        """Return a field that holds a finite number above 0; an absent or null field is `default`.
+        """Return a field's value, a finite number above 0; `default` if it is missing or null.
 
         Raises:
-          UsageError: the field has another value.
+          UsageError: the field has a different value.
         """
         return self.positive(name) if self.has(name) else default
 
     def count(self, name: str) -> int:
-        """Return a field that holds a whole number from 0 to 2^31 - 1.
+        """Return the value of a field that must be a whole number from 0 to 2^31 - 1.
 
         Raises:
-          UsageError: the field has another value or is missing.
+          UsageError: the field has a different value or is missing.
         """
         value = self._values.get(name)
         if type(value) is not int or not 0 <= value < 2**31:
@@ -115,10 +119,10 @@ class Fields:
         return value
 
     def not_negative(self, name: str) -> float:
-        """Return a field that holds a finite number, at least 0.
+        """Return the value of a field that must be a finite number, at least 0.
 
         Raises:
-          UsageError: the field has another value or is missing.
+          UsageError: the field has a different value or is missing.
         """
         value = self._values.get(name)
         if type(value) not in (int, float) or not 0 <= value < math.inf:
@@ -126,10 +130,10 @@ class Fields:
         return float(value)
 
     def number(self, name: str) -> float:
-        """Return a field that holds a finite number.
+        """Return the value of a field that must be a finite number.
 
         Raises:
-          UsageError: the field has another value or is missing.
+          UsageError: the field has a different value or is missing.
         """
         value = self._values.get(name)
         if type(value) not in (int, float) or not math.isfinite(value):
@@ -137,12 +141,13 @@ class Fields:
         return float(value)
 
     def layers(self, name: str, count: int, first: int = 0) -> list[int]:
-        """Return a field that lists some of `count` layers; an absent or null field lists none.
+        """Return the layer numbers that a field lists; [] if the field is missing or null.
 
-        Layers are counted from `first`.
+        There are `count` layers, and the first one has the number `first`. The method checks that
+        the values are whole numbers, but not their range.
 
         Raises:
-          UsageError: the field is no list of whole numbers.
+          UsageError: the field is not a list of whole numbers.
         """
         value = self._values.get(name) or []
         if not isinstance(value, list) or any(type(layer) is not int for layer in value):
@@ -151,7 +156,7 @@ class Fields:
         return value
 
     def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
-        """Return the value that the dict `legal` has for the field's text.
+        """Return `legal[text]`, where text is the value of the field.
 
         Raises:
           UsageError: the field is missing or its value is not a key of `legal`.
@@ -162,10 +167,10 @@ class Fields:
         return legal[value]
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a field that holds true or false.
+        """Return the value of a field that must be true or false; `default` if it is missing.
 
         Raises:
-          UsageError: the field has another value.
+          UsageError: the field has a different value.
         """
         value = self._values.get(name, default)
         if type(value) is not bool:
@@ -173,28 +178,27 @@ class Fields:
         return value
 
     def only(self, name: str, *legal: object) -> None:
-        """Raise UsageError unless a field has one of the values `legal` or is absent.
+        """Raise UsageError unless a field's value is one of `legal`.
 
-        An absent field counts as having the first of these values.
+        A missing field counts as `legal[0]`.
         """
         value = self._values.get(name, legal[0])
         if value not in legal:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
 
     def known(self, names: Container[str]) -> None:
-        """Raise UsageError if there is a field that is not null and not in `names`."""
+        """Raise UsageError if a field outside `names` has a value other than null."""
         for name, value in self._values.items():
             if name not in names and value is not None:
                 raise self.wrong(name, value, "null, or a config without this unknown field")
 
     def switches(self, name: str, default: list[bool]) -> list[bool]:
-        """Return the first values of a field that holds a list of zeros and ones.
+        """Return the first `len(default)` values of a field, a list of zeros and ones, as bools.
 
-        The result has as many values as `default`, which is returned if the field is absent or
-        null.
+        The result is `default` if the field is missing or null.
 
         Raises:
-          UsageError: the field is no such list, or it is too short.
+          UsageError: the field is not a list of zeros and ones, or it is too short.
         """
         value = self._values.get(name)
         if value is None:
@@ -205,10 +209,10 @@ class Fields:
         return [bool(x) for x in value[:count]]
 
     def texts(self, name: str, count: int, *legal: str) -> list[str] | None:
-        """Return a field that lists one of the texts `legal` for each of `count` layers, or None.
+        """Return a field's list of `count` texts, each in `legal`; None if missing or null.
 
         Raises:
-          UsageError: the field is neither null nor such a list.
+          UsageError: the field has a different value.
         """
         value = self._values.get(name)
         if value is None:
@@ -219,15 +223,15 @@ class Fields:
         return value
 
     def holds(self, name: str, *inner: str) -> bool:
-        """Return whether a field is an object that has one of the given fields."""
+        """Return whether a field is an object that contains at least one of the keys `inner`."""
         value = self._values.get(name)
         return isinstance(value, dict) and any(key in value for key in inner)
 
     def inside(self, name: str) -> "Fields":
-        """Return the fields of a nested object that may have further objects.
+        """Return the fields of a required nested object, which may contain further objects.
 
         Raises:
-          UsageError: the field is no object.
+          UsageError: the field is not an object.
         """
         value = self._values.get(name)
         if not isinstance(value, dict):
@@ -239,7 +243,7 @@ class Fields:
         return list(self._values)
 
     def group(self, name: str) -> "Fields":
-        """Return the fields of a nested object, which may be absent.
+        """Return the fields of an optional nested object; no fields if it is missing or null.
 
         Raises:
           UsageError: the field is not an object, or contains further objects.

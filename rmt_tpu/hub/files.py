@@ -1,10 +1,10 @@
-"""Safetensors files, local or in a bucket, of which byte ranges are read.
+"""Byte-range reads of safetensors files, local or in a bucket.
 
-The package safetensors maps local files into memory and reads nothing else. Here a file is a header
-and ranges of bytes, so that a file in a bucket is read as a local one is, and a host holds no more
-of a file than the range that it reads.
+The package safetensors can only map local files into memory. This module reads a file's header, and
+then the byte ranges that are needed. Files in a bucket are therefore read like local files, and a
+host never holds more of a file than the requested ranges.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import Folder, Object, find_objects, open_object
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# Numpy's dtypes of those that safetensors names and that are read here.
+# The supported dtypes: safetensors' names, with the numpy dtype of each.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -34,12 +34,12 @@ _MOST_HEADER = 100 * 10**6  # bytes, the limit of the package safetensors
 
 
 class LocalFile:
-    """A file on a local file system, of which ranges of bytes are read.
+    """A local file, from which byte ranges are read.
 
     Attributes:
       name: the file's path or URL, for messages.
       size: the number of bytes.
-      least_gap: the number of bytes from which it pays to leave out a gap between two ranges.
+      least_gap: the smallest gap between two requested ranges, in bytes, that is worth skipping.
     """
 
     least_gap = 64 * 2**10
@@ -49,7 +49,7 @@ class LocalFile:
         self.size = path.stat().st_size
 
     def read(self, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `begin` on.
+        """Fill `buffer` with the bytes that start at offset `begin`.
 
         Raises:
           ValueError: the file ends too early.
@@ -69,7 +69,7 @@ class BucketFile:
         self.name, self.size, self._generation = found.url, found.size, found.generation
 
     def read(self, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `begin` on, in one request.
+        """Fill `buffer` with the bytes that start at offset `begin`, in one request.
 
         Raises:
           ValueError: the object ends too early.
@@ -92,7 +92,7 @@ File = LocalFile | BucketFile
 
 
 class Entry(NamedTuple):
-    """The place of a tensor: its file, dtype as safetensors spells it, shape and first byte."""
+    """The location of a tensor: its file, safetensors dtype name, shape and first byte."""
 
     file: File
     dtype: str
@@ -101,9 +101,9 @@ class Entry(NamedTuple):
 
 
 def find_tensors(folder: Folder) -> dict[str, Entry]:
-    """Return the place of every tensor in a folder, by name, in the order of names.
+    """Locate every tensor in a folder; return the entries by tensor name, sorted by name.
 
-    Only the headers of the files are read.
+    Only the file headers are read.
 
     Raises:
       UsageError: the folder has no tensors.
@@ -140,7 +140,7 @@ def _files(folder: Folder) -> list[File]:
 
 
 def _header(file: File) -> dict[str, Entry]:
-    """Return the places of a file's tensors, from the JSON object at its beginning."""
+    """Read a file's header, a JSON object, and return the location of each tensor by name."""
     length = int.from_bytes(_bytes(file, 0, 8), "little")
     if length > min(_MOST_HEADER, file.size - 8):
         raise ValueError(f"its header would have {length} bytes")
@@ -159,9 +159,9 @@ def _header(file: File) -> dict[str, Entry]:
 
 
 def itemsize_of(dtype: str) -> int | None:
-    """Return the number of bytes of a dtype that is read here, as safetensors spells it, or None.
+    """Return the bytes per element of a safetensors dtype; None if the dtype is not supported.
 
-    Bytes are read only as parts of packed tensors.
+    The dtype "U8" (bytes) is supported only for packed matrices, see `rmt_tpu.hub.packed`.
     """
     return 1 if dtype == BYTES else DTYPES[dtype].itemsize if dtype in DTYPES else None
 
@@ -174,7 +174,7 @@ def _bytes(file: File, begin: int, count: int) -> bytes:
 
 @contextlib.contextmanager
 def read_errors(name: str) -> Iterator[None]:
-    """Turn errors in the `with` body into a RunError that names the file."""
+    """Convert errors in the `with` body into a RunError that names the file."""
     try:
         yield
     except (MemoryError, RunError):
@@ -189,9 +189,9 @@ Region = tuple[tuple[int, int], ...]
 
 
 class View(NamedTuple):
-    """Part of a tensor as an array: its first byte in the tensor, and its shape and strides.
+    """A strided array within a tensor's bytes: its first byte, shape and strides.
 
-    Strides are in bytes, and no axis has a smaller stride than a later one.
+    Strides are in bytes, and never increase from one axis to the next.
     """
 
     begin: int
@@ -200,7 +200,7 @@ class View(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a view that is one range of bytes: the region in the view, and its range."""
+    """A contiguous byte range of a view: its region (index ranges), first byte and byte count."""
 
     region: Region
     begin: int
@@ -212,20 +212,21 @@ def blocks(
 ) -> Iterator[Block]:
     """Yield blocks that cover the wanted regions of a view, each of at most `most` bytes.
 
-    A block is one range of bytes: consecutive indices of one axis, with all of the later axes. What
-    no region needs is left out if it is a whole index of an axis, or if it has `least_gap` bytes or
-    more within an index. So rows of a matrix are read alone, and a few columns are read with the
-    rest of their rows, unless rows are long. Nothing is read twice for several regions.
+    A block is one contiguous byte range: consecutive indices of one axis, and all of the later
+    axes. Unwanted indices are skipped. Unwanted bytes within an index are skipped only if the index
+    spans at least `least_gap` bytes. For a matrix, only the wanted rows are read, and a few wanted
+    columns are read as whole rows, unless the rows are long. No byte is read twice, even if several
+    regions need it.
 
     Args:
       view: the view.
       itemsize: the number of bytes of an element.
       wanted: regions of the view, as the (start, stop) of each axis.
-      least_gap: number of bytes of the smallest gap that is left out.
+      least_gap: size of the smallest gap that is skipped, in bytes.
       most: maximum number of bytes in a block; a block has at least one element.
     """
     shape, strides = view.shape, view.strides
-    extents = [itemsize]  # bytes from the first element of an axis's index to its last
+    extents = [itemsize]  # bytes that one index of each axis spans, from first to last element
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):
         extents.insert(0, (size - 1) * stride + extents[0])
 
@@ -248,7 +249,7 @@ def blocks(
 
 
 def _union(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield disjoint ranges, in order, that cover the given ranges and nothing else."""
+    """Merge ranges: yield sorted, disjoint ranges that cover exactly the given ranges."""
     current: tuple[int, int] | None = None
     for start, stop in itertools.chain(sorted(set(ranges)), [(math.inf, math.inf)]):
         if current is not None and start <= current[1]:

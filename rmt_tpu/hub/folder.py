@@ -1,4 +1,4 @@
-"""Load a decoder and a tokenizer from a folder in the hub's format, and export them to one."""
+"""Load a decoder and a tokenizer from a hub folder, or export them to a hub folder."""
 
 import json
 from pathlib import Path
@@ -42,8 +42,8 @@ def load(folder: Location, *, mesh: str | None = None) -> tuple[Decoder, data.To
       mesh: see `rmt_tpu.load`.
 
     Raises:
-      UsageError: the folder has no model that is supported here, or no tokenizer, or its tensors do
-        not fit its config.json.
+      UsageError: the folder has no supported model or no tokenizer, or its tensors do not fit its
+        config.json.
       RunError: a file is damaged, or a weight is not finite.
       MeshError: there are fewer devices than the mesh needs, or the mesh cannot divide the model.
     """
@@ -58,10 +58,10 @@ def load(folder: Location, *, mesh: str | None = None) -> tuple[Decoder, data.To
 
 
 def _read(folder: Location, described: Description, shapes: Any, shardings: Any | None) -> Any:
-    """Return the parameters as a tree like that of `nnx.to_pure_dict`.
+    """Read the parameters; return a tree with the structure of `shapes`.
 
-    Each process reads only the shards of its devices; see `placing.read_parameter`. If `shardings`
-    is None, the first device gets them whole.
+    Each process reads only its own devices' shards; see `placing.read_parameter`. If `shardings` is
+    None, the first device gets all parameters.
     """
     tensors = weights.Tensors(folder)
     by_path = weights.pieces_by_parameter(tensors, described)
@@ -84,7 +84,7 @@ def export(
     dtype: str = "float32",
     kind: str | None = None,
 ) -> None:
-    """Write a model in the hub's format, together with its tokenizer.
+    """Write a model and its tokenizer to a folder in the hub's format.
 
     The start and end tokens of texts are written to config.json and generation_config.json, and
     also to tokenizer_config.json if the tokenizer has names for them.
@@ -95,9 +95,8 @@ def export(
       folder: a local folder, which must be new or empty.
       max_length: the sequence length in training, in tokens.
       dtype: the dtype of the written tensors, a key of DTYPES.
-      kind: "rmt_tpu" for a folder with PyTorch code of its own, which any model has (see
-        `hub.own`); another of `models.EXPLICIT`; None for the kind of the hub that has the model's
-        traits.
+      kind: the model type to write. "rmt_tpu" can express any model (see `hub.own`). The other
+        legal values are in `models.EXPLICIT`. None chooses the type that fits the model.
 
     Raises:
       UsageError: the hub's format cannot express the model, or the folder cannot be written.

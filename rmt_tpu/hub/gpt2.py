@@ -1,6 +1,6 @@
-"""GPT-2 in the hub's format, whose fields and tensors have names of their own.
+"""GPT-2 in the hub's format, with its own names for fields and tensors.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 
 def model_config(config_fields: Fields, most_layers: int) -> cfg.ModelConfig:
-    """Return the model config that a config.json of GPT-2 describes.
+    """Convert the config.json of a GPT-2 model to a model config.
 
     Raises:
       UsageError: the model needs an operation that is not supported here.
@@ -51,7 +51,7 @@ def model_config(config_fields: Fields, most_layers: int) -> cfg.ModelConfig:
 def config_values(
     model: cfg.ModelConfig, attention: cfg.Attention, feed_forward: cfg.FeedForward, layers: int
 ) -> dict[str, Any]:
-    """Return the fields of config.json that describe a model with these cores in every layer."""
+    """Return the fields of config.json for a model that has these two cores in every layer."""
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     positions = model.learned_positions
     return {
@@ -68,9 +68,9 @@ def config_values(
 
 
 def pieces(model: cfg.ModelConfig) -> Iterator[Piece]:
-    """Yield all tensors of a GPT-2, as slices of parameters.
+    """Yield all tensors of a GPT-2 model, as slices of parameters.
 
-    Its matrices are stored as the parameters have them: [in, out].
+    The stored matrices have the same layout as the parameters: [in, out].
     """
     dim, vocab = model.store.dim, model.vocab_size
     base = "transformer."

@@ -1,11 +1,11 @@
-"""What Kimi K3 has in the hub's format that Kimi Linear does not.
+"""The features that Kimi K3 adds to Kimi Linear, in the hub's format.
 
 The text model of a `kimi_k3` is a `kimi_linear` with further fields: attention over depth, output
 gates, bounded decays, the activation SiTU, and latent experts, whose matrices may be packed as
-MXFP4 (see `rmt_tpu.hub.packed`). Here a `kimi_linear` may have any of these fields. Of a `kimi_k3`
-the text model alone is opened, and written as `kimi_linear`.
+MXFP4 (see `rmt_tpu.hub.packed`). This package accepts these fields in any `kimi_linear`. Only the
+text model of a `kimi_k3` is opened, and it is exported as `kimi_linear`.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ FIELDS = """
     activation_situ_beta activation_situ_linear_beta attn_res_block_size latent_moe_use_norm
     mla_use_output_gate routed_expert_hidden_size
 """.split()
-# Fields that the transformers library may write for any model, and that this kind does not use.
+# Fields that the transformers library may write for any model. Kimi models do not use them.
 FIELDS += """
     add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
@@ -42,9 +42,10 @@ _ACTIVATIONS = {"silu": "swiglu", "situ": "situ"}
 
 
 def read_activation(fields: Fields) -> dict[str, Any]:
-    """Return the options of feed-forward layers and experts for their activation.
+    """Read the activation options of feed-forward layers and experts.
 
-    The bounds of SiTU are 1 and none if they are absent or null, as in the code of the model.
+    If SiTU's bounds are missing or null, `situ_beta` is 1 and `situ_linear_beta` is None (no
+    bound), as in the model's own code.
     """
     activation = fields.lookup("hidden_act", _ACTIVATIONS)
     if activation != "situ":
@@ -58,7 +59,7 @@ def read_activation(fields: Fields) -> dict[str, Any]:
 
 
 def read_latent(fields: Fields) -> dict[str, Any]:
-    """Return the options of latent experts; without a latent, its norm has no effect."""
+    """Read the options of latent experts; {} if the experts have no latent size."""
     if not fields.has("routed_expert_hidden_size"):
         return {}
     return {
@@ -68,7 +69,11 @@ def read_latent(fields: Fields) -> dict[str, Any]:
 
 
 def read_linear(inside: Fields) -> dict[str, Any]:
-    """Return the options of Kimi Delta Attention, from `linear_attn_config`."""
+    """Read the options of Kimi Delta Attention from `linear_attn_config`.
+
+    Raises:
+      UsageError: the lower bound of log decays is not from -100 to below 0.
+    """
     gates = "full" if inside.flag("use_full_rank_gate") else "low_rank"
     if not inside.has("gate_lower_bound"):
         return {"gates": gates}
@@ -79,7 +84,7 @@ def read_linear(inside: Fields) -> dict[str, Any]:
 
 
 def read_mixer(fields: Fields, layers: int) -> cfg.Sum | cfg.BlockAttention:
-    """Return the mixer: attention over depth if there is a size of its blocks, in layers."""
+    """Return attention over depth if the config sets its block size in layers, or else `Sum`."""
     if not fields.has("attn_res_block_size"):
         return cfg.Sum()
     size = fields.size("attn_res_block_size")
@@ -89,10 +94,10 @@ def read_mixer(fields: Fields, layers: int) -> cfg.Sum | cfg.BlockAttention:
 
 
 def is_packed(fields: Fields) -> bool:
-    """Return whether the matrices of routed experts are packed as MXFP4.
+    """Return whether the matrices of the routed experts are packed as MXFP4.
 
     Raises:
-      UsageError: they are quantized in another way.
+      UsageError: the config names a different quantization.
     """
     if not fields.has("quantization_config"):
         return False
@@ -114,11 +119,11 @@ def is_packed(fields: Fields) -> bool:
 def config_values(
     model: cfg.ModelConfig, latent: cfg.Mla, experts: cfg.Experts, dense: cfg.FeedForward
 ) -> dict[str, Any]:
-    """Return the fields that a model has and Kimi Linear does not.
+    """Return the config.json fields for the features that Kimi K3 adds to Kimi Linear.
 
     Args:
       model: the model.
-      latent, experts, dense: its first cores of these kinds.
+      latent, experts, dense: the model's first latent attention, experts and feed-forward core.
 
     Raises:
       UsageError: the fields cannot express the model's mixer; the message names the option.
@@ -165,7 +170,7 @@ def _not_expressed(name: str, value: object, legal: object) -> UsageError:
 
 
 def linear_values(net: cfg.Kda) -> dict[str, Any]:
-    """Return the further fields of `linear_attn_config` for Kimi Delta Attention."""
+    """Return the fields that Kimi K3 adds to `linear_attn_config`."""
     values: dict[str, Any] = {} if net.gates == "low_rank" else {"use_full_rank_gate": True}
     return values if net.lower_bound is None else values | {"gate_lower_bound": net.lower_bound}
 
@@ -174,7 +179,7 @@ def linear_values(net: cfg.Kda) -> dict[str, Any]:
 
 
 def site_pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[Piece]:
-    """Yield the query and the key gain of attention over depth before a sublayer."""
+    """Yield the tensors of attention over depth before a sublayer: its query and key gain."""
     name = f"{layer}{sublayer}_res_"
     query = place.piece(f"{name}proj.weight", "site/mix/query", (0, dim), transposed=False)
     yield query
@@ -182,14 +187,14 @@ def site_pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[P
 
 
 def output_pieces(dim: int) -> Iterator[Piece]:
-    """Yield the query and the key gain of attention over depth before the unembedding."""
+    """Yield the tensors of attention over depth before the unembedding: query and key gain."""
     path = ("final_site", "mix")
     yield Piece("model.output_attn_res_proj.weight", (*path, "query"), full(dim))
     yield Piece("model.output_attn_res_norm.weight", (*path, "key_gain"), full(dim))
 
 
 def latent_pieces(name: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the projections of latent experts, and the gain of their norm."""
+    """Yield the down and up projection of latent experts, and their norm's gain, if present."""
     size = place.core.latent_dim
     if size is None:
         return

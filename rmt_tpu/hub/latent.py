@@ -1,10 +1,10 @@
 """Models with latent attention in the hub's format: Kimi Linear, and DeepSeek-V3 like Moonlight.
 
-Both have a router with a bias for each expert, and experts that every token uses. Kimi Linear also
-has layers of Kimi Delta Attention, and no positions in its latent attention. Fields that are not
-known are refused, because models of these kinds differ by their fields alone.
+Both have a router with a bias for each expert, and shared experts, which every token uses. Kimi
+Linear also has layers of Kimi Delta Attention, and no positions in its latent attention. Unknown
+fields raise an error, because only the fields of config.json distinguish variants of these models.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,15 +27,15 @@ from rmt_tpu.hub.ropes import (
 LINEAR = "linear_attention"
 _DENSE, _SPARSE = "dense", "sparse"
 _LINEAR_CONFIG = "linear_attn_config"
-# The epsilon in the norms of latents, which these kinds do not have in config.json.
+# The epsilon in the norms of latents. It is fixed in these models' code, not in config.json.
 _LATENT_EPSILON = 1e-6
-# Files have the biases of experts and not the rate at which they change in training. With a power
-# of two, the number of steps that a bias stands for is exact.
+# The update rate of expert biases. Files contain the biases but not their rate. A parameter is
+# bias / rate, a number of steps, and division by a power of two is exact.
 _RATE = 2.0**-10
 
 
 class Names(NamedTuple):
-    """The names that a kind has for the fields of its experts."""
+    """The names of one model type's config.json fields for its experts."""
 
     count: str
     top_k: str
@@ -92,7 +92,7 @@ _OF_LINEAR_CONFIG = "full_attn_layers head_dim kda_layers num_heads short_conv_k
 
 
 def kind(model: cfg.ModelConfig) -> str | None:
-    """Return the kind as which a model with latent or Kimi Delta Attention is written, or None."""
+    """Return the model type to write for latent or Kimi Delta Attention; None without either."""
     latent, linear = (model.cores_of_kind(kind) for kind in (cfg.Mla.kind, cfg.Kda.kind))
     if any(core.decays == "channels" for core in linear):
         return "kimi_linear"
@@ -103,10 +103,13 @@ def kind(model: cfg.ModelConfig) -> str | None:
 
 
 def own_family(fields: Fields, family: Family) -> Family:
-    """Return the kind of the model of one config.json.
+    """Return `family` with the tensor details that the fields of one config.json decide.
 
-    RoPE may rotate pairs of adjacent numbers or the halves of a head. Layers that predict further
-    tokens, which have the numbers after those of the model's layers, are ignored.
+    RoPE rotates either pairs of adjacent numbers or the two halves of a head, and experts may be
+    packed. Layers for multi-token prediction, numbered after the model's own layers, are ignored.
+
+    Raises:
+      UsageError: one of these fields has an illegal value.
     """
     first, more = fields.size("num_hidden_layers"), fields.count("num_nextn_predict_layers")
     ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
@@ -121,7 +124,7 @@ def own_family(fields: Fields, family: Family) -> Family:
 
 
 def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig:
-    """Return the model config that a config.json of one of these kinds describes.
+    """Convert the config.json of a Kimi Linear or DeepSeek-V3 model to a model config.
 
     Raises:
       UsageError: a field is unknown, or the model needs an operation that is not supported here.
@@ -192,7 +195,7 @@ def _latent_attention(fields: Fields, family: Family) -> cfg.Mla:
 
 
 def _only_as(fields: Fields, name: str, legal: int, other: str) -> None:
-    """Raise UsageError unless a field has the value of another, or is null."""
+    """Raise UsageError unless a field is null or equals `legal`, the value of field `other`."""
     if fields.has(name) and fields.size(name) != legal:
         raise fields.wrong(name, fields.size(name), f"{other}={legal}")
 
@@ -211,10 +214,14 @@ def _delta_attention(fields: Fields) -> cfg.Kda:
 
 
 def _full_layers(fields: Fields, layers: int) -> list[bool]:
-    """Return whether each layer has latent attention; the others have linear attention.
+    """Return, for each layer, whether it has latent attention, and not linear attention.
 
-    Layers are counted from 1 in `linear_attn_config`, and `layer_types` lists all of them. Without
-    either, the transformers library has latent attention in every fourth layer from the fifth on.
+    `linear_attn_config` numbers the layers from 1, and `layer_types` lists every layer. If both
+    are missing, every fourth layer from the fifth on has latent attention, as in the transformers
+    library.
+
+    Raises:
+      UsageError: the two fields are incomplete or contradict each other.
     """
     inside = fields.group(_LINEAR_CONFIG)
     listed = fields.texts("layer_types", layers, FULL, LINEAR)
@@ -233,7 +240,7 @@ def _full_layers(fields: Fields, layers: int) -> list[bool]:
 
 
 def _sparse_layers(fields: Fields, layers: int, is_kimi: bool) -> list[bool]:
-    """Return whether each layer has experts."""
+    """Return, for each layer, whether it has experts."""
     listed = fields.texts("mlp_layer_types", layers, _DENSE, _SPARSE) if is_kimi else None
     if listed is not None:
         return [name == _SPARSE for name in listed]
@@ -274,8 +281,8 @@ def _experts(fields: Fields, names: Names, further: Mapping[str, Any]) -> cfg.Ex
 def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> dict[str, Any]:
     """Return the fields of config.json that describe a model.
 
-    The caller compares what they describe with the model. If a model has no core of some kind, the
-    fields for it are those of a core that no layer has.
+    The caller must read the fields back and compare the result with the model. If the model lacks
+    one sort of core, such as experts, that core's fields get placeholder values.
 
     Raises:
       UsageError: the model has attention that is neither latent nor Kimi Delta Attention.
@@ -344,7 +351,7 @@ def _expert_values(experts: cfg.Experts, names: Names) -> Mapping[str, Any]:
 
 
 def _sparse_values(sparse: list[bool], is_kimi: bool) -> Mapping[str, Any]:
-    """Return the fields that describe which layers have experts."""
+    """Return the fields that say which layers have experts."""
     first, layers = sparse.index(True) if any(sparse) else len(sparse), range(len(sparse))
     of_step = lambda step: [layer >= first and layer % step == 0 for layer in layers]
     step = next((n for n in range(1, len(sparse) + 1) if of_step(n) == sparse), 1)
@@ -372,7 +379,7 @@ def _linear_values(net: cfg.Kda, linear: list[bool]) -> Mapping[str, Any]:
 
 
 def _rope_values(family: Family, latent: cfg.Mla) -> Mapping[str, Any]:
-    """Return the fields of RoPE, with which logits may have a factor."""
+    """Return the fields for RoPE, including YaRN's factor of the attention logits."""
     rope = latent.positions if isinstance(latent.positions, cfg.Rope) else cfg.Rope()
     values = rope_values(family, Ropes(rope, rope)) | {
         "rope_interleave": True,

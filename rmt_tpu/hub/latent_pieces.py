@@ -1,6 +1,6 @@
-"""The tensors of models with latent attention, as slices of parameters.
+"""The tensors of models with latent attention, each mapped to a slice of a parameter.
 
-`rmt_tpu.hub.latent` describes these models.
+`rmt_tpu.hub.latent` describes these models. A `Piece` is one such mapping (`rmt_tpu.hub.pieces`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,17 +10,18 @@ from rmt_tpu.hub import kimi_k3
 from rmt_tpu.hub.families import INTERLEAVED, KIMI, PACKED, Family
 from rmt_tpu.hub.pieces import Part, Piece, Place, full, joined, places
 
-# The names of layers without experts, and of those with experts in Kimi Linear.
+# Name prefixes of feed-forward tensors: `_SPARSE` for Kimi Linear's layers with experts, and
+# `_DENSE` for all other layers.
 _DENSE, _SPARSE = "mlp.", "block_sparse_moe."
 
 
 def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> Iterator[Piece]:
-    """Yield all tensors of a model of one of these kinds.
+    """Yield all tensors of a Kimi Linear or DeepSeek-V3 model, as slices of parameters.
 
-    If RoPE rotates pairs of adjacent numbers in the files, the rows of these numbers are reordered,
-    because parameters have the first numbers of all pairs before the second ones. In Kimi Linear,
-    the transformers library writes layers without experts under the name of those with experts; in
-    this case `names` has such tensors.
+    If a file's RoPE rotates adjacent numbers, their rows are reordered: a parameter has the first
+    numbers of all pairs, and then all second numbers. For Kimi Linear, the transformers library
+    writes layers without experts under the prefix of layers with experts. This function uses that
+    prefix if `names`, the tensor names of an existing folder, show such a file.
     """
     has_other = names is not None and any(
         name.endswith(f".{_SPARSE}gate_proj.weight") for name in names
@@ -98,7 +99,7 @@ def _latent_attention_pieces(
     if core.output_gate:
         width = core.num_heads * size
         yield place.piece(f"{name}g_proj.weight", "core/w_gate", *full(dim, width))
-    # The keys of a head, and then its values.
+    # The file alternates per head: the keys of a head, then its values.
     heads = [
         place.piece("", "core/w_kv_up", (k, k + 1), (0, latent), (head * size, (head + 1) * size))
         for head in range(core.num_heads)
@@ -110,15 +111,15 @@ def _latent_attention_pieces(
 def _rotated(
     name: str, place: Place, path: str, inputs: int, sizes: list[int], turned: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a matrix, every second part of whose outputs RoPE rotates.
+    """Yield the pieces of a matrix whose outputs alternate between parts without and with RoPE.
 
     Args:
       name: the name of the tensor.
       place: the place of the sublayer.
       path: the path of the parameter.
       inputs: the number of the matrix's inputs.
-      sizes: the sizes of the parts of its outputs, without and with RoPE in turn.
-      turned: the size of a part with RoPE if it is stored as pairs, or else 0.
+      sizes: the sizes of the output parts, alternately without and with RoPE.
+      turned: the size of a RoPE part if the file stores it as adjacent pairs, or else 0.
     """
     total, begin = sum(sizes), 0
     if not turned:

@@ -1,6 +1,6 @@
 """Conversion between the hub's config.json and a `ModelConfig`.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import math
@@ -33,16 +33,16 @@ from rmt_tpu.hub.windows import read_windows, window_values
 from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# The values of keys that are absent from a config.json of any kind.
+# Default values of keys that may be missing in a config.json of any model type.
 _ABSENT = {"hidden_act": "silu"}
-# Names that newer files have for fields.
+# The names that newer files use for some fields, and the names that this package uses.
 _RENAMED = {"num_local_experts": "num_experts"}
-# The fields for soft caps of the logits of attention, and of the model.
+# The fields for the soft caps of attention logits, and of output logits.
 _OF_ATTENTION, _OF_MODEL = "attn_logit_softcapping", "final_logit_softcapping"
-# Fields of a model of text and images that also hold for its text model.
+# Top-level fields of a text-and-image model that also apply to its text model.
 _OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _MOST_LAYERS = 1000
-# Kinds that are only written if they are asked for, because their models are also of another kind.
+# Model types that are written only on request, because a different type also fits their models.
 EXPLICIT = (own.KIND, "qwen3_5_moe_text")
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
@@ -53,7 +53,7 @@ class Description(NamedTuple):
     Attributes:
       model: the model's configuration.
       max_length: the maximum number of tokens that the model supports.
-      ends: the end tokens; each end token ends a text; empty if the folder does not name any.
+      ends: the end tokens, each of which ends a text; empty if the folder does not name any.
       default_end: the end token that models of this type use by default, or None.
       family: the model type.
     """
@@ -66,7 +66,7 @@ class Description(NamedTuple):
 
 
 def is_hub(location: Location) -> bool:
-    """Return whether a folder has a model in the hub's format; False if a bucket cannot be read."""
+    """Return whether a folder contains a hub model; False if a bucket cannot be read."""
     folder = open_folder(location)
     if folder.local_path is None:
         try:
@@ -81,8 +81,8 @@ def describe(folder: Location) -> Description:
 
     Raises:
       Fault: a bucket cannot be read.
-      UsageError: the folder has no such model, or the model needs an operation that is not
-        supported here.
+      UsageError: the folder does not contain a hub model, or the model needs an operation that is
+        not supported here.
     """
     folder = open_folder(folder)
     values = values_in(folder, CONFIG)
@@ -100,7 +100,7 @@ def describe(folder: Location) -> Description:
 
 
 def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a config.json, with the model type's defaults for absent keys."""
+    """Return the fields of a config.json, with the model type's defaults for missing keys."""
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family and family.inside and isinstance(inside := values.get(family.inside), dict):
@@ -113,7 +113,7 @@ def _with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ends(folder: Folder, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens named in generation_config.json, or else in config.json.
+    """Read the end tokens from generation_config.json, or else from config.json.
 
     This is the order of precedence in the transformers library. The result is empty if neither file
     names an end token.
@@ -128,14 +128,14 @@ def _ends(folder: Folder, values: Mapping[str, Any], vocab_size: int) -> tuple[i
 
 
 def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
-    """Return the model config that a config.json in the hub's format describes.
+    """Convert a config.json in the hub's format to a model config.
 
     Args:
       values: the content of config.json.
       where: the location of the file, for error messages.
 
     Raises:
-      UsageError: the model is of another family, or needs an operation that is not supported here.
+      UsageError: the model type or an operation that the model needs is not supported here.
     """
     config_fields = Fields(_with_defaults(values), where)
     family = config_fields.lookup("model_type", FAMILIES)
@@ -157,7 +157,7 @@ def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
     config_fields.only("quantization_config", None)
     if GEMMA in family.traits:
         config_fields.only("use_bidirectional_attention", False, None)
-        if _OF_ATTENTION not in family.absent:  # transformers computes no cap then
+        if _OF_ATTENTION not in family.absent:  # transformers ignores the cap of these models
             config_fields.only(_OF_ATTENTION, None)
     cores = _attention(config_fields, family)
     seconds = _feed_forward(config_fields, family, len(cores))
@@ -228,7 +228,7 @@ def _attention(config_fields: Fields, family: Family) -> list[cfg.Attention]:
 
 
 def _feed_forward(config_fields: Fields, family: Family, layers: int) -> list[cfg.Core]:
-    """Return the feed-forward core of each layer, or its experts."""
+    """Return the feed-forward core or the experts of each layer."""
     activation = config_fields.lookup(family.activation, _ACTIVATIONS)
     hidden = config_fields.size("intermediate_size")
     dense = cfg.FeedForward(hidden, activation, normed=_normed(family))
@@ -260,7 +260,7 @@ def _normed(family: Family) -> str:
 
 
 def _cap(config_fields: Fields, family: Family, name: str) -> float | None:
-    """Return a soft cap of logits, if the kind has caps and the field is not null."""
+    """Return the soft cap of logits in the field `name`; None means no cap (all but Gemma)."""
     if GEMMA not in family.traits or not config_fields.has(name):
         return None
     return config_fields.positive(name)
@@ -278,17 +278,17 @@ def config_values(
     ends: Sequence[int],
     kind: str | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of the hub's config.json for a model.
+    """Convert a model config to the fields of a hub config.json.
 
     Args:
-      model: a model of one of `FAMILIES`.
+      model: the config of a model that fits one of `FAMILIES`.
       max_length: the sequence length in training, in tokens.
       bos: the start token of texts.
-      ends: the end tokens; each end token ends a text.
-      kind: the kind as which the model is written: None for the kind of `kind_of`.
+      ends: the end tokens, each of which ends a text.
+      kind: the model type to write; None means the result of `kind_of`.
 
     Raises:
-      UsageError: the model is of no such family; the message names the field that differs.
+      UsageError: the model does not fit the model type; the message names the field that differs.
     """
     kind = kind_of(model) if kind is None else kind
     special = {
@@ -296,7 +296,7 @@ def config_values(
         "model_type": kind,
         **special_tokens(bos, ends),
         "tie_word_embeddings": model.tied_embeddings,
-        # Without null here, some kinds have a default token, which may be outside the vocabulary.
+        # Null avoids the default of some model types, which may lie outside the vocabulary.
         "pad_token_id": None,
     }
     if kind == own.KIND:
@@ -344,13 +344,13 @@ def config_values(
 
 
 def _position_values(family: Family, layers: Sequence[tuple]) -> dict[str, Any]:
-    """Return the fields for RoPE, for windows and for a factor of logits."""
+    """Return the fields for RoPE, for windows and for the scale of attention logits."""
     attention = layers[0][0]
     rotated = [isinstance(core.positions, cfg.Rope) for core, _ in layers]
     windows, ropes = [core.window for core, _ in layers], _ropes(layers)
     values = rope_values(family, ropes) | window_values(family, windows)
     if PARTIAL_ROPE in family.traits:
-        # Half a number more, so that rounding of the product does not lose one.
+        # Readers truncate factor * size. Adding 0.5 makes the truncated product equal dims.
         dims, size = ropes.full.dims, attention.head_dim
         rounded = int(size * (dims / size)) < dims
         values["partial_rotary_factor"] = (dims + 0.5 * rounded) / size
@@ -364,7 +364,7 @@ def _position_values(family: Family, layers: Sequence[tuple]) -> dict[str, Any]:
 
 
 def _inverse_square(attention: cfg.Attention) -> int | float:
-    """Return the number whose square root divides the products of queries and keys."""
+    """Return n such that attention divides the products of queries and keys by sqrt(n)."""
     if attention.scale is None:
         return attention.head_dim
     exact = attention.scale**-2
@@ -372,7 +372,7 @@ def _inverse_square(attention: cfg.Attention) -> int | float:
 
 
 def _expert_values(layers: Sequence[tuple], dense: list[int]) -> dict[str, Any]:
-    """Return the fields for experts, given the layers and the numbers of those without any."""
+    """Return the fields for experts; `dense` lists the numbers of the layers without experts."""
     experts = next(core for _, core in layers if core.kind == cfg.Experts.kind)
     return {
         "num_experts": experts.num_experts,
@@ -386,15 +386,15 @@ def _expert_values(layers: Sequence[tuple], dense: list[int]) -> dict[str, Any]:
 
 
 def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the fields for start and end tokens in config.json and generation_config.json."""
+    """Return the start and end token fields of config.json and generation_config.json."""
     return {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def kind_of(model: cfg.ModelConfig) -> str:
-    """Return the kind as which a model is written: the first that has all of its traits.
+    """Choose the model type to write: the first one in `FAMILIES` with exactly the model's traits.
 
     Raises:
-      UsageError: no kind has all of the model's traits.
+      UsageError: no model type has exactly these traits.
     """
     if latent.kind(model) is not None:
         return latent.kind(model)
@@ -419,7 +419,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
     windows = [core.window for core in cores]
     fitting = [kind for kind in kinds if _has_windows(FAMILIES[kind], windows)]
     if kinds:
-        # If no kind fits, the caller names the field that the first kind cannot express.
+        # If no type fits, the caller's error names the field that the first type cannot express.
         return (fitting or kinds)[0]
     families = [f.traits for f in FAMILIES.values() if f.traits and OWN not in f.traits]
     several = sorted({" and ".join(sorted(traits)) for traits in families})
@@ -427,16 +427,16 @@ def kind_of(model: cfg.ModelConfig) -> str:
 
 
 def _has_windows(family: Family, windows: list[int | None]) -> bool:
-    """Return whether models of a kind can have windows in exactly these layers."""
+    """Return whether a model type can express the windows of these layers."""
     if not any(windows):
         return True
     return family.windows is not None and (family.windows != "all" or all(windows))
 
 
 def _ropes(layers: list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]) -> Ropes:
-    """Return the RoPE of the first layer without a window and of the first layer with one.
+    """Return the RoPE of the first layer without a window, and of the first layer with a window.
 
-    If there is no layer of one sort, the RoPE of the other sort takes its place.
+    If one of the two sorts of layers is missing, the RoPE of the other sort is used for both.
     """
     rotated = [core for core, _ in layers if isinstance(core.positions, cfg.Rope)]
     any_rope = rotated[0].positions if rotated else cfg.Rope()
@@ -447,12 +447,14 @@ def _ropes(layers: list[tuple[cfg.Attention, cfg.FeedForward | cfg.Experts]]) ->
 def _layers(
     model: cfg.ModelConfig, *first: str
 ) -> list[tuple[cfg.Attention | cfg.Mla | cfg.Kda, cfg.FeedForward | cfg.Experts]]:
-    """Return the attention and the feed-forward core (or the experts) of each layer of a model.
+    """Return each layer's attention, and its feed-forward core or experts.
 
-    Layers may also begin with a core of one of the kinds in `first`.
+    Args:
+      model: the model.
+      *first: the `kind` of further cores that are legal in place of attention.
 
     Raises:
-      UsageError: the model has another residual or other cores than the hub's models.
+      UsageError: hub models do not have this residual or these cores.
     """
     if not isinstance(model.store, cfg.VectorStore):
         raise _not_in_hub_format("model.store", model.store.kind, "vector")
@@ -477,9 +479,9 @@ def _layers(
 
 
 def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
-    """Raise UsageError unless `found`, which is what config.json says of a model, is the model.
+    """Raise UsageError unless `found`, the config read back from config.json, equals `model`.
 
-    So no field that the hub's format lacks is dropped silently.
+    This check ensures that no option that the hub's format lacks is dropped silently.
     """
     for name in ("embedding_scale", "logit_cap"):
         given, legal = getattr(model, name), getattr(found, name)
@@ -496,7 +498,7 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
             by_default = derived and getattr(core, derived) == getattr(other, derived)
             if name == "latent_epsilon":
                 by_default = value is None and model.norm_epsilon == legal
-            # Biases of experts are tensors. The rate at which they change is not of the function.
+            # Expert biases are tensors. Their update rate does not affect the model's outputs.
             biases = isinstance(value, cfg.SignRule) and isinstance(legal, cfg.SignRule)
             if value != legal and not (by_default or biases):
                 kinds = [getattr(x, "kind", None) for x in (value, legal)]

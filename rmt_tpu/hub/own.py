@@ -1,15 +1,15 @@
-"""The kind `rmt_tpu`, which holds any model of this package in the form of the hub's folders.
+"""The model type `rmt_tpu`, which stores any model of this package in a hub-style folder.
 
 config.json has the model's config in the field `model`, in the same form as run folders. Every
-parameter is a tensor of its own shape, named by its path: `stacks.0.1.core.w_1`.
+parameter is a tensor of the same shape, named by its path: `stacks.0.1.core.w_1`.
 
-The transformers library does not know the kind, and so cannot take the weights of another residual
-for those of a plain model. It opens a folder with the PyTorch code that the folder has, which is
-copied from the files in `torch/`: one for the models of the papers, and for other mixers and cores
-a second one. This package never imports them. A model that they do not compute is written without
-them, and then only this package opens the folder.
+The transformers library has no built-in type of this name, so it cannot load the weights into a
+standard model by mistake. It runs the PyTorch code in the folder, which is copied from `torch/`:
+one file for the models of the papers, and a second file for the other mixers and cores. This
+package never imports these files. If they do not implement a model's mixer or cores, its folder has
+no PyTorch code, and only this package can open it.
 
-This module imports no jax, except to list the tensors and to compute factors.
+This module imports JAX only to list the tensors and to compute factors.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from rmt_tpu.hub.pieces import Piece, full
 KIND = "rmt_tpu"
 _MODEL = "model"
 _SOURCES = Path(__file__).parent / "torch"
-# The mixers and the cores that each file of PyTorch code computes. The second file needs the first.
+# The mixers and cores that each PyTorch file implements. The second file imports the first.
 CODE = {
     "modeling_rmt_tpu": frozenset(
         {"attention", "block_attention", "feed_forward", "full_attention", "sum"}
@@ -42,14 +42,14 @@ CODE = {
 
 
 def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
-    """Return the model config in a config.json of this kind.
+    """Read the model config from a config.json of the type `rmt_tpu`.
 
     Args:
       values: the content of config.json.
       where: the location of the file, for error messages.
 
     Raises:
-      UsageError: the field `model` is missing or is no legal config.
+      UsageError: the field `model` is missing or is not a legal config.
     """
     try:
         return overrides.from_json(cfg.ModelConfig, values.get(_MODEL))
@@ -58,10 +58,10 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
 
 
 def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
-    """Return the fields of config.json, without those of start and end tokens.
+    """Return the fields of config.json, except the start and end tokens.
 
-    Choices that a run made for its device, such as the compute dtype, are written as "auto", so
-    that they are made again for the device on which the folder is opened.
+    Device-dependent options, such as the compute dtype, are written as "auto". They are chosen
+    again for the device that opens the folder.
 
     Args:
       model: the model's config.
@@ -74,14 +74,14 @@ def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     values = {
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
-        # The long form does not depend on the order of fields, which other programs may change.
+        # Other programs may reorder JSON fields; only the long form does not depend on the order.
         _MODEL: overrides.to_json(anywhere, short=False),
     }
     return values | (_for_code(model) if code_files(model) else {})
 
 
 def without_code(model: cfg.ModelConfig) -> str | None:
-    """Return a line that says why a model's folder has no PyTorch code; None if it has code."""
+    """Explain in one line why a model's folder has no PyTorch code; return None if it has code."""
     parts = [("mixer", model.mixer.kind), *(("core", core.kind) for core in model.cores)]
     computed = frozenset().union(*CODE.values())
     missing = [f"{name}={kind}" for name, kind in parts if kind not in computed]
@@ -94,7 +94,7 @@ def without_code(model: cfg.ModelConfig) -> str | None:
 
 
 def code_files(model: cfg.ModelConfig) -> list[str]:
-    """Return the names of the modules of PyTorch code that a model needs, or [] without code."""
+    """Return the names of the PyTorch modules that a model needs; [] if it has no code."""
     if without_code(model):
         return []
     first, more = CODE
@@ -103,13 +103,13 @@ def code_files(model: cfg.ModelConfig) -> list[str]:
 
 
 def write_code(model: cfg.ModelConfig, folder: Path) -> None:
-    """Write the PyTorch code that a model needs into the model's folder."""
+    """Copy the PyTorch files that a model needs into the model's folder."""
     for name in code_files(model):
         shutil.copyfile(_SOURCES / f"{name}.py", folder / f"{name}.py")
 
 
 def _for_code(model: cfg.ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json from which the PyTorch code makes the model."""
+    """Return the fields of config.json that the PyTorch code reads to build the model."""
     from rmt_tpu.cores.core import logit_scale
 
     scales: list[float | None] = []
@@ -135,7 +135,7 @@ def _for_code(model: cfg.ModelConfig) -> dict[str, Any]:
 
 
 def pieces(model: cfg.ModelConfig) -> Iterator[Piece]:
-    """Yield a tensor for each parameter of a model."""
+    """Yield one tensor for each parameter of a model."""
     import jax
     from flax import nnx, traverse_util
 

@@ -1,17 +1,17 @@
-"""Matrices that are packed as MXFP4: 4-bit floats with one scale for each group of 32.
+"""Matrices packed as MXFP4: 4-bit floats with one scale for each group of 32 adjacent columns.
 
-A matrix `X.weight` [rows, columns] is two tensors of bytes (the format "mxfp4-pack-quantized" of
-compressed-tensors; OCP Microscaling Formats 1.0):
+A matrix `X.weight` [rows, columns] is stored as two tensors of bytes (the format
+"mxfp4-pack-quantized" of compressed-tensors; OCP Microscaling Formats 1.0):
 
-- `X.weight_packed` [rows, columns / 2]: two numbers in a byte, the one of the even column in the
-  lower four bits. The bits are a sign, two of the exponent and one of the mantissa (E2M1).
-- `X.weight_scale` [rows, columns / 32]: the exponent e of each group's factor `2^(e - 127)` (E8M0).
-  255 stands for a factor that is not a number.
+- `X.weight_packed` [rows, columns / 2]: two numbers per byte; the lower four bits are the even
+  column's number. A number has a sign bit, two exponent bits and one mantissa bit (E2M1).
+- `X.weight_scale` [rows, columns / 32]: each group's exponent e, for the factor `2^(e - 127)`
+  (E8M0). The value 255 means NaN.
 
-Both tensors are read as arrays of groups, of 16 bytes and of one byte, so that a region of the
-matrix is the same region of groups in both.
+This module treats both tensors as arrays of groups: a group has 16 bytes in the first tensor and
+one byte in the second. A region of groups thus has the same indices in both.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import numpy as np
@@ -21,17 +21,17 @@ from rmt_tpu.hub.files import Region, View
 
 GROUP = 32
 GROUP_BYTES = GROUP // 2
-GROWTH = 8  # the number of bytes in float32 for each packed byte
+GROWTH = 8  # float32 bytes per packed byte
 SUFFIXES = ("_packed", "_scale")
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
-# The two numbers of each byte, and the factor of each exponent.
+# Lookup tables: the two numbers in each possible byte, and the factor of each exponent byte.
 _PAIRS = np.stack([_VALUES[np.arange(256) % 16], _VALUES[np.arange(256) // 16]], axis=-1)
 _FACTORS = np.float32([*np.ldexp(1.0, np.arange(255) - 127), np.nan])
 
 
 def stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the two tensors of a packed matrix."""
+    """Return the two tensors that store a packed matrix: their shapes, by name."""
     rows, columns = shape
     sizes = (columns // 2, columns // GROUP)
     return {f"{name}{suffix}": (rows, size) for suffix, size in zip(SUFFIXES, sizes, strict=True)}
@@ -40,15 +40,15 @@ def stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 def unpack(
     packed: UInt8[np.ndarray, "*groups 16"], scales: UInt8[np.ndarray, "*groups"]
 ) -> Float[np.ndarray, "*groups 32"]:
-    """Return the numbers of groups, from their packed bytes and their exponents, in float32."""
+    """Unpack groups to float32 numbers, from their packed bytes and their exponents."""
     values = _PAIRS[packed].reshape(*packed.shape[:-1], GROUP)
     return values * _FACTORS[scales][..., None]
 
 
 def views(view: View) -> tuple[View, View]:
-    """Return the packed bytes and the scales as arrays of groups.
+    """Return views of the packed bytes and of the scales, as arrays of groups.
 
-    `view` is the matrix with one byte for each number, the rows being its first axis.
+    `view` describes the unpacked matrix as if each number had one byte. Its first axis is the rows.
     """
     axis = _axis(view)
     shape = _replaced(view.shape, axis, view.shape[axis] // GROUP)
@@ -58,14 +58,14 @@ def views(view: View) -> tuple[View, View]:
 
 
 def of_groups(view: View, region: Region) -> Region:
-    """Return the region of groups that covers a region of the matrix."""
+    """Convert a region of matrix elements to the smallest region of groups that covers it."""
     axis = _axis(view)
     begin, end = region[axis]
     return _replaced(region, axis, (begin // GROUP, -(-end // GROUP)))
 
 
 def range_of_scales(view: View, region: Region) -> tuple[int, int]:
-    """Return the first byte and the number of bytes of a region of groups in the scales."""
+    """Return the byte range of a region of groups in the scale tensor: first byte and count."""
     strides = views(view)[1].strides
     begin = sum(start * stride for (start, _), stride in zip(region, strides, strict=True))
     last = sum((stop - 1) * stride for (_, stop), stride in zip(region, strides, strict=True))
@@ -75,12 +75,12 @@ def range_of_scales(view: View, region: Region) -> tuple[int, int]:
 def values(
     view: View, region: Region, packed: UInt8[np.ndarray, " n"], scales: UInt8[np.ndarray, " m"]
 ) -> tuple[Region, Float[np.ndarray, "..."]]:
-    """Return the region of the matrix that a region of groups covers, and its numbers.
+    """Unpack a region of groups; return the matrix region that it covers, and its numbers.
 
     Args:
-      view: the matrix with one byte for each number.
-      region: the region of groups.
-      packed, scales: the bytes of the region in the two tensors, each a range of bytes.
+      view: the matrix, as if each number had one byte.
+      region: the region, in groups.
+      packed, scales: the region's contiguous byte range in each of the two tensors.
     """
     axis, shape = _axis(view), [stop - start for start, stop in region]
     of_packed, of_scales = (own.strides for own in views(view))
@@ -93,7 +93,7 @@ def values(
 
 
 def _axis(view: View) -> int:
-    """Return the axis of the columns: the one after the rows that is longer than 1."""
+    """Return the axis of the columns: the first one after axis 0 whose size is not 1."""
     return next(axis for axis, size in enumerate(view.shape) if axis and size > 1)
 
 

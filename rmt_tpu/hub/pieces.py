@@ -1,4 +1,4 @@
-"""The correspondence between one tensor of the hub and a slice of a parameter."""
+"""Pieces: each maps one hub tensor, or a part of one, to a slice of a parameter."""
 
 import itertools
 import math
@@ -9,17 +9,17 @@ from rmt_tpu import config as cfg
 
 Range = tuple[int, int]
 Path = tuple[Any, ...]
-# How the names of tensors with one axis end.
+# Name endings of tensors with one axis.
 _VECTORS = (".bias", "norm.weight", ".ln_1.weight", ".ln_2.weight", "ln_f.weight")
 _VECTORS += (".A_log", ".dt_bias", ".e_score_correction_bias")
-# How the names of tensors without axes end.
+# Name endings of tensors without axes.
 _SCALARS = ("_res_bias",)
 
 
 class Part(NamedTuple):
-    """The part of a tensor along one axis: every `step`-th of `total` rows or columns.
+    """A strided part of a tensor: every `step`-th of the `total` indices of `axis`, from `begin`.
 
-    The first of them is the one of number `begin`.
+    The tensor's other axes are covered whole.
     """
 
     axis: int
@@ -29,26 +29,27 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The correspondence between a tensor in the hub's format and a slice of a parameter.
+    """A mapping from one hub tensor, or a part of one, to a slice of a parameter.
 
     Attributes:
       name: the name of the tensor.
       path: the path of the parameter in the tree of `nnx.to_pure_dict`.
       at: the (start, stop) of the slice along each axis of the parameter.
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
-      part: the part of the tensor that the slice is; None if it is the whole tensor. The pieces of
-        a tensor follow each other.
-      as_it_is: whether the tensor has the shape of the slice. Otherwise it has at most two axes,
-        without those of `ones`.
-      offset: a number that is added to the tensor's numbers to get those of the parameter.
-      stacked: how many matrices of equal size the tensor stacks along a first axis; 0 if it has no
-        such axis. The piece is then a part of the one matrix that has the rows of all of them.
-      factor: a number by which the parameter's numbers are multiplied to get those of the tensor.
-      ones: the numbers of the tensor's additional axes, whose sizes are 1.
-      exact: whether the tensor is written in float32, also if others have a narrower dtype.
-      padded: whether the tensor may instead have one axis with more numbers, the first of which are
-        those of the parameter.
-      packed: whether the tensor is stored as two tensors (see `rmt_tpu.hub.packed`).
+      part: the part of the tensor that holds the slice; None means the whole tensor. In a list of
+        pieces, all pieces of one tensor are adjacent.
+      as_it_is: whether the tensor has the same shape as the slice. Otherwise the tensor has at most
+        two axes, apart from `ones`.
+      offset: when tensors are read, parameter = tensor / factor + offset.
+      stacked: the number of equal matrices that the tensor stacks along an additional first axis; 0
+        if there is no such axis. `part` then refers to one matrix with the rows of all of them.
+      factor: see `offset`.
+      ones: the indices of the tensor's additional axes of size 1.
+      exact: whether the tensor is written in float32 even if the other tensors have a narrower
+        dtype.
+      padded: whether a file may have a longer tensor with a single axis instead. Its first numbers
+        are those of the parameter.
+      packed: whether the tensor is stored packed, as two tensors (see `rmt_tpu.hub.packed`).
     """
 
     name: str
@@ -82,7 +83,7 @@ class Piece(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of the tensor without the axes of `ones` and stacks."""
+        """The shape of the tensor as a matrix, without the axes of `ones` and of `stacked`."""
         shape = list(self.own_shape)
         if self.part is not None:
             shape[self.part.axis] = self.part.total
@@ -90,7 +91,7 @@ class Piece(NamedTuple):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index of the piece in its tensor."""
+        """The index that selects the piece in `matrix`."""
         if self.part is None:
             return (slice(None),) * len(self.own_shape)
         axis, begin, _, step = self.part
@@ -100,7 +101,7 @@ class Piece(NamedTuple):
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of the piece of the tensor."""
+        """The shape of the part of the tensor that this piece maps."""
         if self.as_it_is:
             return self.sizes
         if self.name.endswith(_SCALARS):
@@ -113,12 +114,12 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of one sublayer's parameters: a repeat of a core of a stack.
+    """The location of one sublayer's parameters: the parameters of a stack have an axis of repeats.
 
     Attributes:
       core: the config of the sublayer's core.
       path: the path of the sublayer's parameters, whose first axis counts repeats.
-      repeat: the number of the repeat.
+      repeat: the sublayer's index along that axis.
     """
 
     core: cfg.Core
@@ -126,13 +127,16 @@ class Place(NamedTuple):
     repeat: int
 
     def piece(self, name: str, path: str, *at: Range, transposed: bool = True) -> Piece:
-        """Return the piece of the parameter "site/<name>" or "core/<name>" of this sublayer."""
+        """Return a piece for this sublayer's parameter `path`: "site/<name>" or "core/<name>".
+
+        `at` has the ranges of the parameter's axes after the first one.
+        """
         own = (self.repeat, self.repeat + 1)
         return Piece(name, (*self.path, *path.split("/")), (own, *at), transposed)
 
 
 def places(model: cfg.ModelConfig) -> Iterator[Place]:
-    """Yield the place of every sublayer, in the order of depth."""
+    """Yield the location of every sublayer's parameters, from the first layer to the last."""
     for number, stack in enumerate(model.stacks):
         for repeat in range(stack.repeat):
             for k, core in enumerate(stack.cores):
@@ -140,7 +144,7 @@ def places(model: cfg.ModelConfig) -> Iterator[Place]:
 
 
 def joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
-    """Return pieces as consecutive parts, along `axis`, of one tensor."""
+    """Concatenate pieces along `axis`: make them consecutive parts of one tensor."""
     sizes = [piece.own_shape[axis] for piece in parts]
     begins = itertools.accumulate(sizes, initial=0)
     return [
@@ -150,5 +154,5 @@ def joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
 
 
 def full(*sizes: int) -> tuple[Range, ...]:
-    """Return the ranges of axes that are covered whole."""
+    """Return the range (0, size) for each axis, which covers the axis completely."""
     return tuple((0, size) for size in sizes)

@@ -1,8 +1,8 @@
-"""Parameters read from a folder in the hub's format straight onto devices.
+"""Reading of parameters from a hub folder directly onto devices.
 
-Each process reads only what its own devices hold. A parameter that is larger than the host memory
-for reading is filled on the devices in steps, so that a model may be larger than the memory of a
-host.
+Each process reads only its own devices' shards. If a parameter exceeds the memory that the host may
+use for reading, it is filled on the devices in steps. A model may therefore be larger than the
+host's memory.
 """
 
 import functools
@@ -44,14 +44,14 @@ def read_parameter(
 ) -> Float[Array, "..."]:
     """Read a parameter onto the devices of a sharding, in float32.
 
-    In addition to the parameter, a host needs at most the memory of `tensors.memory`. All processes
-    of the sharding's devices must call this function.
+    A host needs at most `tensors.memory` bytes in addition to the parameter itself. Every process
+    that has devices of the sharding must call this function.
 
     Args:
       tensors: the tensors in the folder.
-      parameter_pieces: the pieces of the parameter.
-      stored: the shape of the parameter in the pieces.
-      shape: the shape of the result: `stored`, or with the first axis split in two.
+      parameter_pieces: the pieces that map tensors to the parameter.
+      stored: the parameter's shape to which the pieces refer.
+      shape: the shape of the result: `stored`, or `stored` with the first axis split into two.
       sharding: the sharding of the result.
 
     Raises:
@@ -60,7 +60,7 @@ def read_parameter(
     shard = sharding.shard_shape(shape)
     devices = sharding.device_set
     own = -(-len(devices) // len({device.process_index for device in devices}))
-    # A step is on the host once as an array that is filled, and may be there once more for a copy.
+    # The host holds a step's array, and possibly a copy of it for the transfer to the device.
     most = max(tensors.memory // (4 * own * _ITEM), 1)
     steps = list(_steps(shard, _axis_order(parameter_pieces, stored, shape), most))
     where = sharding.addressable_devices_indices_map(shape)
@@ -87,7 +87,7 @@ def read_parameter(
         sizes = tuple(count * size for count, size in zip(shards, step.sizes, strict=True))
         part = join(sizes, arrays=parts(step))
         whole = _writer(sharding)(whole, part, np.array(step.begin, np.int32))
-        # The next step's memory is taken only after this one's is free.
+        # Wait, so that this step's memory is free before the next step allocates its own.
         jax.block_until_ready(whole)
         del part
     return whole
@@ -96,11 +96,11 @@ def read_parameter(
 def _axis_order(
     parameter_pieces: list[Piece], stored: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the axes of a parameter in the order in which steps divide them.
+    """Return the axes of a parameter, in the order in which they are divided into steps.
 
-    Axes along which there are several pieces come first, then those of a tensor in the order in
-    which the tensor is stored. So a step needs whole ranges of bytes, and no step reads again what
-    another one has read.
+    Axes along which the parameter has several pieces come first. The axes within a tensor follow in
+    storage order, slowest first. Each step then needs contiguous byte ranges, and no two steps read
+    the same bytes.
     """
     axes = list(range(len(stored)))
     if parameter_pieces:
@@ -113,13 +113,13 @@ def _axis_order(
 def _steps(shard: tuple[int, ...], order: tuple[int, ...], most: int) -> Iterator[Step]:
     """Yield steps of at most `most` numbers that cover a shard, which has at least one axis.
 
-    All steps have the same sizes, so that one program writes them all. The last of several may
-    therefore cover a few indices again.
+    All steps have the same sizes, so that one compiled program can write them all. The last step
+    may therefore overlap the one before it.
 
     Args:
       shard: the shape of the shard.
-      order: its axes, in the order in which they are divided.
-      most: the maximum.
+      order: the shard's axes, in the order in which they are divided.
+      most: the maximum number of numbers (array elements) per step.
     """
     inner, sizes = math.prod(shard), list(shard)
     starts: list[Sequence[int]] = [(0,) for _ in shard]
@@ -141,13 +141,13 @@ def _targets(
     stored: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> Iterator[Target]:
-    """Yield targets of a parameter's pieces for an array of a step.
+    """Yield the targets (see `weights.Target`) that together fill one array of a step.
 
     Args:
-      begin: the first indices of the array in the result.
+      begin: the first indices of the array in the result of `read_parameter`.
       values: the array.
-      stored, shape: see `read_parameter`. If virtual pipeline stages split the axis of layers in
-        chunks, the array has a part of each of its chunks.
+      stored, shape: see `read_parameter`. Virtual pipeline stages split the layer axis into chunks;
+        there is then one target for each chunk in the array.
     """
     if stored == shape:
         yield Target(begin, values)
@@ -159,7 +159,7 @@ def _targets(
 
 @functools.lru_cache(maxsize=64)
 def _writer(sharding: Sharding):
-    """Return a program that writes a step's part into the shards of a parameter, in place."""
+    """Return a compiled function that writes one step into a parameter's shards, in place."""
 
     def write(whole, part, begin):
         return jax.lax.dynamic_update_slice(whole, part, list(begin))

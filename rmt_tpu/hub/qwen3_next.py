@@ -1,9 +1,9 @@
 """Qwen3-Next and Qwen3.5 in the hub's format: layers of Gated DeltaNet and of gated attention.
 
-All layers of Qwen3.5 have experts, or none has. Its tensors differ from Qwen3-Next's: projections
-of Gated DeltaNet are apart, and those of all experts are stacked.
+In Qwen3.5, either all layers or no layers have experts. Its tensors differ from Qwen3-Next's: the
+projections of Gated DeltaNet are separate tensors, and the matrices of all experts are stacked.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,9 +22,9 @@ Layer = tuple[cfg.Attention | cfg.Kda, cfg.FeedForward | cfg.Experts]
 
 
 def kind_of(model: cfg.ModelConfig) -> str | None:
-    """Return the kind of a model with cores that only these kinds have, or None.
+    """Return the model type for a model with Gated DeltaNet or gated attention, or else None.
 
-    A model with experts in all layers is written as Qwen3-Next, unless another kind is given.
+    A model with experts is written as Qwen3-Next, unless the caller requests a different type.
     """
     gated = (getattr(core, "output_gate", False) for core in model.cores)
     if not model.cores_of_kind(cfg.Kda.kind) and not any(gated):
@@ -33,7 +33,7 @@ def kind_of(model: cfg.ModelConfig) -> str | None:
 
 
 def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig:
-    """Return the model config that a config.json of Qwen3-Next or Qwen3.5 describes.
+    """Convert the config.json of a Qwen3-Next or Qwen3.5 model to a model config.
 
     Raises:
       UsageError: the model needs an operation that is not supported here.
@@ -57,7 +57,7 @@ def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig
 
 
 def _feed_forward(fields: Fields, family: Family, layers: int) -> list[cfg.Core]:
-    """Return the feed-forward core of each layer, or its experts."""
+    """Return the feed-forward core or the experts of each layer."""
     if APART in family.traits and EXPERTS in family.traits:
         return layers * [_experts(fields, normalized=True)]
     dense = cfg.FeedForward(fields.size("intermediate_size"), "swiglu")
@@ -127,11 +127,11 @@ def _experts(fields: Fields, normalized: bool) -> cfg.Experts:
 def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> dict[str, Any]:
     """Return the fields of config.json that describe a model.
 
-    The caller compares what they describe with the model. A model has at least one layer of
-    attention and one of Gated DeltaNet, and one of experts if the kind has experts.
+    The caller must read the fields back and compare the result with the model.
 
     Raises:
-      UsageError: the model has no such layer.
+      UsageError: the model has no attention, no Gated DeltaNet, or no experts although the model
+        type has experts.
     """
     cores = list(model.sublayers)
     attention, net = (_first(model, kind) for kind in (cfg.Attention.kind, cfg.Kda.kind))
@@ -157,7 +157,7 @@ def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> di
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
         "attention_bias": False,
-        # Half a number more, so that rounding of the product does not lose one.
+        # Readers truncate factor * size. Adding 0.5 makes the truncated product equal dims.
         "partial_rotary_factor": min((dims + 0.5) / size, 1.0),
         **rope_values(family, Ropes(rope, rope)),
     }
@@ -187,10 +187,11 @@ def _first(model: cfg.ModelConfig, kind: str) -> Any:
 
 
 def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> Iterator[Piece]:
-    """Yield all tensors of a model, as slices of parameters.
+    """Yield all tensors of a model, each mapped to a slice of a parameter.
 
-    Stored gains are less by one, except those of Gated DeltaNet. The tensors of the experts of
-    Qwen3.5 are stacked, unless `names` has other ones; transformers also writes them apart.
+    Files store norm gains minus one, except the gain in Gated DeltaNet. Qwen3.5 stacks the matrices
+    of all experts in one tensor. The transformers library can also write one tensor per expert;
+    `names`, the tensor names of an existing folder or None, shows whether it did.
     """
     apart = APART in family.traits
     stacked = apart and (names is None or any(name.endswith(_STACKED) for name in names))
@@ -216,7 +217,10 @@ def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) 
 
 
 def _read(place: Place, group: int, begin: int, end: int, dim: int) -> Piece:
-    """Return the columns from `begin` to `end` of the matrix that reads a group of heads."""
+    """Return a piece for columns `begin` to `end` of the projection to one group of heads.
+
+    Groups are numbered as in `core.reads.heads`: for attention gates, queries, keys and values.
+    """
     counts = place.core.reads.heads
     alike = next((n for n, count in enumerate(counts) if count != counts[0]), len(counts))
     path, index = ("site/read", group) if group < alike else ("site/read_fewer", group - alike)
@@ -224,7 +228,7 @@ def _read(place: Place, group: int, begin: int, end: int, dim: int) -> Piece:
 
 
 def _attention_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of gated attention, in which a query and its gate follow each other."""
+    """Yield the tensors of gated attention; `q_proj` has each query followed by its gate."""
     core, size, name = place.core, place.core.head_dim, f"{layer}self_attn."
     heads = ((head * size, (head + 1) * size) for head in range(core.num_heads))
     queries = [_read(place, group, *head, dim) for head in heads for group in (1, 0)]
@@ -238,7 +242,7 @@ def _attention_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
 
 
 def _apart(layer: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the projections of Gated DeltaNet in Qwen3.5."""
+    """Yield the projections of Gated DeltaNet in Qwen3.5: four separate tensors."""
     core, size, name = place.core, place.core.head_dim, f"{layer}linear_attn."
     widths = (size * count for count in core.reads.heads)
     *of_values, gates = (_read(place, n, 0, width, dim) for n, width in enumerate(widths))
@@ -249,7 +253,7 @@ def _apart(layer: str, place: Place, dim: int) -> Iterator[Piece]:
 
 
 def _ordered_by_heads(layer: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the projections of Gated DeltaNet in Qwen3-Next, which are ordered by key heads."""
+    """Yield the projections of Gated DeltaNet in Qwen3-Next: two tensors, grouped by key head."""
     core, size, name = place.core, place.core.head_dim, f"{layer}linear_attn."
     each = core.num_heads // core.key_heads
     projections, numbers = [], []
@@ -265,7 +269,7 @@ def _ordered_by_heads(layer: str, place: Place, dim: int) -> Iterator[Piece]:
 
 
 def _net_pieces(layer: str, place: Place) -> Iterator[Piece]:
-    """Yield the other tensors of Gated DeltaNet."""
+    """Yield Gated DeltaNet's convolution weights, decay parameters and norm gain."""
     core, size, name = place.core, place.core.head_dim, f"{layer}linear_attn."
     taps = core.conv_size
     alike = core.key_heads == core.num_heads

@@ -1,6 +1,6 @@
-"""RoPE in the fields of a config.json: its base, the rotated part of a head, and its scaling.
+"""RoPE in the fields of a config.json: its base, scaling, and the rotated part of each head.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 import math
@@ -17,7 +17,7 @@ _SCALINGS = {
 }
 
 
-# The field of YaRN from which DeepSeek's models get a factor of all logits.
+# The YaRN field from which DeepSeek models compute a factor of the attention logits.
 _ALL_DIMS = "mscale_all_dim"
 
 
@@ -29,11 +29,11 @@ class Ropes(NamedTuple):
 
 
 def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
-    """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+    """Read the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
-    Files of newer versions of transformers have `rope_parameters`, which contains both the base
-    and the scaling. If layers with a window have a RoPE of their own, it contains one such object
-    for each of the two kinds of layers. `rope_scaling` then applies to layers without a window.
+    Newer versions of transformers write `rope_parameters`, which contains the base and the scaling.
+    If layers with a window have their own RoPE, it contains one such object for layers with a
+    window and one for layers without. `rope_scaling` then applies to layers without a window.
 
     Raises:
       UsageError: a field has a value that is not supported.
@@ -62,10 +62,10 @@ def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
 
 
 def rope_values(family: Family, ropes: Ropes) -> dict[str, Any]:
-    """Return the fields of config.json that describe RoPE, but for the rotated part of heads.
+    """Return the fields of config.json that describe RoPE, except `partial_rotary_factor`.
 
-    Older and newer versions of transformers read different fields, and both are written if layers
-    with a window have a RoPE of their own.
+    Older and newer versions of transformers read different fields. Both are written if layers with
+    a window have their own RoPE.
     """
     values = {"rope_theta": ropes.full.base, "rope_scaling": _scaling_values(ropes.full.scaling)}
     if not family.ropes:
@@ -86,7 +86,11 @@ def rope_values(family: Family, ropes: Ropes) -> dict[str, Any]:
 def _rope(
     fields: Fields, groups: tuple[Fields, ...], base: str, family: Family, head_dim: int
 ) -> cfg.Rope:
-    """Return the RoPE that the first of `groups`, or else the model's field `base`, describes."""
+    """Read one RoPE.
+
+    The base comes from `groups[0]`, or else from the model's field named `base`. The last group
+    with a scaling determines the scaling.
+    """
     scaling = None
     for group in groups:
         scaling = _scaling(group, fields, PARTIAL_ROPE in family.traits) or scaling
@@ -103,7 +107,7 @@ def _rope(
 
 
 def _rotated(fields: Fields, head_dim: int, default: float) -> int:
-    """Return how many numbers of a head are rotated: its size times `partial_rotary_factor`."""
+    """Return how many numbers of a head RoPE rotates: `head_dim * partial_rotary_factor`."""
     name = "partial_rotary_factor"
     factor = fields.positive_or(name, default)
     dims = int(head_dim * factor)
@@ -114,10 +118,10 @@ def _rotated(fields: Fields, head_dim: int, default: float) -> int:
 
 
 def _scaling(group: Fields, model: Fields, plain: bool) -> cfg.Scaling | None:
-    """Return the RoPE scaling in a group of fields, or None if it has none.
+    """Return the RoPE scaling in a group of fields, or None if the group has no scaling.
 
-    If the group does not give the length before scaling, the model's `max_position_embeddings` is
-    used.
+    If the group lacks the context length before scaling, the model's `max_position_embeddings` is
+    used. With `plain`, no scaling is legal.
     """
     kinds = () if plain else _SCALINGS
     for name in ("rope_type", "type"):
@@ -162,12 +166,12 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
-    """Return the factor of all logits that YaRN has in DeepSeek's models, and otherwise 1.
+    """Return YaRN's factor of the attention logits in DeepSeek models; 1 without YaRN.
 
     It is the square of `0.1 s log(factor) + 1`, where s is the field `mscale_all_dim`.
 
     Raises:
-      UsageError: there is such a field without YaRN.
+      UsageError: the model has the field but not YaRN.
     """
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     group = fields.group(name)
@@ -179,15 +183,16 @@ def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
 
 
 def logit_factor_values(rope: cfg.Rope, factor: float) -> dict[str, float]:
-    """Return the field of `rope_scaling` that gives logits a factor; no field if there is none.
+    """Return the `rope_scaling` field that encodes the factor of the attention logits.
 
-    The caller compares what the field describes with the model.
+    The result is {} if the factor is 1 or the field cannot express it. The caller must read the
+    field back and compare the result with the model.
     """
     scaling = rope.scaling
     if factor == 1.0 or not isinstance(scaling, cfg.YarnScaling) or scaling.factor <= 1:
         return {}
     scale = (math.sqrt(factor) - 1) / (0.1 * math.log(scaling.factor))
-    # Config files have numbers of a few digits, which the rounded quotient is exactly.
+    # Rounding removes the quotient's error, because config files have numbers of few digits.
     return {_ALL_DIMS: round(scale, 12)}
 
 

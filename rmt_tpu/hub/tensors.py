@@ -1,4 +1,4 @@
-"""The tensors of a model in the hub's format, as slices of parameters."""
+"""The tensors of a hub model, each mapped to a slice of a parameter (a `Piece`)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -23,25 +23,25 @@ UNEMBEDDING = "unembedding", "kernel"  # the path of W_U in the parameters
 def pieces(
     model: cfg.ModelConfig, family: Family, names: Iterable[str] | None = None
 ) -> list[Piece]:
-    """Return all tensors of a model of a kind, as slices of parameters.
+    """Return all tensors of a model, each mapped to a slice of a parameter.
 
-    No numbers have to be reordered, except in some models with latent attention: the hub's format
-    and the parameters agree on the order of heads along an axis and on RoPE, which rotates the two
-    halves of a head. If the model has biases of
-    queries, keys and values, or norms of queries and keys, their tensors are included. A model with
-    tied embeddings has no tensor for W_U.
+    Hub tensors and parameters agree on the order of heads along an axis, and on RoPE, which rotates
+    the two halves of a head. Numbers are therefore reordered only in some models with latent
+    attention. The result includes the biases of queries, keys and values, and the norms of queries
+    and keys, if the model has them. A model with tied embeddings has no tensor for W_U.
 
     Args:
       model: the model.
-      family: its kind.
-      names: the names of the tensors in a folder, if it exists. Some kinds have files of two forms.
+      family: the model type.
+      names: the names of the tensors in an existing folder, or None. Files of some model types have
+        one of two forms, which the names distinguish.
     """
     tensors = _pieces(model, family, names)
     return [x for x in tensors if not model.tied_embeddings or x.path != UNEMBEDDING]
 
 
 def _pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> list[Piece]:
-    """Return all tensors of a model of a kind, with one for W_U in any case."""
+    """Return all tensors of a model, including one for W_U even if embeddings are tied."""
     if OWN in family.traits:
         return list(own.pieces(model))
     if GPT2 in family.traits:
@@ -71,7 +71,7 @@ def _pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None)
 
 
 def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Iterator[Piece]:
-    """Yield the tensors of an attention sublayer, but for W_O."""
+    """Yield the tensors of an attention sublayer, except W_O."""
     core, size = place.core, place.core.head_dim
     equal = core.num_heads == core.kv_heads
     norms = {"input": "site/gain", "post_attention": "core/output_gain"}
@@ -99,10 +99,10 @@ def _attention_pieces(layer: str, place: Place, dim: int, family: Family) -> Ite
 def _mlp_pieces(
     layer: str, place: Place, attention: Place, dim: int, family: Family
 ) -> Iterator[Piece]:
-    """Yield the tensors of a feed-forward sublayer, and the W_O of the attention before it.
+    """Yield the tensors of a feed-forward sublayer, and W_O of the attention before it.
 
-    A feed-forward sublayer's site writes what the attention before it computes, unless that
-    attention projects.
+    W_O is a parameter of the feed-forward sublayer's site, which writes the attention's output, or
+    of the attention core itself if that core projects its output.
     """
     core, width = place.core, attention.core.num_heads * attention.core.head_dim
     owner, path = (attention, "core/w_out") if attention.core.projects else (place, "site/write")
@@ -127,7 +127,7 @@ def _mlp_pieces(
 
 
 def _norm_pieces(layer: str, place: Place, norms: dict[str, str], dim: int) -> Iterator[Piece]:
-    """Yield the gains of the norms that a sublayer has: of what it reads, and of what it writes."""
+    """Yield the gains of a sublayer's input norm and output norm, if it has them."""
     normed = getattr(place.core, "normed", "input")
     has = {"site/gain": normed != "output", "core/output_gain": normed != "input"}
     for name, path in norms.items():
@@ -136,7 +136,7 @@ def _norm_pieces(layer: str, place: Place, norms: dict[str, str], dim: int) -> I
 
 
 def _expert_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of a layer's router and of each of its experts."""
+    """Yield the tensors of a layer's router and experts."""
     count, hidden = place.core.num_experts, place.core.hidden_dim
     yield place.piece(f"{layer}mlp.gate.weight", "core/w_router", *full(dim, count))
     for e in range(count):

@@ -1,6 +1,6 @@
 """The tokenizer in a folder in the Hugging Face hub's format, with its start and end tokens.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ CONFIG = "tokenizer_config.json"
 
 
 def read_tokenizer(folder: Location, described: Description) -> data.Tokenizer:
-    """Read the tokenizer in a folder; its texts start and end as they do in transformers.
+    """Read the tokenizer in a folder, with the start and end tokens that transformers would use.
 
     A text starts with BOS if the template in tokenizer.json adds it, regardless of `add_bos_token`
     in tokenizer_config.json. `_ends` describes how a text ends.

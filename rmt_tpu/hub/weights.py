@@ -1,4 +1,4 @@
-"""Conversion between the hub's tensors and parameters, one tensor at a time."""
+"""Conversion between hub tensors and parameters, one tensor at a time."""
 
 import collections
 import concurrent.futures
@@ -19,14 +19,14 @@ from rmt_tpu.hub.pieces import Part, Piece
 from rmt_tpu.hub.tensors import pieces
 from rmt_tpu.storage import Location, open_folder
 
-# How the names of constants end that older files store in addition to parameters: the frequencies
-# of RoPE, and GPT-2's causal masks.
+# Name endings of constants in older files, which are ignored: RoPE frequencies, and GPT-2's causal
+# masks.
 _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# The tensor of W_U in all kinds, and the path of the parameter to which it may be tied.
+# W_U's tensor in every model type, and the path of the parameter to which W_U may be tied.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
-# Host memory for reading, in bytes: never more than _MOST_MEMORY, because more made nothing faster,
-# and not less than _LEAST_MEMORY, with which no folder is read in many small steps.
+# Limits of the host memory for reading, in bytes. More than _MOST_MEMORY does not make reading
+# faster. At least _LEAST_MEMORY avoids many small steps.
 _LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 64 * 2**20
 _BLOCK = 8 * 2**20  # maximum number of bytes that are read at a time
 _READS = 16  # maximum number of such reads at a time
@@ -36,7 +36,7 @@ _READS = 16  # maximum number of such reads at a time
 
 
 class Tensors:
-    """The tensors in a folder, of which only headers are read until parts are requested.
+    """The tensors in a folder. At first only the file headers are read, and values on request.
 
     Args:
       location: a local or gs:// folder with model.safetensors, or with several such files and their
@@ -44,8 +44,8 @@ class Tensors:
 
     Attributes:
       folder: the folder.
-      memory: the host memory in bytes that arrays take while parameters are read, in addition to
-        these: half of the size of the largest tensor, within limits.
+      memory: the host memory in bytes for buffers while parameters are read, in addition to the
+        parameters: half of the largest tensor's size, from 16 to 64 MiB.
 
     Raises:
       UsageError: the folder has no tensors.
@@ -69,16 +69,15 @@ class Tensors:
     def read(
         self, wanted: Iterable[tuple[Piece, list[files.Region]]]
     ) -> Iterator[tuple[Piece, files.Region, np.ndarray]]:
-        """Yield blocks of tensors that cover regions of pieces, in the stored dtype.
+        """Read regions of pieces; yield blocks that cover these regions, in the stored dtype.
 
-        Several blocks are read at a time, ahead of the one that is yielded, as far as `memory`
-        allows.
+        Threads read the next blocks in advance, within the limit `memory`.
 
         Args:
-          wanted: pieces, each with regions of `view_of` the piece.
+          wanted: pieces, each with the wanted regions of its view (see `view_of`).
 
         Yields:
-          A piece, the region of a block in its view, and the block's values.
+          The piece, the block's region in the piece's view, and the block's values.
 
         Raises:
           RunError: a file is damaged.
@@ -104,7 +103,7 @@ class Tensors:
         for piece, regions in wanted:
             entry = self._entries[next(iter(_stored(piece)))]
             size, limit, view = _itemsize(entry), most, view_of(piece, _itemsize(entry))
-            if piece.packed:  # a block is of bytes of whole groups, and grows when it is unpacked
+            if piece.packed:  # a block has whole groups of packed bytes, and unpacking enlarges it
                 regions = [packed.of_groups(view, region) for region in regions]
                 view, size = packed.views(view)[0], packed.GROUP_BYTES
                 limit //= packed.GROWTH
@@ -113,7 +112,7 @@ class Tensors:
                 yield piece, block
 
     def _read_block(self, piece: Piece, block: files.Block) -> list[np.ndarray]:
-        """Return the bytes of a block, in each of the tensors in which the piece is stored."""
+        """Read a block's bytes from each of the one or two tensors that store the piece."""
         ranges = [(block.begin, block.count)]
         if piece.packed:
             ranges.append(packed.range_of_scales(view_of(piece, 1), block.region))
@@ -171,14 +170,14 @@ def _itemsize(entry: files.Entry) -> int:
 
 
 def _stored(piece: Piece) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in which a piece's tensor is stored."""
+    """Return the names and shapes of the tensors in the file: one, or two for a packed piece."""
     if piece.packed:
         return packed.stored(piece.name, piece.shape)
     return {piece.name: piece.shape}
 
 
 def _fitted(piece: Piece, shape: tuple[int, ...] | None) -> Piece:
-    """Return a piece of a tensor of this shape, which may be padded."""
+    """Adapt a piece to the tensor's shape in the file: a `padded` tensor may be longer."""
     count = math.prod(piece.own_shape)
     if not piece.padded or shape is None or len(shape) != 1 or shape[0] < count:
         return piece
@@ -186,10 +185,10 @@ def _fitted(piece: Piece, shape: tuple[int, ...] | None) -> Piece:
 
 
 def view_of(piece: Piece, itemsize: int) -> files.View:
-    """Return a piece of a tensor as an array with the parameter's axes.
+    """Return a view of a piece's bytes in its tensor, with the axes of the parameter.
 
-    A transposed matrix has the parameter's last axis first, because its rows are in the file one
-    after another.
+    For a transposed matrix, the view has the parameter's last axis first, because this axis is the
+    slowest one in the file.
     """
     own = piece.own_shape
     whole = list(own)
@@ -202,7 +201,7 @@ def view_of(piece: Piece, itemsize: int) -> files.View:
         strides[piece.part.axis] *= piece.part.step
     if piece.as_it_is:
         return files.View(begin, own, tuple(strides))
-    # One axis of the tensor stands for all of the parameter's axes but the last.
+    # One axis of the tensor combines all of the parameter's axes except the last.
     *rows, last = piece.sizes
     if len(own) < 2:
         stride = strides[0] if own else itemsize
@@ -213,26 +212,26 @@ def view_of(piece: Piece, itemsize: int) -> files.View:
 
 
 def is_moved(piece: Piece) -> bool:
-    """Return whether the parameter's last axis is the first one of `view_of` a piece."""
+    """Return whether the parameter's last axis is the first axis of the piece's view."""
     return piece.transposed and not piece.as_it_is and len(piece.own_shape) == 2
 
 
 def _split(sizes: Sequence[int], stride: int) -> tuple[int, ...]:
-    """Return the strides of the axes into which an axis with a stride is split."""
+    """Split an axis with the given stride into axes of these sizes; return their strides."""
     return tuple(stride * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def pieces_by_parameter(
     tensors: Tensors, described: Description
 ) -> dict[tuple[Any, ...], list[Piece]]:
-    """Return the pieces that make up each parameter, by the parameter's path.
+    """Check a folder's tensors, and return each parameter's pieces by the parameter's path.
 
-    If embeddings are tied, W_U may have a tensor too, with the same values as the embedding's.
+    If embeddings are tied, a file may still contain W_U's tensor, with the embedding's values.
 
     Raises:
-      UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
-        lists the first 8 problems, with the two shapes or the dtype. Or embeddings are tied, and
-        the tensor of W_U has other values than the embedding's.
+      UsageError: tensors are missing or unknown, or have a wrong shape or an unsupported dtype; or
+        embeddings are tied, but W_U's tensor differs from the embedding's. The message lists the
+        first 8 problems, with the two shapes or the dtype.
     """
     shapes, problems = tensors.shapes(), []
     expected = pieces(described.model, described.family, shapes)
@@ -280,7 +279,7 @@ def _any_begins(names: Iterable[str], base: str) -> bool:
 
 
 def _renamed(expected: list[Piece], old: str, new: str) -> list[Piece]:
-    """Return pieces whose tensors' names begin with `new` in place of `old`."""
+    """Return the pieces with the prefix `old` of tensor names replaced by `new`."""
 
     def renamed(piece: Piece) -> Piece:
         begins = piece.name.startswith(old)
@@ -290,22 +289,22 @@ def _renamed(expected: list[Piece], old: str, new: str) -> list[Piece]:
 
 
 class Target(NamedTuple):
-    """An array for part of a parameter: the part's first indices, and the array, of zeros."""
+    """A destination for part of a parameter: its first indices, and an array of zeros to fill."""
 
     begin: tuple[int, ...]
     values: Float[np.ndarray, "..."]
 
 
 def fill(tensors: Tensors, parameter_pieces: list[Piece], targets: list[Target]) -> None:
-    """Write the values of a parameter into arrays for parts of it, in float32.
+    """Read values of a parameter into the targets, which are float32 arrays for parts of it.
 
-    Each range of bytes is read once for all arrays. What no piece covers stays zeros, such as the
-    loads of experts.
+    Each byte range is read only once for all targets. Elements that no piece covers, such as expert
+    loads, stay 0.
 
     Args:
       tensors: the tensors in the folder.
-      parameter_pieces: the pieces of the parameter.
-      targets: the parts.
+      parameter_pieces: the pieces that map tensors to the parameter.
+      targets: the destinations, whose arrays are modified.
 
     Raises:
       RunError: a value is not finite, or a file is damaged.
@@ -326,7 +325,7 @@ def fill(tensors: Tensors, parameter_pieces: list[Piece], targets: list[Target])
 
 
 def _in_piece(piece: Piece, target: Target) -> files.Region | None:
-    """Return the region of `view_of` a piece that a target needs, or None."""
+    """Return the region of a piece's view that a target needs, or None if they do not overlap."""
     part = [(b, b + size) for b, size in zip(target.begin, target.values.shape, strict=True)]
     common = _common(piece.at, part)
     if common is None:
@@ -338,12 +337,12 @@ def _in_piece(piece: Piece, target: Target) -> files.Region | None:
 def _copy(
     tensors: Tensors, piece: Piece, region: files.Region, values: np.ndarray, target: Target
 ) -> None:
-    """Copy the values of a region of a piece's view to its place in a target."""
+    """Convert the values of a region of a piece's view, and write them into a target."""
     if is_moved(piece):
         region, values = (*region[1:], region[0]), np.moveaxis(values, 0, -1)
     begins = [b - start for b, (start, _) in zip(target.begin, piece.at, strict=True)]
     part = target.values[_slices(region, begins)]
-    # No warning if a float64 value overflows float32: `check_finite` raises an error.
+    # Suppress numpy's warning if a float64 value overflows; `check_finite` raises an error.
     with np.errstate(over="ignore"):
         part[...] = values
         if piece.factor != 1:
@@ -354,13 +353,13 @@ def _copy(
 
 
 def _common(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Any:
-    """Return the region that two regions have in common, or None."""
+    """Return the intersection of two regions, or None if it is empty."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(a < b for a, b in found) else None
 
 
 def _slices(region: files.Region, begins: Iterable[int]) -> tuple[slice, ...]:
-    """Return the index of a region in an array whose first indices are `begins`."""
+    """Return the index of a region in an array whose first element has the indices `begins`."""
     return tuple(slice(a - at, b - at) for (a, b), at in zip(region, begins, strict=True))
 
 
@@ -370,13 +369,13 @@ def _slices(region: files.Region, begins: Iterable[int]) -> tuple[slice, ...]:
 def write(
     folder: Path, tensor_pieces: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
 ) -> None:
-    """Write tensors as safetensors files; more than 5 GB are split into files with an index.
+    """Write tensors as one safetensors file, or above 5 GB as several files with an index.
 
     Args:
       folder: the folder to write to.
       tensor_pieces: all tensors of the model.
       value: a function that returns the slice of the parameter that a piece describes.
-      dtype: the dtype of the written tensors, except exact ones.
+      dtype: the dtype of the written tensors, except pieces with `exact`, which are float32.
 
     Raises:
       UsageError: safetensors is not installed.

@@ -1,6 +1,6 @@
-"""Sliding windows in the fields of a config.json: how many tokens a window has, in which layers.
+"""Sliding windows in the fields of a config.json: their size in tokens, and their layers.
 
-This module imports no jax.
+This module does not import JAX.
 """
 
 from typing import Any
@@ -9,22 +9,22 @@ from rmt_tpu.hub.families import Family
 from rmt_tpu.hub.fields import Fields
 from rmt_tpu.hub.ropes import FULL, SLIDING
 
-# Kinds with one of these values of `Family.windows` do not choose layers by `layer_types`.
+# Model types with these values of `Family.windows` do not use `layer_types` to choose layers.
 _UNLISTED = (None, "all")
-# A field with which some kinds say whether `sliding_window` is used.
+# A flag of some model types that enables `sliding_window`.
 _ON_REQUEST = "use_sliding_window"
 
 
 def read_windows(fields: Fields, family: Family, rotated: list[bool]) -> list[int | None]:
-    """Return each layer's window, or None for a layer without one.
+    """Return each layer's window in tokens, or None for a layer without a window.
 
     Args:
       fields: the fields of config.json.
-      family: the kind of the model.
+      family: the model type.
       rotated: whether each layer has RoPE.
 
     Raises:
-      UsageError: the kind has no windows, or `layer_types` lists other layers than the kind has.
+      UsageError: the model type has no windows, or it does not allow these `layer_types`.
     """
     window, count = None, len(rotated)
     if family.windows is None:
@@ -44,7 +44,7 @@ def read_windows(fields: Fields, family: Family, rotated: list[bool]) -> list[in
 
 
 def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[bool]:
-    """Return which layers have a window if `layer_types` does not list them."""
+    """Return, for each layer, whether it has a window by the model type's default rule."""
     layers = range(len(rotated))
     match family.windows:
         case "late":
@@ -64,8 +64,8 @@ def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[boo
 def window_values(family: Family, windows: list[int | None]) -> dict[str, Any]:
     """Return the fields of config.json that describe the windows of all layers.
 
-    The fields describe a single size of windows, and for some kinds no choice of layers. The caller
-    therefore compares what the fields describe with the model.
+    The fields can express only one window size, and for some model types no choice of layers. The
+    caller must therefore read the fields back and compare the result with the model.
     """
     window = next((size for size in windows if size is not None), None)
     if window is None or family.windows is None:

@@ -1,11 +1,11 @@
-"""Activations of feed-forward layers and of experts.
+"""Activation functions of feed-forward layers and experts.
 
-SiTU (Sigmoid Tanh Unit; Kimi Team 2026, Kimi K3, equation 12) is like `silu(gate) * up`, but both
-factors are bounded. With the bounds b = `situ_beta` and c = `situ_linear_beta`:
+SiTU (Sigmoid Tanh Unit; Kimi Team 2026, Kimi K3, equation 12) is a variant of `silu(gate) * up`
+that bounds both factors. With the bounds b = `situ_beta` and c = `situ_linear_beta`:
 
     situ(gate, up) = b tanh(gate / b) sigmoid(gate) * c tanh(up / c)
 
-Without c, the second factor is up itself.
+If c is None, the second factor is `up`.
 """
 
 import functools
@@ -18,16 +18,16 @@ from rmt_tpu import config as cfg
 
 
 def plain(core: cfg.FeedForward, x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return f(x) for the activation f of a layer without a gate."""
+    """Apply the activation function of a layer without a gate, elementwise."""
     return _ACTIVATIONS[core.activation](x)
 
 
 def gated(
     core: cfg.FeedForward | cfg.Experts, gate: Float[Array, "*any"], up: Float[Array, "*any"]
 ) -> Float[Array, "*any"]:
-    """Return the hidden neurons of a layer with a gate, in the dtype of its arguments.
+    """Apply the activation function of a layer with a gate: `f(gate) * up` or SiTU.
 
-    SiTU is computed in at least float32.
+    The result has the dtype of the arguments. SiTU is computed in at least float32.
     """
     if core.activation != "situ":
         return _ACTIVATIONS[core.activation](gate) * up

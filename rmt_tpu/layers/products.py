@@ -1,8 +1,9 @@
-"""Products of tokens' vectors with weights, which decode steps read from the stack of all layers.
+"""Matrix products of tokens with weights; when decoding, kernels read weights from their stack.
 
-A module that computes products with `times` lists the names of these weights in its class attribute
-`MULTIPLIED`. While decoding, `refer_to_stack` replaces the value of each of them by a `StackSlice`,
-which `times` passes on to a kernel.
+The weights of all layers are stacked in one array. A module that computes products with `times`
+lists the names of these weights in its class attribute `MULTIPLIED`. When decoding,
+`refer_to_stack` replaces each weight's value by a `StackSlice` (the stack and a layer's index), so
+that a kernel can read the layer's weights without a copy.
 """
 
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ def times(
 
     Args:
       x: the tokens' vectors, in the dtype of the products.
-      *weights: matrices [K, N] and stacks of matrices [P, K, N], whose P matrices are joined. All
-        of them or none are slices of a layer's stack.
+      *weights: matrices [K, N], or arrays of P matrices [P, K, N]. Either all or none of them are
+        a `StackSlice`.
       gathered: the axis of a matrix that the mesh axis `fsdp` shards: -2 for K and -1 for N.
       isolated: whether XLA must not fuse the slicing of weights into the product.
     """
@@ -48,7 +49,7 @@ def _as_stacks(weight: StackSlice) -> Float[Array, "L P K N"]:
 
 
 def refer_to_stack(layer: nnx.Module, stack: nnx.Module, index: Index) -> None:
-    """Replace the weights of a layer's products by references to slices of their stack.
+    """Replace a layer's weights that `times` multiplies by references into the stack.
 
     Args:
       layer: the layer, which is modified.
@@ -64,6 +65,6 @@ def refer_to_stack(layer: nnx.Module, stack: nnx.Module, index: Index) -> None:
 
 
 def read_in_stacks(x: Shaped[Array, "batch seq *shape"]) -> bool:
-    """Return whether layers that decode the tokens of `x` read weights from their stacks."""
+    """Return whether kernels should read weights from the stack to decode the tokens `x`."""
     rows = x.shape[0] * x.shape[1] * sharding.axis_size("tensor")
     return choices.weights_in_stacks(target(), rows, sharding.axis_size("fsdp")).value

@@ -1,4 +1,4 @@
-"""Where a run's texts start and end: at BOS, or as in the model that it started from."""
+"""A run's start and end tokens: BOS, or those of the model that it was initialized from."""
 
 import json
 from typing import NamedTuple
@@ -14,23 +14,23 @@ _STARTS = "add_bos_token"
 
 
 class TextBounds(NamedTuple):
-    """How texts begin and end, with the attributes `starts` and `ends` of a `Tokenizer`."""
+    """Text boundaries: whether texts start with BOS (`starts`), and their end tokens (`ends`)."""
 
     starts: bool
     ends: tuple[int, ...]
 
 
 def load(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
-    """Return how texts of the run in a folder begin and end.
+    """Read the text boundaries of the run in a folder.
 
-    If no file says so, texts start and end with BOS.
+    Without a generation_config.json, they are the tokenizer's own: BOS at both ends by default.
 
     Args:
       folder: the run folder.
       tokenizer: the run's tokenizer.
 
     Raises:
-      UsageError: the file is damaged.
+      UsageError: generation_config.json is damaged.
     """
     found = folder.read(GENERATION)
     if found is None:
@@ -48,9 +48,9 @@ def load(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
 
 
 def save(folder: Folder, tokenizer: Tokenizer) -> None:
-    """Write how texts begin and end to a file in Hugging Face format, which `load` reads.
+    """Write the tokenizer's text boundaries to generation_config.json, which `load` reads.
 
-    If texts start with BOS and end with nothing else, there is no file.
+    If texts start with BOS and BOS is the only end token, the file is deleted instead.
     """
     if tokenizer.starts and tokenizer.ends == (tokenizer.bos,):
         folder.delete(GENERATION)
@@ -61,13 +61,14 @@ def save(folder: Folder, tokenizer: Tokenizer) -> None:
 
 
 def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
-    """Return how texts of a run that starts from the model in a folder begin and end.
+    """Return the text boundaries of a run that is initialized from the model in a folder.
 
-    They begin as that model's. They end at its end tokens, and at BOS, which separates documents in
-    training. If the model has another vocabulary or no tokenizer, `tokenizer` alone says it.
+    Texts start as the model's texts do. The end tokens are the model's, and BOS, which separates
+    documents in training. If the model's tokenizer is missing or differs from `tokenizer`, the
+    result has the boundaries of `tokenizer`.
 
     Args:
-      folder: the folder of the model from which the run starts.
+      folder: the folder of the initial model.
       tokenizer: the run's tokenizer.
     """
     own = TextBounds(tokenizer.starts, tokenizer.ends)

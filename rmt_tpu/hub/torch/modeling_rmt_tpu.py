@@ -2,13 +2,13 @@
 
     h = write(embedding);   for each sublayer:  z = read(norm(mix(h, ..)));  y = core(z);  write(y)
 
-A store says what a token's residual h is (a vector, or a matrix in an RMT), a mixer what sublayers
-read of earlier outputs, and a core what a sublayer computes. This file has the equations, and
-neither a cache nor kernels. The transformers library runs it (`trust_remote_code=True`).
+A store defines a token's residual h (a vector, or a matrix in an RMT), a mixer combines earlier
+outputs into what a sublayer reads, and a core is a sublayer's function. This file has the equations
+without a cache or kernels. The transformers library runs it (`trust_remote_code=True`).
 
 In config.json, `model` is the model's config as rmt_tpu writes it, `tensors` has the shape of each
-parameter, and `factors` has the factors of embeddings, of the logits of each sublayer's attention,
-and of the output. The parameters of a stack of layers have a leading axis over the layers.
+parameter, and `factors` has the factors of the embeddings, the attention logits (per sublayer) and
+the output logits. The parameters of a stack of layers have a leading axis over the layers.
 """
 
 import json
@@ -34,7 +34,7 @@ class RmtTpuConfig(PretrainedConfig):
 
 
 class At:
-    """The parameters below a module, of one layer of a stack; None for a name that is not there."""
+    """A module's parameters for one layer of a stack; a missing name gives None."""
 
     def __init__(self, module, layer=None):
         self._module, self._layer = module, layer
@@ -47,14 +47,14 @@ class At:
 
 
 class Read(NamedTuple):
-    """What a core reads: vectors of heads [batch, seq, heads, size], and data vectors; or None."""
+    """A core's input: heads and data vectors, each [batch, seq, vectors, size] or None."""
 
     heads: torch.Tensor | None
     data: torch.Tensor | None
 
 
 class Context(NamedTuple):
-    """The tokens' positions, the distances i - j, whether token i may see j, and which are real."""
+    """Positions, distances i - j, which tokens j token i may see, and which are not padding."""
 
     positions: torch.Tensor
     distances: torch.Tensor
@@ -63,17 +63,17 @@ class Context(NamedTuple):
 
 
 def wide(x):
-    """Return x in at least float32."""
+    """Return x in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def concatenate(x):
-    """Return a token's data vectors x [.., R, size] as one, whose number `i R + r` is x[r, i]."""
+    """Interleave data vectors x [.., R, size] into one vector, whose entry `i R + r` is x[r, i]."""
     return x.transpose(-1, -2).flatten(-2)
 
 
 def separate(x, vectors):
-    """Return the data vectors in one vector, as the inverse of `concatenate`."""
+    """Split one vector into data vectors; this is the inverse of `concatenate`."""
     return x.unflatten(-1, (-1, vectors)).transpose(-1, -2)
 
 
@@ -85,49 +85,49 @@ def normalize(x, gain, epsilon, kind="rmsnorm", bias=None):
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-# Stores: what a token's residual is, and how it is written and read -----------------------------
+# Stores: the residual of a token, and how to write and read it -----------------------------------
 
 
 class Vector:
-    """The vector `h += W_O y; z = W_QKV norm(h)`, where W_O and W_QKV are for heads alone."""
+    """A vector residual: `h += W_O y; z = W_QKV norm(h)`; only heads use these matrices."""
 
     def __init__(self, options):
         self.norm = {"epsilon": options.norm_epsilon, "kind": options.norm}
 
     def term(self, y, site):
-        """Return what a write of the vectors y adds to the residual."""
+        """Return the update that the vectors y add to the residual."""
         return y.flatten(-2) if site.write is None else y.flatten(-2) @ site.write
 
     def normed(self, h, site):
-        """Return the residual h with the site's norm, if there is one."""
+        """Normalize the residual h, if the site (the read before a core) has a norm."""
         return h if site.gain is None else normalize(h, site.gain, bias=site.bias, **self.norm)
 
     def project(self, x, site, core):
-        """Return a core's input from the normed residual x."""
+        """Compute a core's input from the normed residual x."""
         weights = [w for part in (site.read, site.read_fewer) if part is not None for w in part]
         heads = [(x @ w).unflatten(-1, (-1, core.head_dim)) for w in weights]
         return Read(torch.cat(heads, -2) if heads else None, x[..., None, :])
 
     def read(self, h, site, core):
-        """Return a core's input from the residual h."""
+        """Normalize the residual h and compute a core's input from it."""
         return self.project(self.normed(h, site), site, core)
 
 
 class Matrix(Vector):
-    """The matrix `X += w^T y; z = r norm(X)`, with storage keys w and retrieval keys r [R, D_k]."""
+    """A matrix residual: `X += w^T y; z = r norm(X)`; storage keys w, retrieval keys r [R, D_k]."""
 
     def term(self, y, site):
-        """Return the sum of the outer products of storage keys and vectors y."""
+        """Return the sum of the outer products of the storage keys w and the vectors y."""
         return torch.einsum("rk,...rv->...kv", site.store_keys, y)
 
     def project(self, x, site, core):
-        """Return the vectors that the retrieval keys find in the normed matrix x."""
+        """Read vectors from the normed matrix x with the retrieval keys r."""
         z, heads = torch.einsum("rk,...kv->...rv", site.read_keys, x), sum(groups(core))
         return Read(z[..., :heads, :], z[..., heads:, :])
 
 
 def groups(core):
-    """Return the numbers of heads that a core reads: gates; queries, keys and values; or gates."""
+    """Return head counts: gates (attention only), queries, keys, values, gates (KDA only)."""
     kind = core and core.kind
     if kind == "attention":
         pairs = core.num_kv_heads or core.num_heads
@@ -138,17 +138,17 @@ def groups(core):
     return []
 
 
-# Mixers: each yields what every sublayer and the unembedding read, and is sent what they write ---
+# Mixers: generators that yield the input of each sublayer, and then receive its output -----------
 
 
 def plain(model, h, places):
-    """Run the plain residual: `h += write(y); z = read(norm(h))`."""
+    """Run the standard residual stream: `h += write(y); z = read(norm(h))`."""
     for site, core, _ in places:
         h = h + (yield model.residual.read(h, site, core))
 
 
 def unit(x, epsilon):
-    """Return the residual x [batch, seq, ..] divided by each token's root mean square."""
+    """Divide the residual x [batch, seq, ..] by each token's root mean square."""
     square = wide(x).square().mean(tuple(range(2, x.ndim)), keepdim=True)
     return wide(x) * torch.rsqrt(square + epsilon)
 
@@ -162,7 +162,7 @@ def block_size(o, depth):
 
 
 def depth_logits(o, site, v):
-    """Return the logit `<gain * query, v_i> / rms(v_i)` of each source, [sources, .., heads]."""
+    """Return each source's logit `<gain * query, v_i> / rms(v_i)`, [sources, .., heads]."""
     keys = torch.stack([unit(x, o.epsilon).flatten(2) for x in v])
     query, gain = wide(site.mix.query).flatten(), site.mix.key_gain
     if o.query == "input":
@@ -173,7 +173,7 @@ def depth_logits(o, site, v):
 
 
 def weighted(weights, v):
-    """Return the sum of sources v with weights [sources, .., heads], one for each part of them."""
+    """Sum the sources v; weights [sources, .., heads] scale the equal parts of each source."""
     parts = wide(torch.stack(v)).flatten(3).unflatten(-1, (weights.shape[-1], -1))
     return (weights[..., None] * parts).sum(0).reshape(v[0].shape).to(v[0].dtype)
 
@@ -181,14 +181,14 @@ def weighted(weights, v):
 def depth_attention(model, h, places):
     """Run attention over depth: `z = read(norm(sum_i softmax(logits)_i v_i))`.
 
-    The sources v are the embedding, the sums of the outputs of blocks, and that of the newest one.
+    The sources v are the embedding and the output sum of each block, including the current one.
     """
     o, depth, scored = model.options.mixer, len(places) - 1, 0
     sums, block = [unit(h, o.epsilon).to(h.dtype) if o.normed_embedding else h], []
     for k, (site, core, _) in enumerate(places):
         v = [sum(sums[: n + 1]) for n in range(len(sums))] if o.cumulative else sums
         v = v[:1] + v[1:][-(getattr(o, "window", None) or depth) :]
-        if block or o.cumulative:  # then the plain residual is a source of every site
+        if block or o.cumulative:  # if cumulative, this source is the standard residual
             v = v + [sum(sums + block if o.cumulative else block)]
         if k == depth and o.output_site != "attention":
             u = v[-1] if o.output_site == "newest" or o.cumulative else sum(v)
@@ -200,7 +200,7 @@ def depth_attention(model, h, places):
             if o.query == "scalars":
                 new = len(v) - (o.cumulative and not block)
                 own, scored = model.mixer.logits[scored : scored + new], scored + new
-                own = torch.cat([own, own[-1:]])[: len(v)]  # a source that is repeated has one
+                own = torch.cat([own, own[-1:]])[: len(v)]  # repeated source, same logit
                 logits = logits + own[:, None, None, None]
             if o.newest_bias is not None:
                 logits = torch.cat([logits[:-1], logits[-1:] + site.mix.newest_bias])
@@ -210,16 +210,16 @@ def depth_attention(model, h, places):
             sums, block = [*sums, sum(block)], []
 
 
-# Cores: what sublayers compute, y = core(z) -----------------------------------------------------
+# Cores: the functions y = core(z) of sublayers --------------------------------------------------
 
 
 def capped(x, cap):
-    """Return x with a soft cap, if there is one."""
+    """Apply the soft cap `cap tanh(x / cap)`, or return x if cap is None."""
     return x if cap is None else cap * (x / cap).tanh()
 
 
 def scaled_share(rope, frequencies, dims):
-    """Return the share of each of RoPE's frequencies that is divided by the scaling's factor."""
+    """Return, for each RoPE frequency, the fraction that context scaling divides by its factor."""
     o, turn = rope.scaling, 2 * math.pi
     if o.kind == "llama3":
         turns = o.original_length * frequencies / turn
@@ -236,7 +236,7 @@ def scaled_share(rope, frequencies, dims):
 
 
 def rotate(x, positions, rope):
-    """Rotate pairs of the first numbers of heads x by angles in proportion to positions (RoPE)."""
+    """Apply RoPE: rotate pairs of each head's first entries by angles proportional to position."""
     if rope.kind != "rope":
         return x
     dims, factor = rope.dims or x.shape[-1], 1.0
@@ -253,7 +253,7 @@ def rotate(x, positions, rope):
 
 
 def attend(q, k, v, scale, context, core):
-    """Return `softmax(scale q . k) v` over earlier tokens; groups of queries share a key."""
+    """Return causal attention `softmax(scale q . k) v`; query groups share keys and values."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     logits, seen = scale * wide(torch.einsum("bnhd,bmhd->bhnm", q, k)), context.seen
     logits = capped(logits, getattr(core, "logit_cap", None))
@@ -267,13 +267,13 @@ def attend(q, k, v, scale, context, core):
 
 
 def output(y, bias, gain, model):
-    """Return what a core writes, with a bias and a norm where it has them."""
+    """Add the output bias and apply the output norm, where the core has them."""
     y = y if bias is None else y + bias
     return y if gain is None else normalize(y, gain, **model.residual.norm)
 
 
 def attention(model, z, p, core, context, scale):
-    """Compute softmax attention: one vector per head, or their product with W_O, if it is here."""
+    """Compute softmax attention, and apply W_O if the core (not the site) has it."""
     *gates, q, k, v = z.heads.split(groups(core), 2)
     if p.bias is not None:
         q, k, v = (x + b for x, b in zip((q, k, v), p.bias.split(groups(core)[-3:]), strict=True))
@@ -288,7 +288,7 @@ def attention(model, z, p, core, context, scale):
 
 
 def activate(core, gate, up=1):
-    """Return the activation of a hidden layer, times its projection `up` if it is gated."""
+    """Apply the activation function to `gate`, and multiply by `up` if the layer is gated."""
     name = core.activation
     if name == "relu2":
         return gate.relu().square()
@@ -301,7 +301,7 @@ def activate(core, gate, up=1):
 
 
 def feed_forward(model, z, p, core, context, scale):
-    """Compute `W_2 f(W_1 z)`, where W_1 is a gate and an up projection if f is gated."""
+    """Compute `W_2 f(W_1 z)`; with a gated f, W_1 consists of a gate and an up projection."""
     x, w_1, b_1 = concatenate(z.data), p.w_1, p.b_1
     w_1, b_1 = (w_1, b_1) if w_1.ndim == 3 else (w_1[None], b_1 if b_1 is None else b_1[None])
     hidden = [x @ w if b_1 is None else x @ w + b_1[n] for n, w in enumerate(w_1)]
@@ -315,7 +315,7 @@ def feed_forward(model, z, p, core, context, scale):
 
 
 class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model with the store, the mixer and the cores that its config names."""
+    """A causal language model, built from the store, the mixer and the cores in its config."""
 
     config_class = RmtTpuConfig
     _supports_cache_class = False
@@ -339,10 +339,10 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        """Change nothing, because all parameters are read from the folder."""
+        """Do nothing, because all parameters are loaded from the folder."""
 
     def places(self):
-        """Return the site, the core and its parameters of each sublayer, and the last site."""
+        """Return (site, core, core parameters) per sublayer, then the site of the unembedding."""
         found = []
         for s, stack in enumerate(self.options.stacks):
             for layer in range(stack.repeat):
@@ -352,7 +352,7 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         return [*found, (At(self.final_site), None, None)]
 
     def embed(self, tokens, positions, site):
-        """Return the residual after the embeddings of tokens and positions have been written."""
+        """Return the initial residual, which contains the token and position embeddings."""
         factors, table = self.config.factors, self.embedding
         rows = factors["tokens"] * table.tokens[tokens]
         vectors = 1
@@ -366,7 +366,7 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         return h + self.residual.term(rows, SimpleNamespace(write=None, store_keys=keys))
 
     def forward(self, input_ids, attention_mask=None, labels=None, **others):
-        """Return the logits after each token and, with labels, the loss of each next token.
+        """Return next-token logits [batch, seq, vocab] and, given labels, the next-token loss.
 
         All arguments are [batch, seq]; attention_mask is 1 for tokens, and 0 for padding.
         """
@@ -395,5 +395,5 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **_):
-        """Return all tokens so far, which `generate` computes again for each new token."""
+        """Return all tokens so far: without a cache, `generate` runs them all again each step."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}

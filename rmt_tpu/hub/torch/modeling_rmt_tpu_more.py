@@ -1,7 +1,8 @@
-"""Other mixers and cores for `modeling_rmt_tpu`, for the models that have one of them.
+"""Further mixers and cores for `modeling_rmt_tpu`; only models that use them need this file.
 
-A mixer gets the residual with the embedding written, and the sites. It yields what every sublayer,
-and last the unembedding, reads. For a sublayer it is sent the term which the store adds, write(y).
+A mixer is a generator. It starts from the initial residual h and the list of places, each of which
+is (site, core, core parameters). It yields the input of each sublayer, and finally the input of the
+unembedding. After each sublayer it receives the update write(y) that the store adds.
 """
 
 import itertools
@@ -34,9 +35,10 @@ from .modeling_rmt_tpu import RmtTpuForCausalLM as Base
 
 
 def delta_attention(model, h, places):
-    """Run the plain residual plus a gated softmax over deltas, the sums of outputs of blocks.
+    """Run the standard residual h plus gated attention over deltas D, the output sums of blocks.
 
-    `u = h + g sum_b a_b D_b`, where a null source takes a share of the weights a.
+    A sublayer reads `u = h + g sum_b a_b D_b`. The softmax weights a include a null source, so that
+    they may sum to less than 1.
     """
     plain = {"query": "static", "key_norm": True, "num_heads": 1}
     o, depth = SimpleNamespace(**vars(model.options.mixer), **plain), len(places) - 1
@@ -55,7 +57,7 @@ def delta_attention(model, h, places):
 
 
 def dense(model, h, places):
-    """Run DenseFormer: after every p-th layer i, `h = sum_j a_ij X_j`, over every k-th output."""
+    """Run DenseFormer: after every p-th layer i, `h = sum_j a_ij X_j` over every k-th output X."""
     o, outputs, used = model.options.mixer, [], 0
     for index, (site, core, _) in enumerate(places):
         if index % 2 == 0:
@@ -69,9 +71,9 @@ def dense(model, h, places):
 
 
 def mudd(model, h, places):
-    """Run MUDD: queries, keys, values and residual of a layer are sums of outputs of their own.
+    """Run MUDD: separate weighted sums of layer outputs X give queries, keys, values and residual.
 
-    A token's weights of the outputs X are `A = gelu(rmsnorm(X_i) W_1) W_2 + a`.
+    Each token computes its weights `A = gelu(rmsnorm(X_i) W_1) W_2 + a` from the newest output X_i.
     """
     outputs, read = [], model.residual.read
     networks = model.get_submodule("mixer.connections").get_submodule
@@ -94,7 +96,7 @@ def mudd(model, h, places):
 
 
 def residual_scalars(model, h, places):
-    """Scale before each layer, `h = a h + b x_0`, and mix values, `l_1 V_1 + l_2 V`."""
+    """Scale the residual, `h = a h + b x_0`, and mix in layer 1's values, `l_1 V_1 + l_2 V`."""
     x_0 = h
     v_1 = None
     for site, core, _ in places:
@@ -111,7 +113,7 @@ def residual_scalars(model, h, places):
 
 
 def wide_streams(model, h, places):
-    """Run K residuals: `u = sum_i r_i X_i; X_i = rho_i X_i + 2 sigmoid(beta_i) write(y)`."""
+    """Run K streams: read `u = sum_i r_i X_i`; `X_i = rho_i X_i + 2 sigmoid(beta_i) write(y)`."""
     o = model.options.mixer
     x = h[None].expand(o.streams, *h.shape)
     by_stream = lambda weights: wide(weights).view(-1, *[1] * h.ndim)
@@ -124,7 +126,7 @@ def wide_streams(model, h, places):
 
 
 def hyper_connections(model, h, places):
-    """Run m streams: `u = sum_i alpha_i X_i; X_i = sum_j A_ij X_j + beta_i write(y)`."""
+    """Run m streams: read `u = sum_i alpha_i X_i`; `X_i = sum_j A_ij X_j + beta_i write(y)`."""
     o = model.options.mixer
     x = h[:, :, None].expand(-1, -1, o.streams, -1)
     coefficients = dynamic if o.kind == "hyper_connections" else projected
@@ -138,7 +140,7 @@ def hyper_connections(model, h, places):
 
 
 def dynamic(model, x, p):
-    """Return alpha, beta and A of hyper-connections, which may depend on streams x [.., m, D]."""
+    """Return alpha, beta and A of hyper-connections: constants, or computed from x [.., m, D]."""
     o = model.options.mixer
     if not o.dynamic:
         return wide(p.read), wide(p.write), wide(p.mix)
@@ -149,26 +151,26 @@ def dynamic(model, x, p):
 
 
 def projected(model, x, p):
-    """Return the alpha, beta and A of mHC or mHC-lite, from all streams x [.., m, D] together."""
+    """Compute alpha, beta and A of mHC or mHC-lite from all streams x [.., m, D] together."""
     o, m = model.options.mixer, x.shape[-2]
     w = torch.einsum("bsmd,mdc->bsc", normalize(x, p.gain, model.epsilon), wide(p.w))
     a_pre, a_post, a_res = p.scales
     alpha = (a_pre * w[..., :m] + p.read_bias).sigmoid()
     beta = 2 * (a_post * w[..., m : 2 * m] + p.write_bias).sigmoid()
     logits = a_res * w[..., 2 * m :] + p.mix_bias
-    if o.kind == "mhc_lite":  # a mean of all permutations
+    if o.kind == "mhc_lite":  # A is a weighted mean of all m! permutation matrices
         permutations = torch.eye(m).to(logits)[torch.tensor([*itertools.permutations(range(m))])]
         return alpha, beta, torch.einsum("kij,bsk->bsij", permutations, logits.softmax(-1))
     a = logits.unflatten(-1, (m, m))
     a = (a - a.amax(-2, keepdim=True)).clip(-60).exp()
-    for _ in range(o.rounds):  # Sinkhorn's iteration
+    for _ in range(o.rounds):  # Sinkhorn iteration: A becomes nearly doubly stochastic
         a = a / a.sum(-2, keepdim=True)
         a = a / a.sum(-1, keepdim=True)
     return alpha, beta, a
 
 
 def highway(model, h, places):
-    """Run a self-gating unit beside each sublayer: `h = h + y + T v`; T may close h or y."""
+    """Add a gated term: `h = h + y + T v`; some forms scale h or y by `1 - T`."""
     o = model.options.mixer
     for site, core, _ in places:
         x = model.residual.normed(h, site)
@@ -184,7 +186,7 @@ def highway(model, h, places):
 
 
 def depth_lstm(model, h, places):
-    """Run an LSTM over depth: `c = g c + i t; o = q c`, with gates of `[attention; o]`."""
+    """Run an LSTM over depth: `c = g c + i t; o = q c`; gates g, i, q read `[attention; o]`."""
     options = model.options.mixer
     o, c = h, h if options.cell_start == "embedding" else torch.zeros_like(h)
     for index, (site, core, _) in enumerate(places):
@@ -200,7 +202,10 @@ def depth_lstm(model, h, places):
 
 
 def hierarchical(model, h, places):
-    """Run nodes after every e-th layer: `h = norm(sigmoid([x_1; ..] W_a) W_b + x_1 + ..)`."""
+    """Merge after every e-th layer: `h = norm(sigmoid([x_1; ..] W_a) W_b + x_1 + ..)`.
+
+    The inputs x are the outputs of these e layers and, if there is one, the previous merge.
+    """
     o, layers, node, nodes = model.options.mixer, [], [], 0
     for index, (site, core, _) in enumerate(places):
         if index and index % 2 == 0:
@@ -216,11 +221,11 @@ def hierarchical(model, h, places):
         h = h + (yield model.residual.read(h, site, core))
 
 
-# Cores ------------------------------------------------------------------------------------------
+# Cores: the functions of sublayers --------------------------------------------------------------
 
 
 def mla(model, z, p, core, context, scale):
-    """Compute multi-head latent attention, whose keys and values come from one latent per token."""
+    """Compute multi-head latent attention: one latent per token gives all keys and values."""
     x, part, epsilon = concatenate(z.data), core.rope_dim, core.latent_epsilon or model.epsilon
     q = x if p.w_q_down is None else normalize(x @ p.w_q_down, p.q_gain, epsilon)
     q = (q @ p.w_q).unflatten(-1, (core.num_heads, -1))
@@ -235,13 +240,13 @@ def mla(model, z, p, core, context, scale):
 
 
 def convolve(x, taps):
-    """Return silu of a causal convolution over tokens, for each channel of x [batch, seq, C]."""
+    """Convolve each channel of x [batch, seq, C] causally over the tokens, and apply silu."""
     before = F.pad(x, (0, 0, len(taps) - 1, 0))
     return F.silu(sum(tap * before[:, j : j + x.shape[1]] for j, tap in enumerate(taps)))
 
 
 def kda(model, z, p, core, context, scale):
-    """Compute Kimi Delta Attention or Gated DeltaNet, with a recurrent state S of each head.
+    """Compute Kimi Delta Attention or Gated DeltaNet; each head has a recurrent state S.
 
     `S = Diag(e^g) S + beta k (v - k^T Diag(e^g) S)^T; o = S^T q / sqrt(D_h)`
     """
@@ -269,7 +274,7 @@ def kda(model, z, p, core, context, scale):
 
 
 def balance_bias(p, core):
-    """Return what is added to each expert's score when experts are chosen."""
+    """Return the bias that is added to each expert's score for the choice of experts."""
     if core.balance.kind != "quantiles":
         return core.balance.rate * wide(p.load) if core.balance.kind == "sign" else 0.0
     seen = wide(p.seen)
@@ -287,7 +292,7 @@ def experts(model, z, p, core, context, scale):
     logits = wide(x) @ wide(p.w_router)
     scores = logits.softmax(-1) if core.scores == "softmax" else logits.sigmoid()
     biased = scores + balance_bias(p, core)
-    if core.groups > 1:  # experts of the best groups alone, by the sum of a group's best two
+    if core.groups > 1:  # only the best groups; a group scores the sum of its two best experts
         by_group = biased.unflatten(1, (core.groups, -1))
         best = by_group.topk(2).values.sum(-1).topk(core.top_groups).indices
         others = torch.ones(best.shape[0], core.groups).to(biased).scatter(1, best, 0.0).bool()
@@ -313,11 +318,11 @@ def experts(model, z, p, core, context, scale):
 
 
 class RmtTpuConfig(BaseConfig):
-    """The content of config.json; transformers keeps one class of models per class of configs."""
+    """The content of config.json; transformers allows each config class only one model class."""
 
 
 class RmtTpuForCausalLM(Base):
-    """A causal language model with the store, the mixer and the cores that its config names."""
+    """A causal language model with the mixers and cores of both files."""
 
     config_class = RmtTpuConfig
     mixers = Base.mixers | {
