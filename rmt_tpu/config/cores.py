@@ -1,4 +1,4 @@
-"""Configs of cores (the computations of sublayers), and of stacks of cores.
+"""Configs of cores (the functions that sublayers compute), and of stacks of cores.
 
 `rmt_tpu.config` re-exports these classes. Each core is implemented in its own file in
 `rmt_tpu/cores/`.
@@ -31,29 +31,26 @@ class Attention(Heads):
     Attributes:
       positions: how the attention uses the positions of tokens.
       inverse_layer_scaling: whether the logits in layer l are divided by l + 1.
-      num_kv_heads: number of key and value heads. Each of these heads is shared by `num_heads /
-        num_kv_heads` adjacent query heads (grouped queries). None means one key and value head per
-        query head.
-      query_key_norm: whether queries and keys are RMS-normalised with a gain, before they are
-        rotated.
-      query_key_norm_over: whether a token's mean square is that of each "head", with one gain for
-        all heads, or that of all "heads" together.
-      bias: whether a vector is added to every query, key and value.
-      output_bias: whether a vector of the residual's size is added to what is written.
-      output_gate: whether each head's output is multiplied, number by number, by the sigmoid of a
-        vector that is read like its query (Qiu et al. 2025, Gated Attention for Large Language
-        Models).
-      normed: whether the model's norm is applied to what the core reads ("input"), to what it
-        writes ("output"), or to "both".
-      window: the number of tokens that each token attends to: itself and those directly before it
-        in its document. None means all earlier tokens. Layers may have different windows.
+      num_kv_heads: number of key heads, and of value heads. Each one is shared by `num_heads /
+        num_kv_heads` adjacent query heads (grouped queries). None means `num_heads`.
+      query_key_norm: whether queries and keys are RMS-normalised with a gain, before RoPE rotates
+        them.
+      query_key_norm_over: the vectors that this norm normalises: each "head" separately, with one
+        gain for all heads, or all "heads" of a token as one vector.
+      bias: whether queries, keys and values have biases.
+      output_bias: whether the output has a bias, a vector of the residual's size.
+      output_gate: whether each head's output is multiplied elementwise by the sigmoid of a gate
+        vector, which is read from the residual like a query (Qiu et al. 2025, Gated Attention for
+        Large Language Models).
+      normed: whether the model's norm is applied to the core's "input", its "output", or "both".
+      window: the number of tokens to which each token attends: itself and the tokens directly
+        before it in its document. None means all earlier tokens. Layers may have different windows.
       scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim)`, or
         muP's factor.
-      logit_cap: a soft cap c of logits: `c tanh(x / c)` in place of each scaled product x of a
-        query and a key. Kernels do not support it, so that plain JAX computes the attention. None
-        means no cap.
+      logit_cap: a soft cap c: each scaled product x of a query and a key becomes `c tanh(x / c)`.
+        Kernels do not support it, so plain JAX computes the attention. None means no cap.
 
-    With a bias or a norm of what is written, W_O is a parameter of the core, which then needs a
+    With an output bias or an output norm, W_O is a parameter of the core, and the model needs a
     vector store.
     """
 
@@ -117,7 +114,7 @@ class Attention(Heads):
 
     @property
     def reads(self) -> Port:
-        """The vectors that the core reads: gates if it has them, queries, keys and values."""
+        """The vectors that the core reads: gates (with `output_gate`), queries, keys and values."""
         heads = self.output_gate * (self.num_heads,) + self.qkv_heads
         return Port(heads=heads, head_dim=self.head_dim, normed=self.normed != "output")
 
@@ -156,10 +153,10 @@ class Attention(Heads):
         return (gains + biases) * self.head_dim + own
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of logits, softmax (3 per logit) and weighted values.
+        """Return the FLOPs per token for logits, softmax (3 per logit) and weighted values.
 
-        A token attends to `seq_len` tokens, or to as many as the window has. The product with W_O
-        is included if the core projects.
+        A token attends to `seq_len` tokens, or to `window` tokens if that is fewer. The product
+        with W_O is included if the core projects.
         """
         tokens = seq_len if self.window is None else min(seq_len, self.window)
         attended = 4 * tokens * self.num_heads * self.head_dim + 3 * tokens * self.num_heads
@@ -179,11 +176,10 @@ class FeedForward(Computes):
         tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up`
         ("swiglu"), `gelu_tanh(gate) * up` ("geglu"), or SiTU ("situ", see
         `rmt_tpu.layers.activations`), where W_1 consists of a gate projection and an up projection.
-      situ_beta: the bound of the gate's factor in SiTU.
-      situ_linear_beta: the bound of the up projection's factor in SiTU; None means no bound.
-      bias: whether vectors are added to the products with W_1 and W_2.
-      normed: whether the model's norm is applied to what the core reads ("input"), to what it
-        writes ("output"), or to "both".
+      situ_beta: SiTU's bound b of the gate factor.
+      situ_linear_beta: SiTU's bound c of the up factor; None means no bound.
+      bias: whether the products with W_1 and W_2 have biases.
+      normed: whether the model's norm is applied to the core's "input", its "output", or "both".
     """
 
     kind: ClassVar[str] = "feed_forward"
@@ -220,7 +216,7 @@ class FeedForward(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of weights in W_1 and W_2, in biases and in the gain of a norm.
+        """Return the number of parameters: W_1, W_2, biases and the gain of an output norm.
 
         Args:
           width: width of the output.
@@ -230,7 +226,7 @@ class FeedForward(Computes):
         return self._weights(width, read_width) + biases + (self.normed != "input") * width
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of the matrix products."""
+        """Return the FLOPs per token for the matrix products."""
         return 2 * self._weights(width, read_width)
 
     def _weights(self, width: int, read_width: int) -> int:
@@ -243,17 +239,17 @@ class Mla(Heads):
 
     Attributes:
       kv_rank: size of the latent vector from which the keys and values of all heads are computed.
-      rope_dim: size of an additional part of each query and key (D_r). All heads share this part of
-        the key.
-      query_rank: size of a latent vector from which the queries are computed; None computes them
-        directly from the input.
-      positions: whether the additional parts are rotated by position ("rope").
+      rope_dim: size of an additional part of each query and key (D_r), to which RoPE applies. All
+        heads share the key's additional part.
+      query_rank: size of a latent vector from which the queries are computed; None means that they
+        are computed directly from the input.
+      positions: whether RoPE rotates the additional parts ("rope").
       scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim +
         rope_dim)`, or muP's factor.
       latent_epsilon: the epsilon in the norms of the latent vectors, which is 1e-6 in Kimi Linear
         and DeepSeek-V3; None means the model's `norm_epsilon`.
-      output_gate: whether each head's output is multiplied, number by number, by the sigmoid of a
-        vector that a matrix computes from the input.
+      output_gate: whether each head's output is multiplied elementwise by the sigmoid of a gate
+        vector, a linear function of the input.
     """
 
     kind: ClassVar[str] = "mla"
@@ -299,7 +295,7 @@ class Mla(Heads):
         return self._weights(read_width) + self.kv_rank + (self.query_rank or 0)
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of matrices, logits, softmax and weighted values.
+        """Return the FLOPs per token for matrices, logits, softmax and weighted values.
 
         Keys and values are expanded from the latents for every head.
         """
@@ -324,15 +320,16 @@ class Kda(Heads):
       gate_rank: rank of the matrices that compute decays and output gates; None is `head_dim`.
       lower_bound: lower bound of the log decays, like -5. With a bound, a log decay is the bound
         times a sigmoid. Without a bound (None), a log decay is a negative softplus.
-      num_key_heads: number of query heads and of key heads. Each pair of them is shared by
-        `num_heads / num_key_heads` adjacent value heads. None means one pair per value head.
-      decays: whether each of the "channels" of a head has its own decay, or each of the "heads".
-      gates: whether output gates are computed by matrices of `gate_rank` ("low_rank"), or read from
-        the residual like values ("full").
-      gate_activation: the function of the gates.
+      num_key_heads: number of query heads, and of key heads. Each query and key head is shared by
+        `num_heads / num_key_heads` adjacent value heads. None means `num_heads`.
+      decays: whether a head has one decay for each of its "channels", or each of the "heads" has a
+        single decay.
+      gates: whether output gates are computed by two matrices of rank `gate_rank` ("low_rank"), or
+        read from the residual like values ("full").
+      gate_activation: the activation function of the output gates.
 
-    With decays of heads and full gates with silu, this is Gated DeltaNet (Yang, Kautz and
-    Hatamizadeh 2024).
+    With `decays="heads"`, `gates="full"` and `gate_activation="silu"`, this is Gated DeltaNet
+    (Yang, Kautz and Hatamizadeh 2024).
     """
 
     kind: ClassVar[str] = "kda"
@@ -374,8 +371,8 @@ class Kda(Heads):
     def reads(self) -> Port:
         """The vectors that the core reads from the residual.
 
-        They are queries, keys and values of its heads, full gates, and all data vectors, from which
-        decays and other gates are computed.
+        They are its heads' queries, keys, values and full gates, and all data vectors. The core
+        computes decays, betas and low-rank gates from the data vectors.
         """
         of_values = (self.num_heads,) * (2 if self.gates == "full" else 1)
         heads = 2 * (self.key_heads,) + of_values
@@ -388,7 +385,7 @@ class Kda(Heads):
         return self._weights(read_width) + vectors
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of the gates, the convolutions and the chunked recurrence.
+        """Return the FLOPs per token for the gates, the convolutions and the chunked recurrence.
 
         The recurrence over chunks of C = 64 tokens takes `6 D_h^2 + 3 C D_h + C^2` FLOPs per token
         and head, as counted in the paper.
@@ -400,7 +397,7 @@ class Kda(Heads):
 
     @property
     def _channels(self) -> int:
-        """Number of channels that are convolved: those of queries, keys and values."""
+        """Number of convolved channels: all channels of queries, keys and values."""
         return (2 * self.key_heads + self.num_heads) * self.head_dim
 
     def _weights(self, width: int) -> int:

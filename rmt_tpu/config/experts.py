@@ -1,4 +1,4 @@
-"""The config of a mixture of experts, with the rules that balance tokens among experts."""
+"""Configs of a mixture of experts, and of the rules that balance the load of its experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,9 +10,9 @@ from rmt_tpu.errors import UsageError
 
 @dataclass(frozen=True)
 class SignRule(Checked):
-    """A bias per expert on the routing scores, which changes by `rate` after each step.
+    """A balance rule: a bias on each expert's routing scores, which changes by `rate` each step.
 
-    The bias increases if the expert's load was below the mean load, and decreases otherwise. See
+    A bias increases if its expert's load was below the mean load, and decreases otherwise. See
     Wang et al. (2024), "Auxiliary-loss-free load balancing".
     """
 
@@ -22,10 +22,10 @@ class SignRule(Checked):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """A bias per expert on the routing scores, recomputed from the last batch.
+    """A balance rule: a bias on each expert's routing scores, recomputed from the last batch.
 
-    The new bias of an expert is the value with which the expert would have had the mean load in the
-    last batch. See Kimi Team (2026), "Quantile Balancing".
+    With its new bias, the expert would have had the mean load in the last batch. See Kimi Team
+    (2026), "Quantile Balancing".
     """
 
     kind: ClassVar[str] = "quantiles"
@@ -33,10 +33,10 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class BalanceLoss(Checked):
-    """An auxiliary loss that balances the experts within each sequence, without biases.
+    """A balance rule: an auxiliary loss for each sequence, without biases.
 
-    The loss is `weight` (alpha) times `sum_e (E / k) f_e P_e`, where f_e is the load of expert e
-    and P_e its mean score (DeepSeek-AI 2024). The sum is 1 if all experts have the same load.
+    The loss is `weight` (alpha) times `sum_e (E / k) f_e P_e`, where f_e is expert e's load per
+    token and P_e its mean normalised score (DeepSeek-AI 2024). The sum is 1 if all loads are equal.
     """
 
     kind: ClassVar[str] = "loss"
@@ -51,32 +51,32 @@ class Experts(Computes):
     """A mixture of `num_experts` (E) gated feed-forward layers.
 
     Attributes:
-      num_experts: number of experts that tokens are routed to.
-      top_k: number of these experts that each token uses (k).
+      num_experts: number of routed experts, from which each token chooses.
+      top_k: number of routed experts that each token uses (k).
       hidden_dim: number of hidden neurons in each expert (F).
       shared: number of additional experts that every token uses. They are computed as one layer
         with `shared * hidden_dim` hidden neurons.
-      shared_gate: whether the output of the shared experts is multiplied by the sigmoid of a number
-        that is computed from the token.
-      scale: factor by which the sum of the chosen experts' outputs is multiplied.
-      scores: function that makes the scores of experts from the router's logits: a "sigmoid" of
-        each, or a "softmax" over all experts.
-      normalized: whether the scores of the chosen experts are divided by their sum.
-      groups, top_groups: number of groups of adjacent experts, and number of groups that a token
-        may choose experts from. A group's score is the sum of its two highest scores with their
-        biases (DeepSeek-V3).
+      shared_gate: whether a sigmoid gate, one number per token, scales the shared experts' output.
+        The gate's logit is a linear function of the token.
+      scale: factor by which the weighted sum of the chosen experts' outputs is multiplied.
+      scores: function that converts router logits to expert scores: a "sigmoid" of each logit, or a
+        "softmax" over all experts.
+      normalized: whether the chosen experts' scores are divided by their sum.
+      groups, top_groups: number of groups of adjacent experts, and number of groups from which a
+        token may choose its experts. A group's score is the sum of its two highest biased scores
+        (DeepSeek-V3).
       balance: rule that balances the load among experts.
-      capacity: room per device on a mesh that shards experts, as a multiple of the number of
-        choices (pairs of a token and its expert) that the device receives if the load is even.
-        Choices that do not fit are dropped and counted. None means unlimited room, so that no
-        choice is dropped.
+      capacity: maximum number of choices (token-expert pairs) per device on a mesh that shards
+        experts, as a multiple of the number under even load. Choices above this maximum are dropped
+        and counted. None means no maximum, so that no choice is dropped.
       activation: the activation of all experts: `silu(gate) * up` ("swiglu"), or SiTU ("situ", see
         `rmt_tpu.layers.activations`).
-      situ_beta: the bound of the gate's factor in SiTU.
-      situ_linear_beta: the bound of the up projection's factor in SiTU; None means no bound.
-      latent_dim: size of the vector that routed experts read and write (L). A matrix projects a
-        token down to this size, and another one projects the weighted sum of the experts' outputs
-        up again. The router and shared experts read the token itself. None means no projections.
+      situ_beta: SiTU's bound b of the gate factor.
+      situ_linear_beta: SiTU's bound c of the up factor; None means no bound.
+      latent_dim: size of the vectors that routed experts read and write (L). One matrix projects
+        each token down to this size, and a second matrix projects the weighted sum of the experts'
+        outputs back up. The router and the shared experts read the token itself. None means that
+        experts work on the full width, without projections.
       latent_norm: whether the weighted sum of outputs is RMS-normalised, with a gain and the
         model's `norm_epsilon`, before it is projected up.
     """
@@ -121,7 +121,7 @@ class Experts(Computes):
             self._check_groups()
 
     def _check_groups(self):
-        """Raise UsageError unless experts can be chosen from groups of equal size."""
+        """Raise UsageError unless `groups` fits `num_experts`, `top_k` and `balance`."""
         size, left = divmod(self.num_experts, self.groups)
         if left or size < 2:
             raise UsageError(
@@ -141,7 +141,7 @@ class Experts(Computes):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the returned scalars: the balance loss and the number of dropped choices.
+        """Names of the scalars that the core returns: the balance loss and the dropped choices.
 
         The gradient of "loss" with respect to the parameter `load` is the experts' loads.
         """
@@ -163,7 +163,7 @@ class Experts(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters in all experts and in the router with its statistics."""
+        """Return the number of parameters, including the router's loads and histograms."""
         bins = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
         router = (read_width + 1 + bins) * self.num_experts + self.shared_gate * read_width
         gain = self.latent_dim if self.latent_norm else 0
@@ -173,24 +173,24 @@ class Experts(Computes):
     def active_parameters(self, width: int, read_width: int) -> int:
         """Return the number of parameters that one token uses.
 
-        The router, the experts that the token chooses, and the shared experts are counted.
+        These are all parameters except the experts that the token does not choose.
         """
         each = self._expert_parameters(*self._routed_sizes(width, read_width))
         return self.parameters(width, read_width) - (self.num_experts - self.top_k) * each
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token of all matrices that the token uses."""
+        """Return the FLOPs per token for the products with all matrices that the token uses."""
         routed = self.top_k * self._expert_parameters(*self._routed_sizes(width, read_width))
         router = read_width * (self.num_experts + self.shared_gate)
         return 2 * (routed + self._fixed_parameters(width, read_width) + router)
 
     def _routed_sizes(self, width: int, read_width: int) -> tuple[int, int]:
-        """Return the sizes of what a routed expert writes and reads."""
+        """Return the output size and the input size of a routed expert."""
         latent = self.latent_dim
         return (width, read_width) if latent is None else (latent, latent)
 
     def _fixed_parameters(self, width: int, read_width: int) -> int:
-        """Return the entries of the matrices that every token uses, except the router."""
+        """Return the number of entries in the matrices that every token uses, except the router."""
         projections = (self.latent_dim or 0) * (width + read_width)
         return self.shared * self._expert_parameters(width, read_width) + projections
 

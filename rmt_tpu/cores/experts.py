@@ -1,4 +1,4 @@
-"""A mixture of experts: each token is processed by a few out of many gated feed-forward layers.
+"""A mixture of experts: each token uses a few out of many gated feed-forward layers.
 
 For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek-V3", section
 2.1.2):
@@ -11,18 +11,17 @@ experts (Kimi Team 2026, Kimi K3, equation 11) work on a smaller vector and have
 
     y = W_up norm(sum_(e of C) w_e W_2e (silu(G_e l) * U_e l)) + shared(x)      l = W_down x
 
-The scores s can also be a softmax, and their division by their sum can be left out. If experts are
-in groups, C are the best of a few groups alone. Scores and weights are at least float32. The bias b
-of an expert affects only which experts are chosen. It has no gradient and is not a trained weight:
-it is computed from the experts' loads, the numbers of tokens per expert, according to
-`config.Balance`. Loads are passed on as gradients. For this, the loss contains the term `load_e
-(b_e - b_e)`, which is 0 and whose derivative is the load. Every schedule and mesh then sums loads
-together with the gradients.
+Options replace the sigmoid by a softmax over experts, omit the division by the sum of the scores,
+and restrict C to a few groups of experts. Scores and weights are at least float32. An expert's bias
+b affects only the choice C. It has no gradient and is not trained. It is computed from the experts'
+loads (the numbers of tokens per expert), according to `config.Balance`. Loads are returned as
+gradients: the loss contains the term `load_e (b_e - b_e)`, which is 0 but has the derivative
+load_e. Every schedule and mesh thus sums loads in the same way as gradients.
 
-On a mesh the axis `expert` shards the experts and, outside this core, the sequences. In this core
-the devices along that axis gather each other's tokens, compute the outputs of their own experts for
-the tokens that chose these experts, and sum the results back to the devices that hold the tokens.
-The axis `tensor` shards the hidden neurons.
+The mesh axis `expert` shards the experts and, outside this core, the sequences. In this core, the
+devices along that axis gather each other's tokens, and compute the outputs of their own experts for
+the tokens that chose these experts. The results are then summed on the devices that own the tokens.
+The mesh axis `tensor` shards the hidden neurons.
 """
 
 import functools
@@ -59,10 +58,10 @@ class Routing(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The tokens for this device's experts, as R rows that are sorted by expert.
+    """The assignment of tokens to R rows of this device, sorted by expert.
 
-    A *choice* is a pair of a token and one of its k chosen experts. R is fixed, so some rows may be
-    unused, or some choices may not fit.
+    A *choice* is a pair of a token and one of its k chosen experts. The number R of rows is fixed,
+    so some rows may be unused, or some choices may not fit.
 
     Attributes:
       order: the index of the choice in each row; choices are numbered token by token, k per token.
@@ -84,16 +83,16 @@ class Experts(Core):
       w_router: W_r, [D, E].
       load: [E], a parameter whose gradient is the number of tokens that chose each expert. With
         `SignRule`, its value is the bias divided by the rule's rate: the number of steps in which
-        the bias rose, minus the number in which it fell.
-      seen: [E, bins], only with `Quantiles`: a histogram for the last batch, with the share of
-        tokens per bin. Bins divide the range of an expert's score minus the highest biased score
-        that was not chosen. None with other rules.
+        the bias rose, minus the number of steps in which it fell.
+      seen: [E, bins], only with `Quantiles`: each expert's histogram for the last batch, with
+        the share of tokens in each bin. The histogram's variable is the expert's score minus the
+        token's highest biased score that was not chosen. None with other rules.
       w_1: G and U of each expert, [E, D, 2, F], or [E, L, 2, F] for latent experts.
       w_2: W_2 of each expert, [E, F, D] or [E, F, L].
-      w_down, w_up: W_down [D, L] and W_up [L, D] of latent experts, and otherwise None.
+      w_down, w_up: W_down [D, L] and W_up [L, D] with latent experts, or else None.
       latent_gain: the gain of the norm before W_up, [L]; None without the norm.
-      shared: the layer that processes every token; None if there is none.
-      w_shared_gate: the weights of the gate of that layer's output, [D, 1]; None without a gate.
+      shared: the shared experts, as one feed-forward layer; None without shared experts.
+      w_shared_gate: the weights of the gate for that layer's output, [D, 1]; None without a gate.
     """
 
     name: ClassVar[str] = "experts"
@@ -152,10 +151,10 @@ class Experts(Core):
     def with_aux(
         self, z: Read, context: Context, index: Index
     ) -> tuple[Float[Array, "batch seq vectors size"], Aux]:
-        """Run the experts, and also return their scalars.
+        """Run the experts; return their output and a dict of scalars.
 
-        "loss" is the balance loss plus the zero-valued terms that pass loads on as gradients. With
-        a capacity, "dropped" is the number of token-expert choices that did not fit.
+        "loss" is the balance loss plus the terms of value 0 that return loads as gradients. With a
+        capacity, "dropped" is the number of token-expert choices that did not fit.
         """
         x = concatenate(z.residual)
         scores = self._scores(x)
@@ -175,7 +174,7 @@ class Experts(Core):
         return y, aux
 
     def _gate(self, x):
-        """Return the factor of the shared experts' output, for each token, or 1."""
+        """Return the gate of the shared experts' output for each token, or 1 without a gate."""
         if self.w_shared_gate is None:
             return 1
         weights = self._gather(self.w_shared_gate, x.dtype)
@@ -183,7 +182,7 @@ class Experts(Core):
         return jax.nn.sigmoid(logits).astype(x.dtype)[..., None]
 
     def _project_up(self, y):
-        """Return the output of latent experts, normed if they have a norm, in the full width."""
+        """Project the latent experts' output to the full width, after its norm if it has one."""
         if self.latent_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": y.dtype}
             y = normalize(y, self.latent_gain[...], **norm)
@@ -223,10 +222,10 @@ class Experts(Core):
         return Routing(chosen, self.core.scale * weights / total)
 
     def _balance_loss(self, scores, biased, routing):
-        """Return the balance loss of this device's tokens.
+        """Return the balance loss for this device's tokens.
 
-        Terms of value 0 are added, whose gradients are the loads of the experts. If the config has
-        no balance loss, the result is 0 and has only these gradients.
+        The result includes terms of value 0, whose gradients are the experts' loads. Without a
+        balance loss in the config, the result is 0 and has only these gradients.
         """
         count, top_k = self.core.num_experts, self.core.top_k
         row_loads = _loads(routing.chosen, count, scores.dtype)
@@ -237,8 +236,7 @@ class Experts(Core):
                 above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
                 loss += _zero_with_gradient(self.seen, _histogram(above))
             case cfg.BalanceLoss(weight=weight):
-                # Shares and loads refer to a whole sequence, whose tokens may be sharded over
-                # devices.
+                # Loads must refer to a whole sequence, whose tokens may be sharded over devices.
                 shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
                 loads = sharding.total(row_loads, sharding.token_axes())
                 loads = loads / jnp.sum(loads, axis=-1, keepdims=True)
@@ -265,23 +263,22 @@ class Experts(Core):
         w_1, w_2 = self._gather(self.w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
         gate, up = jnp.split(pallas_kernels.grouped_matmul(gathered, w_1, rows.sizes), 2, axis=-1)
-        # Weights are applied before the second product, because there are fewer hidden neurons than
-        # output entries.
+        # Apply the weights before the second product: hidden vectors are smaller than outputs.
         hidden = (activations.gated(self.core, gate, up) * weights).astype(x.dtype)
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
         y = pallas_kernels.sums_of_rows(y, rows.order, rows.places, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
-        # All devices along `tensor` have the same rows. Each device therefore reports an equal
-        # share of the dropped choices, so that the sum over devices is right.
+        # All devices along `tensor` have the same rows. Each one therefore reports an equal share
+        # of the dropped choices, so that the sum over devices is correct.
         dropped = rows.dropped / sharding.axis_size("tensor")
         return sharding.scatter_sum(y, "tensor", axis=1), dropped
 
     def _rows(self, chosen: Int[Array, "tokens top_k"]) -> Rows:
         devices = sharding.axis_size("expert")
         local_experts = self.core.num_experts // devices
-        # Without a capacity, there are enough rows for all choices that can fall on this device's
-        # experts. With even loads a device receives `chosen.size / devices` choices; `capacity` is
-        # the allowed multiple of that number.
+        # Without a capacity, there are enough rows for all possible choices of this device's
+        # experts. Under even load, a device receives `chosen.size / devices` choices; `capacity` is
+        # the maximum multiple of that number.
         row_limit = len(chosen) * min(self.core.top_k, local_experts)
         if self.core.capacity is not None and devices > 1:
             row_limit = min(row_limit, math.ceil(self.core.capacity * chosen.size / devices))
@@ -299,9 +296,9 @@ class Experts(Core):
 
 
 def _in_best_groups(biased, groups, top_groups):
-    """Return scores that are -inf in all groups of experts but each token's best.
+    """Set biased scores to -inf, except in each token's `top_groups` best groups of experts.
 
-    A group's own score is the sum of its two highest.
+    A group's score is the sum of its two highest biased scores.
     """
     by_group = biased.reshape(*biased.shape[:-1], groups, -1)
     of_group = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
@@ -317,15 +314,15 @@ def _loads(chosen, count, dtype):
 
 
 def _zero_with_gradient(parameter, gradient):
-    """Return 0, with `gradient` as the derivative with respect to the parameter."""
+    """Return a 0 whose derivative with respect to `parameter` is `gradient`."""
     return jnp.sum(gradient * (parameter[...] - jax.lax.stop_gradient(parameter[...])))
 
 
 def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts bins"]:
-    """Count the tokens per bin, for each expert.
+    """Count the tokens in each bin, for each expert.
 
-    The bin number is split into two digits, and the counts are a product of the digits' one-hot
-    encodings, which is faster on TPUs than a scatter.
+    The function splits a bin's number into two digits and multiplies the digits' one-hot encodings.
+    On TPUs, this matrix product is faster than a scatter.
     """
     bins = cfg.HISTOGRAM_BINS
     digit = math.isqrt(bins)
@@ -341,13 +338,13 @@ def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts b
 
 
 def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
-    """Return biases with which a fraction `share` of the tokens chooses each expert.
+    """Return biases with which each expert is chosen by a fraction `share` of the tokens.
 
     `seen` is the histogram described in `Experts`. The biases are shifted to mean 0, which does not
-    change which experts are chosen.
+    affect the choice of experts.
     """
     bins = seen.shape[-1]
-    # For each bin, the share of the tokens at or above the bin's lower edge.
+    # For each bin, the weight of the tokens at or above the bin's lower edge.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
     target_share = share * above[:, :1]
     # The threshold lies in the highest bin with at least the target share of tokens at or above

@@ -1,7 +1,7 @@
 """Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"), whose state is one matrix per head.
 
-Let x be the concatenated data vectors of a token, and q, k and v the vectors of a head, all read
-from the residual:
+Let x be a token's concatenated data vectors, and q, k and v the query, key and value of a head, all
+read from the residual:
 
     q, k, v = silu(conv(q)), silu(conv(k)), silu(conv(v));   q, k = q / |q|, k / |k|
     z = W_gb W_ga x + b       g = -exp(A) softplus(z),  or  lower sigmoid(exp(A) z)
@@ -9,12 +9,12 @@ from the residual:
     S_t = Diag(e^g) S_(t-1) + beta k (v - k^T Diag(e^g) S_(t-1))^T      o = S_t^T q / sqrt(D_h)
     y = gain norm(o) sigmoid(W_ob W_oa x)
 
-These equations apply to every head; the gain has D_h numbers, which all heads share. By options, a
-head has a single decay, `z = w_a x + b`, several heads share their queries and keys, and the gates
-are vectors that are read like values; with silu in place of the sigmoid, that is Gated DeltaNet
-(Yang, Kautz and Hatamizadeh 2024). The convolutions run over the last few tokens, for each channel
-separately. There are no position embeddings, because convolutions and decays already depend on the
-order of the tokens.
+These equations apply to every head, and all heads share the D_h numbers of the gain. Options give
+each head a single decay, `z = w_a x + b`, let several heads share their queries and keys, and read
+gates from the residual like values. With all three options, and silu in place of the sigmoid, this
+is Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). The convolutions run over the last few tokens,
+for each channel separately. Position embeddings are unnecessary, because convolutions and decays
+already depend on the order of the tokens.
 """
 
 import itertools
@@ -53,7 +53,7 @@ _MAX_RATE = 16.0
 
 
 class Cache(NamedTuple):
-    """The data kept between decode steps, whose size does not depend on the number of tokens.
+    """The data kept between decode steps. Its size does not depend on the number of tokens.
 
     Attributes:
       states: the states S of this device's heads.
@@ -68,12 +68,14 @@ class Kda(Core):
     """Kimi Delta Attention, as described by a `config.Kda`.
 
     Attributes:
-      taps: the weights of the convolutions of queries, keys and values: [conv_size, 3, H D_h]; of
-        queries and keys alone, [conv_size, 2, K D_h], if there are only K heads of them.
-      value_taps: those of values, [conv_size, 1, H D_h], in this case, and otherwise None.
+      taps: the convolution weights for queries, keys and values, [conv_size, 3, H D_h]. If there
+        are only K query and key heads, these are the weights for queries and keys,
+        [conv_size, 2, K D_h].
+      value_taps: in this case the convolution weights for values, [conv_size, 1, H D_h], or else
+        None.
       w_decay_down, w_decay_up: W_ga [D, gate_rank], W_gb [gate_rank, H D_h]; None with one decay
         per head.
-      w_decay: w_a [D, H] with one decay per head, and otherwise None.
+      w_decay: w_a [D, H] with one decay per head, or else None.
       decay_bias: b, [H D_h] or [H].
       log_rate: A, [H].
       w_beta: w_beta, [D, H].
@@ -146,7 +148,7 @@ class Kda(Core):
         return Cache(jnp.zeros(states, state_dtype), tails)
 
     def cache_specs(self) -> Cache:
-        """Return the specs that shard a cache by rows and by heads."""
+        """Return the partition specs that shard a cache by batch rows and by heads."""
         rows, heads = (sharding.CACHE_RULES[axis] for axis in ("batch", "tokens"))
         tails = PartitionSpec(None, rows, None, None, heads)
         return Cache(PartitionSpec(None, rows, heads), (tails,) * len(self._all_taps))
@@ -154,11 +156,11 @@ class Kda(Core):
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """Run the core on new tokens, continuing from the states in the cache."""
+        """Run the core on new tokens, starting from the states in the cache."""
         state, tail = stacks.slice_at(cache, layer)
         if context.start is None:
             state, tail = jax.tree.map(jnp.zeros_like, (state, tail))
-        else:  # a row without earlier tokens must not use the state of the row's previous sequence
+        else:  # a row that starts a new sequence must not use its previous sequence's state
             begun = context.start > 0
             fresh = lambda x: jnp.where(begun[:, None, None, None], x, 0)
             state, tail = jax.tree.map(fresh, (state, tail))
@@ -200,11 +202,11 @@ class Kda(Core):
 
     @property
     def _all_taps(self):
-        """The arrays of taps, of queries, keys and values in order."""
+        """The arrays of convolution weights, in the order queries, keys, values."""
         return [taps for taps in (self.taps, self.value_taps) if taps is not None]
 
     def _convolve(self, runs, context, tails):
-        """Return the convolved queries, keys and values, and the new tails of inputs."""
+        """Convolve queries, keys and values; return them and the tails for the next decode step."""
         found, new = [], []
         for n, (run, all_taps) in enumerate(zip(runs, self._all_taps, strict=True)):
             batch, seq, groups = run.shape[:3]
@@ -219,12 +221,12 @@ class Kda(Core):
         return found, tuple(new)
 
     def _of_values(self, x):
-        """Return the queries or keys of each value head."""
+        """Repeat queries or keys x, so that each value head has its own copy."""
         each = self.core.num_heads // self.core.key_heads
         return jnp.repeat(x, each, axis=2) if each > 1 else x
 
     def _decays(self, x):
-        """Return the log decays g of every head, [batch, seq, heads, head_dim or 1].
+        """Compute the log decays g of every head, [batch, seq, heads, head_dim or 1].
 
         The addition of the bias, and all operations after it, are computed in at least float32.
         """
@@ -241,14 +243,14 @@ class Kda(Core):
         return -rate * jax.nn.softplus(z)
 
     def _betas(self, x):
-        """Return the write strength beta of every head, in at least float32."""
+        """Compute the write strength beta of every head, in at least float32."""
         logits = jnp.dot(x, self._gather(self.w_beta, x.dtype))
         dtype = jnp.result_type(x, jnp.float32)
         logits = sharding.swap(logits, other_axes(), split=2, join=1)
         return jax.nn.sigmoid(logits.astype(dtype))
 
     def _project(self, x, down, up):
-        """Return the low-rank projection `up down x` for this device's heads and for all tokens."""
+        """Compute the low-rank projection `up down x` for this device's heads and all tokens."""
         y = jnp.dot(jnp.dot(x, self._gather(down, x.dtype)), self._gather(up, x.dtype))
         y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
         return sharding.swap(y, other_axes(), split=2, join=1)
@@ -257,15 +259,16 @@ class Kda(Core):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own_part(self, x, axis=0):
-        """Return this device's heads from x, which is already sharded over `tensor`."""
+        """Return this device's heads of a parameter x, which is already sharded over `tensor`."""
         return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):
         """Return this device's heads, [batch, all_seq, groups, heads, head_dim].
 
-        Each run of groups with the same number of heads is an array: queries and keys, and values
-        and full gates; or all of them. Heads are exchanged for tokens first over `tensor`, which
-        also shards the heads' weights, and then over the other token axes.
+        Consecutive groups with equal numbers of heads form one array. There is one array if queries
+        and keys have as many heads as values, or else one for queries and keys, and one for values
+        and full gates. Heads are exchanged for tokens first over `tensor`, which also shards the
+        heads' weights, and then over the other token axes.
         """
         devices = 1 if not self.layout.projected else sharding.axis_size("tensor")
         counts, runs, start = self.core.reads.heads, [], 0
@@ -281,7 +284,7 @@ class Kda(Core):
 
 
 def _unit(x):
-    """Scale vectors to length 1, in their own dtype."""
+    """Divide vectors by their length, computed in at least float32; keep their dtype."""
     wide = x.astype(jnp.result_type(x, jnp.float32))
     length = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(length + _EPSILON)).astype(x.dtype)

@@ -3,20 +3,20 @@
 With x the concatenated data vectors of a token:
 
     q = W_q x, or W_qb norm(W_qa x)                  H queries [q_nope, q_rope]
-    [c, k_rope] = W_kva x                            one latent, and one key part for all heads
-    [k_nope, v] = W_kvb norm(c)                      of every head
+    [c, k_rope] = W_kva x                            one latent c; all heads share k_rope
+    [k_nope, v] = W_kvb norm(c)                      H keys and values
     y = softmax(scale q . [k_nope, k_rope]) v        scale = 1 / sqrt(D_h + D_r) by default
     y sigmoid(W_g x)                                 in place of y, with an output gate
 
-Norms are RMS norms with a gain. k_rope is not normed, and queries are normed only if there is a
-low-rank factor W_qa. The "rope" parts are rotated by position if the config has RoPE. Otherwise
-this core does not see the order of tokens, and the model must learn the order in other layers.
+Norms are RMS norms with a gain. k_rope has no norm, and queries have one only with a low-rank
+factor W_qa. If the config has RoPE, it rotates the "rope" parts by position. Otherwise this core
+does not see the order of tokens, and other layers must represent it.
 
-Training computes ("expands") the keys and values of all heads. Decoding caches only c and k_rope,
-and avoids the expansion by absorbing the two parts W_uk and W_uv of W_kvb into queries and outputs:
+Training computes ("expands") the keys and values of all heads. Decoding caches only c and k_rope.
+It avoids the expansion by absorbing the two parts W_uk and W_uv of W_kvb into queries and outputs:
 with `q_c = W_uk^T q_nope`, the logits are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`.
-When a prompt is processed in parts, a part of several tokens attends to expanded keys instead. The
-earlier keys are then expanded in pieces with as many tokens as the part.
+When a prompt is processed in parts, each part attends to expanded keys instead. The keys of earlier
+tokens are then expanded in pieces with as many tokens as the part.
 """
 
 import functools
@@ -55,7 +55,7 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 
 class Cache(NamedTuple):
-    """The latents and rope keys of the tokens so far: `kv_rank + rope_dim` numbers per token."""
+    """The cached latents and rope keys of earlier tokens: `kv_rank + rope_dim` numbers each."""
 
     latents: Float[Array, "repeat batch keys kv_rank"]
     rope_keys: Float[Array, "repeat batch keys rope_dim"]
@@ -109,9 +109,9 @@ class Mla(Core):
         q, gates, latent, k_rope = self._compress(z)
         k, v = self._expand(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-        # This device has the tokens of all devices along `tensor`. Heads are now exchanged for the
-        # tokens of all devices along the other mesh axes, such as `sequence`. If there are too many
-        # devices to divide the heads evenly, each device keeps its own tokens along `sequence`, and
+        # This device has the tokens of all devices along `tensor`. It now exchanges heads for the
+        # tokens of all devices along the other mesh axes, such as `sequence`. If the number of
+        # devices does not divide the heads, each device keeps its own tokens along `sequence`, and
         # keys are passed around a ring of devices.
         ring = ring_axis(self.core.num_heads, sharding.token_axes())
         swapped = tuple(axis for axis in other_axes() if axis != ring)
@@ -146,10 +146,10 @@ class Mla(Core):
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """Attend from the new tokens to the cached tokens and to themselves.
+        """Attend from the new tokens to the cached tokens and to the new tokens themselves.
 
-        A single new token attends with W_kvb absorbed. Several new tokens, and the tokens of an
-        empty cache, attend to expanded keys.
+        A single new token attends with W_kvb absorbed. Several new tokens attend to expanded keys,
+        and so do all tokens if the cache is empty.
         """
         q, gates, *latents = self._compress(z)
         latents = (
@@ -173,9 +173,10 @@ class Mla(Core):
         return to_tokens(y, self.layout, other_axes()), cache
 
     def _compress(self, z):
-        """Return this device's heads' queries and gates, or None, the normed latents, and k_rope.
+        """Return the queries, the gates (or None), the normed latents and k_rope.
 
-        These arrays have the tokens of all devices along the mesh axis `tensor`.
+        Queries and gates are those of this device's heads. All arrays contain the tokens of all
+        devices along the mesh axis `tensor`.
         """
         x = concatenate(z.residual)
         weights = lambda w, axis=0: sharding.gather(w.astype(x.dtype), "fsdp", axis=axis)
@@ -197,7 +198,7 @@ class Mla(Core):
         return sharding.gather(self.w_kv_up.astype(dtype), "fsdp", axis=1)
 
     def _expand(self, latent):
-        """Return the keys, without their rope part, and the values of this device's heads."""
+        """Compute this device's heads' keys, without their rope part, and values, from latents."""
         split = lambda x: x.reshape(*x.shape[:-1], -1, self.core.head_dim)
         return [split(jnp.dot(latent, w)) for w in self._up(latent.dtype)]
 
@@ -218,11 +219,11 @@ class Mla(Core):
 
 
 class Step(NamedTuple):
-    """The inputs of attention for new tokens; the cache already includes earlier and new tokens.
+    """The inputs of attention in one decode step; the cache already contains the new tokens.
 
     Attributes:
-      q: the new tokens' queries, for this device's heads.
-      latent, k_rope: the new tokens' latents and rope keys.
+      q: the queries of the new tokens, for this device's heads.
+      latent, k_rope: the latents and rope keys of the new tokens.
       cache: the cache of all layers of the stack.
       w_up: the part of W_kvb for this device's heads.
       layer: the layer's index in the cache.
@@ -241,7 +242,7 @@ class Step(NamedTuple):
 def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
     """Attend with W_kvb absorbed into queries and outputs.
 
-    Keys and values of the heads are not computed from the latents, and all logits are in memory at
+    The function never computes the keys and values of the heads. It holds all logits in memory at
     the same time.
     """
     q, (w_uk, w_uv) = step.q, step.w_up
@@ -260,10 +261,10 @@ def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
-    """Attend with keys and values that are computed from the latents, using attention kernels.
+    """Attend to keys and values that are expanded from the latents, using attention kernels.
 
-    The result is that of `_attend_absorbed`. Earlier tokens are processed in parts of as many
-    tokens as there are new tokens, so that only the keys of one part are in memory.
+    The result equals that of `_attend_absorbed`. Earlier tokens are processed in parts, each with
+    as many tokens as there are new ones, so that memory holds the keys of only one part.
     """
     q, start, capacity = step.q, step.start, step.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}
@@ -311,7 +312,7 @@ _attend_in_parts.defvjp(
 
 
 def _expand(w_up, latent, k_rope):
-    """Return the keys and values of this device's heads, computed from latents and rope keys."""
+    """Compute the keys and values of this device's heads from latents and rope keys."""
     k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
     return jnp.concatenate([k, k_rope], axis=-1), v

@@ -37,27 +37,26 @@ _LOG = logging.getLogger("rmt_tpu")
 
 @register_model("rmt_tpu")
 class RmtTpu(TemplateLM):
-    """A trained model, for the function `simple_evaluate` and the command line of lm-eval.
+    """A trained model that lm-eval can evaluate, from Python or from its command line.
 
-    A start token precedes each text if the model comes from a run folder, as in training. A model
-    in the Hugging Face hub's format gets a start token only if its tokenizer adds one. Each answer
-    is passed to lm-eval's cache as soon as it is computed, so with `use_cache` an interrupted
-    evaluation can be resumed.
+    A model from a run folder gets the start tokens that it had in training: usually BOS before each
+    text. A model in the Hugging Face hub's format gets a start token only if its tokenizer adds it.
+    Each answer enters lm-eval's cache as soon as it is computed. With `use_cache`, an interrupted
+    evaluation can therefore be resumed.
 
     Args:
       workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
       step: the step of the checkpoint; None means the last good checkpoint.
-      mesh: the mesh, with `;` in place of each comma where commas separate arguments.
+      mesh: the device mesh. Where commas separate arguments, write `;` in place of its commas.
       max_length: the maximum number of tokens that are read at a time; None means the training
         length.
-      batch_tokens: the number of tokens per batch, for each of the devices over which rows are
-        sharded.
-      max_gen_toks: the maximum number of tokens of a generated text, if the task sets none.
-      batch_size: the number of texts that are generated at a time; "auto" means 8.
-      max_batch_size, device: arguments that lm-eval passes and that are ignored.
+      batch_tokens: the number of tokens per batch and device, on devices that shard batch rows.
+      max_gen_toks: the maximum number of tokens of a generated text, unless the task sets it.
+      batch_size: the number of texts that are generated at the same time; "auto" means 8.
+      max_batch_size, device: ignored arguments, which lm-eval passes.
 
     Raises:
-      UsageError: there is no such run or step.
+      UsageError: the run or the step does not exist.
     """
 
     def __init__(
@@ -99,12 +98,12 @@ class RmtTpu(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """The maximum number of tokens of a generated text, if the task sets none."""
+        """The maximum number of tokens of a generated text, unless the task sets it."""
         return self._max_gen_toks
 
     @property
     def eot_token_id(self) -> int:
-        """The first of the tokens that end a text."""
+        """The first of the model's end tokens."""
         return self._tokenizer.ends[0]
 
     @property
@@ -120,9 +119,10 @@ class RmtTpu(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return a text's tokens without a start token, which `_with_start` adds.
+        """Encode a text without a start token, which `_with_start` adds later.
 
-        In a text that a chat template has written, names of special tokens stand for these tokens.
+        After a chat template has been applied, names of special tokens in the text are encoded as
+        these tokens.
         """
         del add_special_tokens, kwargs
         templated = self._template is not None
@@ -130,9 +130,9 @@ class RmtTpu(TemplateLM):
         return encode(string).tolist()
 
     def _with_start(self, tokens: list[int]) -> np.ndarray:
-        """Return tokens after the start token, if texts begin with it and these tokens do not.
+        """Prepend the start token, if texts start with one and `tokens` does not have it yet.
 
-        The chat template of a folder in the hub's format decides alone, as in transformers.
+        If a hub model's chat template wrote the text, nothing is prepended, as in transformers.
         """
         decided = self._template is not None and is_hub(self._folder.local_path)
         if tokens[:1] == [self.prefix_token_id] or (decided and tokens):
@@ -140,13 +140,13 @@ class RmtTpu(TemplateLM):
         return self._tokenizer.with_bos(tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the model's chat template; None if no template is to be applied.
+        """Return the source of the model's chat template, or None if lm-eval applies no template.
 
         Args:
-          chat_template: the option of lm-eval `apply_chat_template`.
+          chat_template: lm-eval's option `apply_chat_template`.
 
         Raises:
-          UsageError: the model has no chat template, or it is to be chosen by a name.
+          UsageError: the model has no chat template, or the option names a template.
         """
         if chat_template is False or chat_template is None:
             return None
@@ -160,14 +160,14 @@ class RmtTpu(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation, by the model's chat template.
+        """Convert a conversation to text with the model's chat template.
 
-        From then on, all texts count as written by the template: see `tok_encode`.
+        `tok_encode` treats all later texts as output of the template.
 
         Args:
           chat_history: the messages, each with a `role` and a `content`.
           add_generation_prompt: whether the text ends where the model's answer begins. Otherwise it
-            ends with the last message, as in transformers, so that the model continues it.
+            ends with the last message, as in transformers, and the model continues that message.
 
         Raises:
           UsageError: the model has no chat template, or the template refuses the messages.
@@ -186,7 +186,7 @@ class RmtTpu(TemplateLM):
 
     def _own_template(self) -> ChatTemplate:
         if self._template is None:
-            # A model that was trained here has read the start token before every text.
+            # This package's training puts a start token before every text.
             starts = not is_hub(self._folder.local_path)
             self._template = read_template(self._folder, self._tokenizer, starts=starts)
         if self._template is None:
@@ -231,9 +231,9 @@ class RmtTpu(TemplateLM):
         return [totals[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text.
+        """Return the log-probability of each complete text.
 
-        The sum runs over windows of at most `max_length` tokens, which score each token once.
+        A long text is scored in windows of at most `max_length` tokens; each token is scored once.
         """
         del disable_tqdm
         scored_requests, owners = [], []
@@ -251,13 +251,13 @@ class RmtTpu(TemplateLM):
         return totals
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Return the text that follows each prompt, cut before the first of its stop strings.
+        """Generate a text for each prompt, and cut it before the first stop string.
 
-        The number of a request is added to the `seed` in its arguments, so that a request that
-        occurs several times gets a different text each time.
+        Each request's index is added to the `seed` in its arguments, so that repeated requests get
+        different texts.
 
         Raises:
-          UsageError: an argument of a request is not supported.
+          UsageError: a request has an unsupported argument.
         """
         del disable_tqdm
         by_stops = defaultdict(list)
@@ -280,10 +280,9 @@ class RmtTpu(TemplateLM):
         return texts
 
     def _prompt(self, text: str, new_tokens: int) -> np.ndarray:
-        """Return the tokens of a prompt, or of its end that leaves room for the generated text.
+        """Return a prompt's tokens; cut off its beginning if the generated text would not fit.
 
-        All tokens are returned if they are few enough, or if the model has no learned positions and
-        therefore no maximum length.
+        Only a model with learned positions has a maximum length, and may need this cut.
         """
         learned = self._decoder.config.learned_positions
         tokens = self.tok_encode(text)
@@ -293,17 +292,17 @@ class RmtTpu(TemplateLM):
 
 
 def cache_path(path: str, workdir: str, step: int | None = None, **options: Any) -> str:
-    """Return a path for the argument `use_cache` of lm-eval that is unique to the model.
+    """Return a path for lm-eval's argument `use_cache` that is unique to the model.
 
-    The keys in lm-eval's cache contain texts but not the model, so each model needs a cache file of
-    its own.
+    The keys in lm-eval's cache contain texts but not the model, so each model needs its own cache
+    file.
 
     Args:
-      path: the beginning of the path, to which the checkpoint's identity is appended.
+      path: the prefix of the path, to which the checkpoint's identity is appended.
       workdir, step, options: the arguments of `RmtTpu`.
 
     Raises:
-      ArgumentError: there is no run in the folder, or no such step.
+      ArgumentError: the folder has no run, or the run does not have this step.
     """
     step, weights = identity(workdir, step)
     model_key = json.dumps([weights, sorted(options.items())], default=str)
@@ -313,15 +312,15 @@ def cache_path(path: str, workdir: str, step: int | None = None, **options: Any)
 def write_tasks(sources: list[Source], folder: Path) -> None:
     """Write task files for lm-evaluation-harness, so that it needs no network.
 
-    `lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)` then finds the tasks by
-    their usual names.
+    Afterwards, `lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)` finds the
+    tasks by their usual names.
 
     Args:
-      sources: the tasks, with the documents that have been read.
+      sources: the tasks, with their documents.
       folder: the folder to which the files are written.
 
     Raises:
-      UsageError: a source is a text, whose words lm-evaluation-harness counts in its own way.
+      UsageError: a source is a text, because lm-evaluation-harness counts words differently.
     """
     for source in sources:
         if source.kind == "text":
@@ -344,7 +343,7 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
 
 
 def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a task's data lines, and the fields of its task file that describe the lines."""
+    """Return a task's data lines, and the task file's fields that describe these lines."""
     metrics = lambda *names: {
         "metric_list": [
             {
@@ -366,7 +365,7 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "doc_to_target": "word",
             **metrics("perplexity", "acc"),
         }
-    if not source.documents[0].lengths:  # as in winogrande: several beginnings with one ending
+    if not source.documents[0].lengths:  # several beginnings share one ending, as in WinoGrande
         lines = [
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}
             for d in source.documents
