@@ -17,7 +17,7 @@ from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import config_values, describe, model_config
 from tests.rmt_tpu.hub import oracle
 from tests.rmt_tpu.hub.configs import COMMON, CONFIGS, GPT2, LAYER_TYPES, TOGETHER
-from tests.rmt_tpu.hub.folders import TOKENS, logits, same, written
+from tests.rmt_tpu.hub.folders import TOKENS, exact_logits, logits, same, written
 from tests.tiers import later
 
 # Kinds whose models are also models of another kind.
@@ -103,7 +103,7 @@ def test_the_equations_of_what_config_json_lacks(kind, key, tmp_path):
     tensors = oracle.drawn(config)
     decoder, _ = rmt_tpu.load(written(tmp_path / "hub", config, tensors))
     wanted = oracle.logits(tensors, config, TOKENS)
-    np.testing.assert_allclose(logits(decoder), wanted, atol=1e-4)
+    np.testing.assert_allclose(exact_logits(decoder), wanted, atol=1e-8)
 
 
 REFUSED = {

@@ -390,7 +390,7 @@ def window(c, layer):
     if listed is not None:
         return {"sliding_attention": size, "full_attention": None}[listed[layer]]
     slides = True
-    if kind in ("qwen2", "qwen3"):
+    if kind in ("qwen2", "qwen3", "qwen3_attnres"):
         slides = layer >= c["max_window_layers"]
     if kind == "smollm3":
         slides = not rotates(c, layer)
