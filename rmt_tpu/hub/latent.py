@@ -92,7 +92,7 @@ _OF_LINEAR_CONFIG = "full_attn_layers head_dim kda_layers num_heads short_conv_k
 
 
 def kind(model: cfg.ModelConfig) -> str | None:
-    """Return the model type to write for latent or Kimi Delta Attention; None without either."""
+    """Choose the model type to write for latent or Kimi Delta Attention; None without either."""
     latent, linear = (model.cores_of_kind(kind) for kind in (cfg.Mla.kind, cfg.Kda.kind))
     if any(core.decays == "channels" for core in linear):
         return "kimi_linear"
@@ -214,7 +214,7 @@ def _delta_attention(fields: Fields) -> cfg.Kda:
 
 
 def _full_layers(fields: Fields, layers: int) -> list[bool]:
-    """Return, for each layer, whether it has latent attention, and not linear attention.
+    """Return True for each layer with latent attention, and False with linear attention.
 
     `linear_attn_config` numbers the layers from 1, and `layer_types` lists every layer. If both
     are missing, every fourth layer from the fifth on has latent attention, as in the transformers

@@ -391,7 +391,9 @@ def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
 
 
 def kind_of(model: cfg.ModelConfig) -> str:
-    """Choose the model type to write: the first one in `FAMILIES` with exactly the model's traits.
+    """Choose the model type to write: the first one whose traits equal the model's traits.
+
+    Among several such types, one with the model's sliding windows is preferred.
 
     Raises:
       UsageError: no model type has exactly these traits.

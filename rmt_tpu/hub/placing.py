@@ -1,4 +1,4 @@
-"""Reading of parameters from a hub folder directly onto devices.
+"""Functions that read parameters from a hub folder directly onto devices.
 
 Each process reads only its own devices' shards. If a parameter exceeds the memory that the host may
 use for reading, it is filled on the devices in steps. A model may therefore be larger than the

@@ -17,7 +17,7 @@ from rmt_tpu.hub.families import (
 )
 from rmt_tpu.hub.pieces import Piece, Place, full, joined, places
 
-UNEMBEDDING = "unembedding", "kernel"  # the path of W_U in the parameters
+UNEMBEDDING = "unembedding", "kernel"  # the path of W_U, the unembedding matrix
 
 
 def pieces(

@@ -1,4 +1,8 @@
-"""Conversion between hub tensors and parameters, one tensor at a time."""
+"""Conversion between hub tensors and parameters, one tensor at a time.
+
+A piece (`rmt_tpu.hub.pieces`) maps a tensor, or a part of it, to a slice of a parameter. A view
+(`rmt_tpu.hub.files`) says where the numbers of a piece are in the bytes of its tensor.
+"""
 
 import collections
 import concurrent.futures
@@ -22,7 +26,8 @@ from rmt_tpu.storage import Location, open_folder
 # Name endings of constants in older files, which are ignored: RoPE frequencies, and GPT-2's causal
 # masks.
 _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# W_U's tensor in every model type, and the path of the parameter to which W_U may be tied.
+# The tensor of the unembedding W_U in every model type, and the path of the token embeddings, to
+# which W_U may be tied.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
 _SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
 # Limits of the host memory for reading, in bytes. More than _MOST_MEMORY does not make reading
@@ -36,7 +41,7 @@ _READS = 16  # maximum number of such reads at a time
 
 
 class Tensors:
-    """The tensors in a folder. At first only the file headers are read, and values on request.
+    """The tensors in a folder. The constructor reads only file headers; `read` reads values.
 
     Args:
       location: a local or gs:// folder with model.safetensors, or with several such files and their
