@@ -103,8 +103,8 @@ class PartOperands(NamedTuple):
       slopes: the slopes of ALiBi, or None.
       segments: the segments of the queries and of the keys; None if they are all one segment.
       window: None, or the limit of `i - j`, where i counts from the first query and j from the
-        first key. It is the number of tokens that a query sees, minus the distance of the two parts, and
-        may be 0 or negative.
+        first key. It is the number of tokens that a query sees, minus the distance of the two
+        parts, and may be 0 or negative.
       cap: the soft cap of `scale q_i . k_j`, or None.
     """
 

@@ -2,9 +2,10 @@
 
     h = write(embedding);   for each sublayer:  z = read(norm(mix(h, ..)));  y = core(z);  write(y)
 
-A store defines a token's residual h (a vector, or a matrix in an RMT), a mixer combines earlier
-outputs into what a sublayer reads, and a core is a sublayer's function. This file has the equations
-without a cache or kernels. The transformers library runs it (`trust_remote_code=True`).
+A store defines a token's residual h (a vector, or a matrix in an RMT). A core is the function of a
+sublayer. A mixer combines earlier outputs into a sublayer's input. A site has the parameters before
+a core, which write and read h. This file has the equations without a cache or kernels. The
+transformers library runs it (`trust_remote_code=True`).
 
 In config.json, `model` is the model's config as rmt_tpu writes it, `tensors` has the shape of each
 parameter, and `factors` has the factors of the embeddings, the attention logits (per sublayer) and
@@ -89,7 +90,7 @@ def normalize(x, gain, epsilon, kind="rmsnorm", bias=None):
 
 
 class Vector:
-    """A vector residual: `h += W_O y; z = W_QKV norm(h)`; only heads use these matrices."""
+    """A vector residual: `h += W_O y; z = W_QKV norm(h)`; cores without heads use no matrices."""
 
     def __init__(self, options):
         self.norm = {"epsilon": options.norm_epsilon, "kind": options.norm}
@@ -99,7 +100,7 @@ class Vector:
         return y.flatten(-2) if site.write is None else y.flatten(-2) @ site.write
 
     def normed(self, h, site):
-        """Normalize the residual h, if the site (the read before a core) has a norm."""
+        """Normalize the residual h, if the site has a norm."""
         return h if site.gain is None else normalize(h, site.gain, bias=site.bias, **self.norm)
 
     def project(self, x, site, core):
