@@ -30,7 +30,9 @@ trained.define_source_flags()
 trained.define_mesh_flag()
 _TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "folder with <task>.jsonl files, local or gs://, or hub"
+    "data_dir",
+    None,
+    "folder with <task>.jsonl files, local or gs://; hub downloads the data from the hub",
 )
 _TEXT = flags.DEFINE_string(
     "text", None, "text files and globs, or a token store, whose held-out part is scored"

@@ -59,7 +59,7 @@ _COMMANDS = flags.DEFINE_string(
     "this shell script, for example for every host of a pod; repeat this command after the script"
 )  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", "hub", "data of the tasks: a folder with <task>.jsonl files, or hub"
+    "data_dir", "hub", "data of the tasks: a folder with <task>.jsonl files; hub downloads the data"
 )
 several.define_seeds_flag()
 common.define_run_flags()

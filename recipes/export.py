@@ -31,7 +31,7 @@ _KIND = flags.DEFINE_enum(
     "hub",
     ["hub", "qwen3_5_moe_text", "rmt_tpu"],
     "hub: a kind of the hub that can hold the model; qwen3_5_moe_text: this kind, for a model that "
-    "is else written as qwen3_next; rmt_tpu: any model, in a folder that has its own PyTorch code",
+    "is otherwise written as qwen3_next; rmt_tpu: any model, in a folder with its own PyTorch code",
 )
 
 

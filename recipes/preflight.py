@@ -62,7 +62,10 @@ _PART = flags.DEFINE_integer(
     lower_bound=1,
 )
 _DECODE = flags.DEFINE_integer(
-    "decode", None, "rows of --prompt tokens; compile a decode step for them instead", lower_bound=1
+    "decode",
+    None,
+    "rows of --prompt tokens; compile a decode step for these rows instead of a train step",
+    lower_bound=1,
 )
 common.define_run_flags()
 

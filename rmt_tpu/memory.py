@@ -77,7 +77,7 @@ def is_out(error: Exception) -> bool:
 
     The error may come from XLA (when a program is compiled or run), NumPy or Python.
     """
-    if isinstance(error, RmtError):  # not about memory, but for example about a storage quota
+    if isinstance(error, RmtError):  # it may be about a storage quota, but not about memory
         return False
     message = str(error)
     return isinstance(error, MemoryError) or (

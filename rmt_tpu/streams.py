@@ -61,7 +61,7 @@ class SafeStream:
 
     @property
     def encoding(self) -> str:
-        """The encoding of the stream; UTF-8 if it has none."""
+        """The encoding of the stream; UTF-8 if the stream has no encoding."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def _try(self, method: str, *arguments: str) -> None:

@@ -398,7 +398,8 @@ class _AttentionCall(NamedTuple):
     implementation: str | None
     kv_heads: int
     over: str | None
-    cap: Cap | None = None  # of `attention_after`; operands of other ops have it themselves
+    # The cap of `attention_after`. The operands of other ops contain their cap.
+    cap: Cap | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -44,7 +44,8 @@ def rows_of_tokens(
       order: for each row, the number of its choice. Choices are numbered by token: the first
         token's are 0 to each - 1, and so on. Rows at the end that hold no choice must still have a
         valid number, which is not used.
-      places: for each choice, the index of its row, or `rows` (the number of rows) if it has none.
+      places: for each choice, the index of its row, or `rows` (the number of rows) if the choice
+        has no row.
       implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Raises:

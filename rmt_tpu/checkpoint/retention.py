@@ -35,7 +35,7 @@ class Retention:
         """Return the committed steps that the rules keep.
 
         Args:
-          losses: maps each committed step to its loss, or to None if it has none.
+          losses: maps each committed step to its loss, or to None if its loss is unknown.
         """
         steps = sorted(losses)
         retained = set(steps[-self.last :])

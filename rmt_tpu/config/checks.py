@@ -75,7 +75,7 @@ class Checked:
 
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
-    """Return the Range of each field of a dataclass whose annotation has one, by field name."""
+    """Return the Range of each field of a dataclass whose annotation has a Range, by name."""
     ranges_by_name: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         # The Range may belong to the annotation itself, or to a part of it, as in `Size | None`.

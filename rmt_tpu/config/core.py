@@ -75,7 +75,7 @@ class Computes(Checked):
 
     @property
     def softmax(self) -> Softmax | None:
-        """The softmax attention of the core, or None if it has none."""
+        """The softmax attention of the core, or None if the core has no such attention."""
         return None
 
     def sharing_heads(self, devices: int) -> "Computes":

@@ -114,8 +114,9 @@ class ModelConfig(Checked):
       kernels: how operations are computed on TPUs and GPUs. "auto" is the platform's default:
         kernels on a TPU; on a GPU cuDNN's attention, the kernel of grouped matrix products, and
         kernels listed in a table of measured times. "xla" is plain JAX. "pallas" uses kernels for
-        all operations that have one. "mosaic_gpu" is "auto", but key-vector operations use kernels:
-        on GPUs of compute capability 9.0 those in Pallas's Mosaic GPU, elsewhere as with "pallas".
+        all operations that have a kernel. "mosaic_gpu" is "auto", but key-vector operations use
+        kernels: on GPUs of compute capability 9.0 those in Pallas's Mosaic GPU, elsewhere as with
+        "pallas".
     """
 
     stacks: tuple[Stack, ...]

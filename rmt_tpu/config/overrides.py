@@ -15,11 +15,11 @@ Config = TypeVar("Config")
 
 
 def to_json(config: Any, *, short: bool = True) -> Any:
-    """Return a config as plain JSON values, with the `kind` of each class that has one.
+    """Return a config as plain JSON values, with the `kind` of each class that has a kind.
 
     Args:
       config: a config, or a value within one.
-      short: whether to use the short form of classes that have one (see `ModelConfig`).
+      short: whether to use the short form of classes that have it (see `ModelConfig`).
     """
     if isinstance(config, tuple):
         return [to_json(item, short=short) for item in config]

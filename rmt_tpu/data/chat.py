@@ -162,7 +162,7 @@ class ChatTemplate:
 def read_template(
     folder: Folder, tokenizer: Tokenizer, *, file: str | None = None, starts: bool = False
 ) -> ChatTemplate | None:
-    """Return the chat template of a model, or None if the model has none.
+    """Return the chat template of a model, or None if the model has no template.
 
     The file `chat_template.jinja` goes before the field `chat_template` of tokenizer_config.json.
 

@@ -124,7 +124,7 @@ def _read(
 
 
 def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatTemplate | None:
-    """Return the chat template of a run's conversations; None if it has none.
+    """Return the chat template of a run's conversations; None if it reads no conversations.
 
     Raises:
       UsageError: the template cannot be read.

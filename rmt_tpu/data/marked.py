@@ -245,7 +245,7 @@ def find_template(kind: str, tokenizer: Tokenizer, file: str, flag: str) -> Chat
 
 
 def _folder_of(tokenizer: Tokenizer) -> Folder | None:
-    """Return the folder of the files of a tokenizer, or None if it has none."""
+    """Return the folder of a tokenizer's files, or None if the tokenizer has no files."""
     if tokenizer.name == BYTE:
         return None
     folder = open_folder(tokenizer.name)

@@ -246,7 +246,7 @@ def order(
         # many windows it has to be chosen at the latest. Both are multiplied to be whole numbers.
         behind = scale * (n * weight - period * count)
         due = ((scale - 1) * period - behind) / weight
-        due[behind < period] = np.inf  # it would be too far ahead of its share
+        due[behind < period] = np.inf  # the text would be too far ahead of its share
         best = int(np.argmin(due)) if len(used) > 1 else 0
         count[best] += 1
         chosen[n - 1] = used[best]

@@ -120,7 +120,8 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    changed = "the content of its input has changed"  # and its division into parts with it
+    # If nothing else differs, the input's content differs, and thus its division into parts.
+    changed = "the content of its input has changed"
     raise UsageError(
         f"--output={folder.url} is from another command: {'; '.join(different) or changed}. "
         "Give the same input and flags to resume, or another --output"

@@ -58,7 +58,7 @@ class Tokenizer(ABC):
         return None
 
     def token_name(self, token: int) -> str | None:
-        """Return the name of a token in `tokenizer.json`, or None if it has none."""
+        """Return the name of a token in `tokenizer.json`, or None if the token has no name."""
         del token
         return None
 
@@ -151,7 +151,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """Return the bytes of tokens; BOS has none."""
+        """Return the bytes of tokens; BOS stands for no bytes."""
         array = self._checked(tokens)
         return array[array != self.bos].astype(np.uint8).tobytes()
 

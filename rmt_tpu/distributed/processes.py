@@ -169,7 +169,7 @@ class Channel:
             client.key_value_set(f"{folder}{process_id()}", value)
             self._wait_at_barrier(client, folder, what, timeout)
             values = _read(client, folder)
-            if is_first():  # no process needs the values of the last call but one any more
+            if is_first():  # all processes have read the values from two calls ago
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]

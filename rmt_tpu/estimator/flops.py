@@ -13,7 +13,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def matmul_flops(module: Module, computation: str, instruction: Instruction) -> int:
-    """Return the FLOPs of all matrix products in an instruction or its fusion; 0 if it has none."""
+    """Return the FLOPs of all matrix products in an instruction or its fusion; 0 without any."""
     scope = module.computations[computation]
     if instruction.opcode == "fusion":
         called = instruction.called["calls"]

@@ -135,9 +135,8 @@ def paired_test(found: Sequence[float]) -> PairedTest:
 
     def lacks(shift: float) -> float:
         """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
-        return (
-            stats.nct.sf(edge, freedom, shift) - 0.8
-        )  # without the other tail, which is below 1e-8
+        # The other tail is left out, because it is below 1e-8.
+        return stats.nct.sf(edge, freedom, shift) - 0.8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
     return PairedTest(mean, s, p, float(detectable))

@@ -167,7 +167,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """Return the default of a config field, or a value that equals nothing if it has none."""
+    """Return the default of a config field, or a value that equals nothing without a default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

@@ -67,7 +67,8 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "train.log_every": 10,
     }
     if "none" in base.model.mixer.remats:
-        values["model.remat"] = "none"  # faster, and a tiny model needs little memory
+        # Training is faster without recomputation, and a tiny model needs little memory.
+        values["model.remat"] = "none"
     return overrides.apply(base, values | changes)
 
 
@@ -119,7 +120,8 @@ def _tiny_ladder(*systems: str) -> Plan:
             tiny(system, heads),
             system,
             None if system == systems[0] else f"{systems[0]}-{heads * HEAD_DIM}",
-            num_seeds=5 if heads == _LADDER[-1] else None,  # a run takes 13 times that at width 24
+            # A run at the largest width takes 13 times as long as a run at width 24.
+            num_seeds=5 if heads == _LADDER[-1] else None,
         )
         for heads in _LADDER
         for system in systems

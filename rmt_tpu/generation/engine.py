@@ -342,7 +342,8 @@ class Engine:
         running = np.flatnonzero(used).tolist()
         self._grow(int(self.lengths[running].max()) + self.steps)
         if not any(self.requests[slot].adjustment.changes_logits for slot in running):
-            self.rows = self.rows._replace(changes=None)  # the faster program, and less memory
+            # The program for rows without changes is faster and needs less memory.
+            self.rows = self.rows._replace(changes=None)
         ranked = np.bool_(any(self.requests[slot].ranked for slot in running))
         sampling = choice([request.sampling for request in self.requests])
         self.rows, chosen = programs.steps(

@@ -250,7 +250,7 @@ class Store(nnx.Module):
     ) -> Float[Array, "batch seq D"]:
         """Compute `norm(h)` with the site's gain; return the residual h if the site has no gain.
 
-        The bias of the norm is added if the site has one.
+        The bias of the norm is added if the site has a bias.
         """
         if site.gain is None:
             return residual.astype(dtype)
@@ -270,7 +270,7 @@ class Store(nnx.Module):
 
 
 def _plus_bias(z: Float[Array, "batch seq D"], site: Site) -> Float[Array, "batch seq D"]:
-    """Add the bias of a site's norm to what a kernel has normed, if the site has one."""
+    """Add the bias of a site's norm, if there is a bias, to the output of a kernel."""
     return z if site.bias is None else z + site.bias[...].astype(z.dtype)
 
 

@@ -139,7 +139,7 @@ def restore_grown(
 
 
 def key_dim(stored: Mapping[str, StoredArray]) -> int | None:
-    """Return the D_k of a checkpoint, given its `Checkpointer.arrays`; None if it has no keys."""
+    """Return the D_k of a checkpoint, given its `Checkpointer.arrays`; None without keys."""
     keys = stored.get("params/final_site/store_keys")
     return keys.shape[-1] if keys and len(keys.shape) == 2 else None
 

@@ -29,7 +29,7 @@ class ServedModel:
       max_tokens: the maximum number of new tokens per text.
       max_texts: the maximum number of texts that are queued or being generated, over all clients.
       vocab_size: the vocabulary size of the model; None means the vocabulary size of the tokenizer.
-      template: the chat template of the model; None if the model has none.
+      template: the chat template of the model; None if the model has no template.
     """
 
     name: str

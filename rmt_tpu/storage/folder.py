@@ -52,7 +52,7 @@ class Object(NamedTuple):
       size: the size of the file in bytes, as stored.
       crc32c: the CRC32C checksum of the stored bytes, in base64.
       generation: a number that changes whenever the file is replaced.
-      encoding: the file's Content-Encoding, or "" if it has none.
+      encoding: the file's Content-Encoding, or "" if the file has no encoding.
     """
 
     url: str

@@ -135,7 +135,7 @@ def _check(
     earlier: Choices,
     log: Callable[[str], None],
 ) -> Choices:
-    """Return `earlier` with the choices for all operations of the run that have none yet."""
+    """Return `earlier` with the choices for all operations of the run without a choice yet."""
     timing = platform == "cuda" and config.model.kernels == "auto"
     with (
         earlier.applied(config.model.kernels),
@@ -248,7 +248,7 @@ def _times(
                     seconds = [device_check.time_case(case, kind) for kind in ("pallas", "xla")]
                     _record(key, seconds=seconds)
                 total = [a + b for a, b in zip(total, seconds, strict=True)]
-        except Exception as error:  # whatever it is, a run must not end because of a timing
+        except Exception as error:  # no error in a timing may end the run
             words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             log(f"note: {name} cannot be timed, so it uses plain JAX: {words}")
             continue

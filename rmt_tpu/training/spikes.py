@@ -87,5 +87,5 @@ class SpikeState(NamedTuple):
 
     @classmethod
     def of_meta(cls, values: list[Any] | None) -> "SpikeState":
-        """Return the state that a checkpoint has; an older checkpoint has none (None)."""
+        """Return the state in a checkpoint; `values` is None for an older checkpoint without it."""
         return cls() if values is None else cls(Spread(*values[:3]), values[3])

@@ -61,7 +61,7 @@ class Text(NamedTuple):
       tokenizer: the run's tokenizer.
       checksum: checksum of the text's tokens.
       windows: the training windows.
-      mixture: the mixture of texts, if the run has one.
+      mixture: the mixture of texts; None if the run reads a single text.
     """
 
     tokenizer: data.Tokenizer

@@ -244,7 +244,7 @@ def _write_folder(
     workdir.write_config(folder, config, [] if changes.restarts else changes.lines)
     tokenizer.save(folder)
     if (template := chat_template_of(config, tokenizer)) is not None:
-        template.save(folder)  # the server uses it
+        template.save(folder)  # the server uses this template
     text_ends.save(folder, tokenizer)
 
 
@@ -291,8 +291,8 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
     if first["data"] != own["data"]:
         flag = "--mixture" if config.data.mixture else f"--data={config.data.source}"
         raise UsageError(
-            f"{flag} gives other tokens on process "
-            f"{processes.process_id()} than on process 0; give all processes the same files"
+            f"{flag} does not give the same tokens on process {processes.process_id()} as on "
+            "process 0; give all processes the same files"
         )
 
 

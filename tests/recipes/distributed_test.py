@@ -235,7 +235,7 @@ def test_text_that_differs_is_noticed(tmp_path):
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}")
     (first, _, told), (second, _, own) = cli.launch(2, *flags, first=("", change))
     assert (first, second) == (1, 2), told + own
-    reason = f"--data={cli.TEXT} gives other tokens on process 1 than on process 0"
+    reason = f"--data={cli.TEXT} does not give the same tokens on process 1 as on process 0"
     assert f"error: process 1: {reason}" in told and f"error: {reason}" in own
 
 
