@@ -87,7 +87,7 @@ def _kernel(inputs, outputs, scratch):
 def _columns(matrices) -> int:
     """Return the number of columns per block: a divisor of N if N is a multiple of 128.
 
-    The size of a block is at most `_BYTES`, or that of 128 columns if that is larger.
+    A block has at most `_BYTES` bytes, unless 128 columns already take more.
     """
     P, K, N = matrices.shape[1:]
     most = P * -(-N // LANES) // _STEPS

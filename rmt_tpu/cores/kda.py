@@ -69,10 +69,9 @@ class Kda(Core):
 
     Attributes:
       taps: the convolution weights for queries, keys and values, [conv_size, 3, H D_h]. If there
-        are only K query and key heads, these are the weights for queries and keys,
+        are only K < H query and key heads, `taps` has the weights for queries and keys,
         [conv_size, 2, K D_h].
-      value_taps: in this case the convolution weights for values, [conv_size, 1, H D_h], or else
-        None.
+      value_taps: the convolution weights for values, [conv_size, 1, H D_h], if K < H, or else None.
       w_decay_down, w_decay_up: W_ga [D, gate_rank], W_gb [gate_rank, H D_h]; None with one decay
         per head.
       w_decay: w_a [D, H] with one decay per head, or else None.

@@ -61,7 +61,7 @@ _DEEPSEEK_NAMES = Names(
     "n_group",
     "scoring_func",
 )
-# Fields that do not change what a model computes after training.
+# Fields that do not affect the outputs of a trained model.
 _WITHOUT_EFFECT = """
     _name_or_path architectures attention_dropout auto_map aux_loss_alpha bos_token_id dtype
     eos_token_id ep_size head_dim initializer_range model_type output_router_logits pad_token_id

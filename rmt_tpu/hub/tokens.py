@@ -53,12 +53,12 @@ def tokenizer_config(tokenizer: data.Tokenizer, max_length: int) -> dict[str, An
 def _ends(
     tokenizer: data.Tokenizer, described: Description, values: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the tokens that end a text.
+    """Return the end tokens, from the first of these sources that exists.
 
-    The first of these sources that exists determines them: the config's `eos_token_id`, `eos_token`
-    in tokenizer_config.json, the default end token of the model type, and the tokenizer's own end
-    tokens. The default end token counts only if its id is a special token of the tokenizer, which
-    stands for no text. In another vocabulary the same id may be a word.
+    The sources are `eos_token_id` in the config, `eos_token` in tokenizer_config.json, the model
+    type's default end token, and the tokenizer's own end tokens. The default end token is used only
+    if its id is a special token of this tokenizer, which does not stand for text. In a different
+    vocabulary, the same id may be a word.
     """
     if described.ends:
         return described.ends

@@ -1,4 +1,4 @@
-"""A run's start and end tokens: BOS, or those of the model that it was initialized from."""
+"""The start and end tokens of a run's texts: BOS, or the tokens of the initial model."""
 
 import json
 from typing import NamedTuple
