@@ -65,7 +65,7 @@ def at_layer(
 
     For a single token, vectors that are stored size-major are transposed in the kernel, because
     transposing them in XLA would take longer than the kernel itself. For several tokens they are
-    transposed outside of the kernel, because XLA copies them to another layout in either case.
+    transposed outside of the kernel, because XLA copies them to a new layout in either case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

@@ -313,7 +313,7 @@ def _written(call, keys, data, v):
     if not call.integer:
         return dot(keys, y)
     # Whatever the tile size, each matrix product covers 128 tokens. A write can be undone exactly
-    # only if the backward pass, which may have another tile size, computes identical products.
+    # only if the backward pass, which may have a different tile size, computes identical products.
     of_tokens = [y[:, t : t + LANES] for t in range(0, y.shape[1], LANES)]
     if y.dtype == jnp.bfloat16:
         return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))

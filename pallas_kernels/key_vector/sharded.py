@@ -58,7 +58,7 @@ def gather(x: Shaped[Array, "b *rest"], key_axis: str | None) -> Shaped[Array, "
     if x.ndim != 4:
         return every(x)
     # The kernels use the memory layout of [b, V, P, N]. Without these transposes, the TPU compiler
-    # would gather [b, N, P, V] in another layout and then copy the rows of all devices to the
+    # would gather [b, N, P, V] in a different layout and then copy the rows of all devices to the
     # kernels' layout. With them, it copies only this device's rows.
     tokens_last = lambda x: jnp.transpose(x, (0, 3, 2, 1))
     on_tpu = lambda x: tokens_last(every(tokens_last(x)))

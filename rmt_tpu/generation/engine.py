@@ -159,7 +159,7 @@ class Engine:
         """Compile the programs for texts of up to `tokens` tokens in advance.
 
         This includes the programs that grow the cache from one size to another, and those that
-        insert a prompt of another size. Any other program is compiled when it is first needed.
+        insert a prompt of a different size. Any other program is compiled when it is first needed.
 
         Args:
           tokens: the maximum number of tokens in a prompt and its new tokens together.

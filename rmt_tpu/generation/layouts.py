@@ -1,11 +1,11 @@
 """Memory layouts of weights, chosen so that decode steps need not transpose them.
 
 By default, XLA chooses the layout of an argument from its shape alone. A program whose matrix
-products need another layout transposes the argument on every run. At a width of 1264, which is not
-a multiple of the tile size, this moves up to 0.5 GB per dispatch. Therefore `lay_out` compiles the
-decode steps for the TPU, finds the weights that they transpose, and stores these weights transposed
-for all programs. `Layout.AUTO` is not enough: a program compiled for the layouts that it chose may
-transpose weights that the first program did not.
+products need a different layout transposes the argument on every run. At a width of 1264, which
+is not a multiple of the tile size, this moves up to 0.5 GB per dispatch. Therefore `lay_out`
+compiles the decode steps for the TPU, finds the weights that they transpose, and stores these
+weights transposed for all programs. `Layout.AUTO` is not enough: a program compiled for the layouts
+that it chose may transpose weights that the first program did not.
 """
 
 import re
