@@ -55,7 +55,7 @@ _MAX_LENGTH = flags.DEFINE_integer(
 _BATCH_TOKENS = flags.DEFINE_integer(
     "batch_tokens",
     16384,
-    "approximate tokens per batch on each device that has its own rows",
+    "approximate number of tokens per batch on each device; devices that share rows count as one",
     lower_bound=1,
 )
 _AGAINST = flags.DEFINE_list(

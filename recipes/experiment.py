@@ -38,7 +38,9 @@ from rmt_tpu.storage import Folder, open_folder
 
 # Maps each scale to the compute dtype that replaces "auto", which would depend on the machine.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
-_NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
+_NAME = flags.DEFINE_string(
+    "name", None, "the experiment; its name alone, without --name=, does the same"
+)
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "size of the models and runs")
 _JOBS = flags.DEFINE_integer("jobs", 1, "runs to train at the same time, on CPUs", lower_bound=1)
 _ONLY = flags.DEFINE_string(

@@ -218,7 +218,7 @@ def calibration_calls() -> str:
 
 
 def calibration_agreement() -> str:
-    """Return the table of the agreement of estimates with published times, by chip and kind."""
+    """Return a table of how well estimates agree with published times, by chip and kind of call."""
     return calibration.table().split("\n\n")[1]
 
 

@@ -232,8 +232,8 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
         axes.xaxis.set_major_formatter(EngFormatter())
     for axes in panels.flat[len(runs) :]:
         axes.set_axis_off()
-    # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
-    # of the height.
+    # Cut off the steep fall in the first steps: it looks the same for all systems and would take up
+    # most of the height.
     panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
     figure.supxlabel("tokens (band: min to max over seeds; grey: the other systems)", fontsize=9)
     figure.supylabel("held-out loss", fontsize=9)
@@ -267,8 +267,8 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
             axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding lookups)")
-    # Cut off the steep fall in the first steps: it is alike for all systems and would take up most
-    # of the height.
+    # Cut off the steep fall in the first steps: it looks the same for all systems and would take up
+    # most of the height.
     by_tokens.set_ylim(top=max(first_held_out) + 0.5)
     for axes in (by_tokens, by_flops):
         axes.xaxis.set_major_formatter(EngFormatter())

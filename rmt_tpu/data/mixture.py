@@ -134,7 +134,7 @@ class Mixture:
         return [n / total for n, total in zip(self.windows_read(position), windows, strict=True)]
 
     def metrics(self, position: int) -> dict[str, int | float]:
-        """Return the tokens read of each text and its epochs, after `position` windows of the run.
+        """Return how many tokens and epochs of each text are read in `position` windows of the run.
 
         Tokens are counted as whole windows, although the last window of an epoch is padded.
         """

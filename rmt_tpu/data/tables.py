@@ -20,7 +20,7 @@ from rmt_tpu.data.remote import EXTRA
 
 TABLES = (".parquet", ".arrow")
 
-_ARROW_FILE = b"ARROW1"  # the first bytes of an Arrow file; an Arrow stream begins otherwise
+_ARROW_FILE = b"ARROW1"  # the first bytes of an Arrow file; an Arrow stream has others
 _ROWS = 256  # rows of a Parquet file to decode at a time
 _BUFFER = 2**20  # bytes of a Parquet file to read at a time
 _LONGEST_DOCUMENT = 2**30  # maximum size of a document in characters

@@ -226,7 +226,7 @@ class TokenStream:
             for row, start in enumerate(starts.tolist())
             for piece in self._pieces(start, min(start + length, len(self)))
         ]
-        # Start to open all arrays, and then all reads, before waiting for the first result.
+        # Start opening all arrays, and then start all reads, before waiting for the first result.
         for number in dict.fromkeys(piece[2] for piece in pieces):
             self._begin_opening(number, "tokens")
         arrays = {number: self._array(number, "tokens") for _, _, number, _, _ in pieces}

@@ -164,7 +164,7 @@ def test_tokens_without_a_text_are_never_chosen(temperature):
         next(complete(models.byte_decoder(), monkeyed, [("a", Sampling())]))
     engine = Engine(models.byte_decoder(), 256)
     for wrong in (-1, 257):
-        with pytest.raises(UsageError, match=f"prompt has token {wrong}, which .* legal: 0 to 256"):
+        with pytest.raises(UsageError, match=f"prompt has token {wrong}, for which .* 0 to 256"):
             engine.submit(Request(np.array([256, wrong]), Sampling()))
     assert not engine.open_requests
 
