@@ -336,7 +336,7 @@ class TestFaults:
         server.faults.append(other)
         with pytest.raises(storage.Fault) as error:
             gs.append("a", b"2\n")
-        line(error, f"{gs.url}/a", "another writer")
+        line(error, f"{gs.url}/a", "another process is writing")
         assert server.names(server.bucket) == ["some/run/a"]
         assert content(gs, "a") == b"1\nother\n"
 
