@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 REFERENCE = ("pallas_kernels", "rmt_tpu", "sharding")
+EXPORTED = "rmt_tpu/hub/torch/"  # code for exported folders, which the reference does not have
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 SEARCHED = ("store_norm_retrieve", "AttnRes", "D_k")  # the search must find these words
 FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -57,7 +58,7 @@ def _link(target: str, match: re.Match, folder: PurePosixPath) -> str:
     inside = PAGES.get(target) or target.removeprefix("docs/")
     if inside != target:
         return f"{image}[{words}]({os.path.relpath(inside, folder)}{anchor or ''})"
-    if target.split("/")[0] in REFERENCE:
+    if target.split("/")[0] in REFERENCE and not target.startswith(EXPORTED):
         module = target.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return f"[{words}][{module}]"
     return f"`{target}`" if words.strip("`") in target else f"{words} (`{target}`)"
