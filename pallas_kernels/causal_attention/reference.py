@@ -101,7 +101,7 @@ def split(
 
 
 class Terms(NamedTuple):
-    """What logits are made of, in addition to queries and keys.
+    """The terms of attention logits other than the queries and keys.
 
     Attributes:
       scale: the factor of the products.

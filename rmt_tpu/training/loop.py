@@ -89,7 +89,6 @@ class Loop:
         blocks: kernel_blocks.KernelBlocks,
         progress: TrainingProgress,
         may_overflow: bool,
-        stop_loss: float = -math.inf,
     ):
         self.config, self.model, self.text, self.datasets, self.tasks = inputs
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
@@ -113,9 +112,14 @@ class Loop:
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # step of the last committed checkpoint
         self.may_overflow, self.overflowed = may_overflow, False
-        self.stop_loss = stop_loss
 
-    def run(self, profile_steps: int, folder: Folder, on_saved: Callable[[int], None]) -> Outcome:
+    def run(
+        self,
+        profile_steps: int,
+        folder: Folder,
+        on_saved: Callable[[int], None],
+        stop_loss: float,
+    ) -> Outcome:
         """Run all remaining steps, or until a signal arrives or the loss is `stop_loss` or less.
 
         Then the final files are written.
@@ -125,6 +129,7 @@ class Loop:
           folder: the run folder, which is named in a message.
           on_saved: a function of a step, called after the last checkpoint of this call is
             committed.
+          stop_loss: the loss on held-out text, in nats per token, at which the run stops.
 
         Raises:
           Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
@@ -134,7 +139,7 @@ class Loop:
         if self.step < steps:
             train_step = self._compile()
             with signals.stop_after_step(self.progress.log) as stop:
-                stopped_by = self._steps(train_step, profile_steps, stop)
+                stopped_by = self._steps(train_step, profile_steps, stop, stop_loss)
                 if self.overflowed and stopped_by is None and self.step < steps:
                     raise Int16Overflow
                 on_saved(self.step)
@@ -153,7 +158,9 @@ class Loop:
             self.side_files.complete(steps)
         return Outcome(self.step, None)
 
-    def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
+    def _steps(
+        self, train_step, profile_steps: int, stop: signals.Stop, stop_loss: float
+    ) -> signal.Signals | None:
         """Run steps to the last one, a signal or `stop_loss`; return the signal or None."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
@@ -179,10 +186,10 @@ class Loop:
                     self._evaluate()
                 if step < steps and self._due(self.config.train.eval_tasks_every):
                     self._evaluate_tasks()
-                ends = self.overflowed or self.evaluated.get(step, math.inf) <= self.stop_loss
+                ends = self.overflowed or self.evaluated.get(step, math.inf) <= stop_loss
                 if wanted != signals.GO_ON or ends or self._due(self.config.train.checkpoint_every):
                     self._save()
-                if stopped_by is not None or self.overflowed or ends:
+                if stopped_by is not None or ends:
                     break
                 if step < steps:
                     self._write_side_files()

@@ -148,8 +148,9 @@ def _train(
             kernel_blocks.pinned_block_sizes(folder, progress.log, restart=changes.restarts)
         )
         how = {"restart": changes.restarts, "how": options.check_kernels}
-        checks = kernel_checks.check_kernels(config, inputs.model, folder, progress.log, **how)
-        stack.enter_context(checks)
+        stack.enter_context(
+            kernel_checks.check_kernels(config, inputs.model, folder, progress.log, **how)
+        )
         progress.doing("compiling")
         saved = SavedRun(folder, checkpoints, config)
         start = restore_or_init(
@@ -171,9 +172,8 @@ def _train(
             meta = checkpoint_meta(config, inputs.text, *own)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(SideFiles(folder, start.step, config, progress.log))
-        limits = may_overflow, options.stop_loss
-        loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, *limits)
-        return loop.run(profile_steps, folder, options.on_saved)
+        loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
+        return loop.run(profile_steps, folder, options.on_saved, options.stop_loss)
 
 
 def _prepare(

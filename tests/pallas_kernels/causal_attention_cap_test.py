@@ -21,7 +21,7 @@ CAP = 0.8  # logits without a cap are up to 4
 @pytest.mark.parametrize("held", [2**25, 1])
 @pytest.mark.parametrize("window", [None, 30])
 def test_plain_attention_and_its_gradient_equal_numpy(window, held, monkeypatch):
-    """With all logits at once, and with an online softmax over blocks of tokens."""
+    """Both plain forms are compared: all logits at once, and an online softmax over blocks."""
     monkeypatch.setattr(online, "LOGITS", held)
     qkv, d_out, options = arguments(2, 150, 4, 3, "float64", **ALL, kv_heads=2)
     shared = {"kv_heads": 2, "window": window, "cap": CAP}

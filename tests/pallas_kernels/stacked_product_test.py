@@ -101,7 +101,7 @@ def test_blocks_divide_columns_and_fit(kind, P, K, N, columns):
     ],
 )
 def test_compiles_and_copies_no_weights(topology, case):
-    """In a loop over layers: neither a layer's weights, nor the whole stack to VMEM."""
+    """A loop over layers copies neither a layer's weights nor the whole stack to VMEM."""
     T, P, K, N, of_rows, of_matrices = case
     place = place_on(topology)
     given = place(of_rows, T, K), place(of_matrices, LAYERS, P, K, N)

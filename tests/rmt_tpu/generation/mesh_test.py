@@ -154,7 +154,7 @@ def test_devices_share_a_head_of_keys(store, heads, spec, lengths):
 
 @pytest.mark.slow
 def test_devices_share_a_head_of_keys_without_parameters_of_its_own():
-    """As Llama's attention, which has neither biases nor norms of queries and keys."""
+    """Llama's attention has neither biases nor norms of queries and keys."""
     plain = {"query_key_norm": False, "bias": False}
     core = dataclasses.replace(GROUPED, num_kv_heads=2, **plain)
     check_shared_heads("vector", core, "tensor=4", (5,))

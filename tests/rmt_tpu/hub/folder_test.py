@@ -27,6 +27,7 @@ from rmt_tpu.runs.loading import identity, load_step
 from rmt_tpu.training import trainer
 from tests import cli, models
 from tests.rmt_tpu.hub import oracle
+from tests.rmt_tpu.hub.folders import parameters, same
 from tests.tiers import later
 
 KINDS = {
@@ -57,14 +58,6 @@ def model(kind="llama", **changes):
 def made(config):
     params = jax.tree.map(jnp.float32, models.random_parameters(config))
     return nnx.merge(models.graph(config), params)
-
-
-def parameters(decoder):
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
-
-
-def same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, parameters(one), parameters(other))
 
 
 @pytest.fixture

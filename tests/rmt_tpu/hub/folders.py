@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-import rmt_tpu
 from rmt_tpu.data import ByteTokenizer
+from tests import models
 
 TOKENS = np.random.default_rng(0).integers(0, 257, 40)
 
@@ -27,12 +27,11 @@ def logits(decoder):
 
 
 def exact_logits(decoder):
-    """The logits of the same parameters in float64."""
+    """The logits in float64, with the same parameters."""
     with jax.enable_x64(True):
-        config = decoder.config.replace(compute_dtype="float64")
-        graph, _ = nnx.split(nnx.eval_shape(lambda: rmt_tpu.Decoder(config, rngs=nnx.Rngs(0))))
-        wide = lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x
-        return np.asarray(logits(nnx.merge(graph, jax.tree.map(wide, nnx.state(decoder)))))
+        graph = models.graph(decoder.config.replace(compute_dtype="float64"))
+        params = jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+        return jax.jit(lambda p: nnx.merge(graph, p)(jnp.array(TOKENS)[None])[0])(params)
 
 
 def parameters(decoder):

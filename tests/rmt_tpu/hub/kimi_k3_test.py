@@ -2,22 +2,18 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import rmt_tpu
 from rmt_tpu import config as cfg
-from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.hub import packed, weights
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import describe, model_config
-from tests import models
 from tests.rmt_tpu.hub import oracle_k3
+from tests.rmt_tpu.hub.folders import TOKENS, exact_logits, same, written
 
 QUANTIZATION = {
     "quant_method": "compressed-tensors",
@@ -79,38 +75,16 @@ TEXT = {
     "quantization_config": QUANTIZATION,
 }
 CONFIG = {"model_type": "kimi_k3", "text_config": TEXT, "vision_config": {"vt_hidden_size": 8}}
-TOKENS = np.random.default_rng(0).integers(0, 257, 17)
-
-
-def written(folder, tensors, config=CONFIG):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    ByteTokenizer().save(str(folder))
-    return folder
-
-
-def logits(decoder):
-    """In float64, of the parameters in float32."""
-    with jax.enable_x64(True):
-        graphdef = models.graph(decoder.config.replace(compute_dtype="float64"))
-        params = jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
-        return jax.jit(lambda p: nnx.merge(graphdef, p)(jnp.array(TOKENS)[None])[0])(params)
-
-
-def same(one, other):
-    found = (nnx.to_pure_dict(nnx.state(decoder, nnx.Param)) for decoder in (one, other))
-    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_in_and_out(tmp_path):
     """The logits of the equations; and out as a kimi_linear without packed experts, and in."""
     tensors = oracle_k3.drawn(CONFIG)
-    folder = written(tmp_path / "hub", tensors)
+    folder = written(tmp_path / "hub", CONFIG, tensors)
     decoder, tokenizer = rmt_tpu.load(folder)
     assert decoder.config.mixer == cfg.BlockAttention(layers_per_block=2, epsilon=1e-3)
     wanted = oracle_k3.logits(tensors, TEXT, TOKENS)
-    np.testing.assert_allclose(logits(decoder), wanted, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(exact_logits(decoder), wanted, rtol=0, atol=1e-10)
     export(decoder, tokenizer, tmp_path / "out", max_length=64)
     out = json.loads((tmp_path / "out/config.json").read_text())
     again = load_file(tmp_path / "out/model.safetensors")
@@ -126,7 +100,7 @@ def test_in_and_out(tmp_path):
 
 def test_shards_are_read_alone(tmp_path):
     """Halves of experts, of their hidden neurons, and of their inputs, in the middle of groups."""
-    folder = written(tmp_path / "hub", oracle_k3.drawn(CONFIG))
+    folder = written(tmp_path / "hub", CONFIG, oracle_k3.drawn(CONFIG))
     whole, _ = rmt_tpu.load(folder)
     placed, _ = rmt_tpu.load(folder, mesh="expert=2,fsdp=2,tensor=2")
     same(placed, whole)
@@ -144,7 +118,7 @@ def test_packed_bytes_are_numbers():
 def test_parts_of_packed_matrices(tmp_path, memory):
     """Any part of a parameter, read in blocks of many rows, of a few, and of a group."""
     tensors = oracle_k3.drawn(CONFIG)
-    found = weights.Tensors(written(tmp_path / "hub", tensors))
+    found = weights.Tensors(written(tmp_path / "hub", CONFIG, tensors))
     found.memory = memory
     by_path = weights.pieces_by_parameter(found, describe(tmp_path / "hub"))
     for matrix, path, at in (("w3", "w_1", 1), ("w2", "w_2", None)):
@@ -196,4 +170,4 @@ def test_experts_that_are_not_packed_as_they_should_be_are_refused(tmp_path, bro
         tensors[f"{name}_packed"] = np.float32(tensors[f"{name}_packed"])
         error, message = UsageError, "experts.5.w2.weight_packed has dtype F32; legal: U8"
     with pytest.raises(error, match=message):
-        rmt_tpu.load(written(tmp_path / "hub", tensors))
+        rmt_tpu.load(written(tmp_path / "hub", CONFIG, tensors))

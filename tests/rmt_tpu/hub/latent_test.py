@@ -163,7 +163,7 @@ WITHOUT_RANK = KIMI | {"q_lora_rank": None, "moe_renormalize": True, "tie_word_e
 
 @pytest.mark.parametrize("config", [INTERLEAVED, *later(MOONLIKE, WITHOUT_RANK)])
 def test_the_equations_of_other_forms(config, tmp_path):
-    """And bit for bit the same parameters after a way out and in."""
+    """The parameters are the same, bit for bit, after an export and a reload."""
     tensors = oracle.drawn(config)
     decoder, tokenizer = rmt_tpu.load(written(tmp_path / "hub", config, tensors))
     np.testing.assert_allclose(logits(decoder), oracle.logits(tensors, config, TOKENS), atol=1e-4)

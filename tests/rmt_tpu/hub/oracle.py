@@ -258,7 +258,7 @@ def drawn(config, seed=0):
 
 
 def logits(tensors, config, tokens):
-    """Of a row of tokens."""
+    """The logits of a row of tokens."""
     c, t = filled(config), {name: np.float64(x) for name, x in tensors.items()}
     if c["model_type"] == "gpt2":
         return gpt2_logits(t, c, tokens)

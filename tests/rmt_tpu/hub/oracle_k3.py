@@ -10,7 +10,7 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def number(code):
-    """Of four bits."""
+    """The E2M1 numbers, by their four bits."""
     return E2M1[code % 8] * (-1 if code >= 8 else 1)
 
 
@@ -47,7 +47,7 @@ def drawn(config, seed=0):
 
 
 def shapes(c):
-    """By the names of a kimi_linear."""
+    """The shapes of the tensors, by their names in a kimi_linear."""
     width, heads = c["hidden_size"], c["num_attention_heads"]
     found = oracle_latent.shapes(oracle.filled(c | {"model_type": "kimi_linear"}))
     found = {name: shape for name, shape in found.items() if "experts.e" not in name}
@@ -80,7 +80,7 @@ def shapes(c):
 
 
 def logits(tensors, c, tokens, prefix=PREFIX):
-    """Of a row of tokens; `c` are the fields of the text model."""
+    """The logits of a row of tokens; `c` are the fields of the text model."""
     t = {}
     for name, x in tensors.items():
         own = name.removeprefix(prefix)

@@ -163,7 +163,7 @@ def sharding_of(*spec, shape=(4,), axes=("expert",)):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_reading_takes_less_memory_than_twice_the_largest_tensor(stacked, split, monkeypatch):
-    """In addition to the parameter, which the devices hold; also with virtual pipeline stages."""
+    """The memory is counted without the parameter itself, also with virtual pipeline stages."""
     folder, pieces, wanted = stacked
     small_memory(monkeypatch, 1)
     tensors = weights.Tensors(folder)
@@ -186,7 +186,7 @@ def test_reading_takes_less_memory_than_twice_the_largest_tensor(stacked, split,
 
 
 def test_columns_of_a_tensor_that_several_parameters_share(tmp_path, reads, monkeypatch):
-    """As GPT-2's joined projections; rows are long enough to leave the rest out, or not."""
+    """GPT-2 joins projections so. Rows are long enough to leave the rest out, or they are not."""
     values = np.arange(8 * 24, dtype=np.float32).reshape(8, 24)
     save_file({"c": values}, tmp_path / "model.safetensors")
     piece = Piece("c", ("w",), full(8, 12), part=Part(1, 6, 24))

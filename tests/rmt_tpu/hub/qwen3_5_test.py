@@ -35,7 +35,7 @@ def apart(tensors):
 
 
 def test_the_text_model_of_a_model_of_images(tmp_path):
-    """With the experts' tensors in either form, the layers that predict more, and an end token."""
+    """There are experts in either form, layers that predict more tokens, and an end token."""
     tensors = oracle.drawn(MOE)
     text, tokenizer = rmt_tpu.load(written(tmp_path / "text", MOE, tensors))
     again, _ = rmt_tpu.load(written(tmp_path / "apart", MOE, apart(tensors)))

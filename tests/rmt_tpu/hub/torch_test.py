@@ -4,6 +4,7 @@ These tests need torch and transformers, of the extra `night`.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -175,7 +176,7 @@ def own_code(tmp_path_factory):
     """Folders' code is copied to a folder of this module, and no host is asked for anything."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # while torch and transformers are imported
-        import torch  # noqa: F401
+        importlib.import_module("torch")
         import transformers.dynamic_module_utils as dynamic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))

@@ -135,7 +135,7 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
 
 @pytest.mark.parametrize("puts", [False, True])
 def test_texts_of_a_run_start_as_those_it_began_with(config, hub, puts, tmp_path):
-    """Where the tokenizers library puts BOS: in the run's folder, a later run's and an export."""
+    """A run, a later run and an export have BOS where the tokenizers library puts it."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "a": 1}, []))
     library.add_special_tokens(["<s>"])
     if puts:
