@@ -364,7 +364,7 @@ def table(track: Track, results: Sequence[Result]) -> str:
         good = [run for run in runs if run.reached]
         whole = len(good) == len(runs)
         seconds = f"{mean(good, 'seconds'):,.0f}" if good else ""
-        flops = f"{mean(good, 'flops'):.3g}" if good else ""
+        flops = f"{mean(good, 'flops'):.3g}".replace("e+", "e") if good else ""
         lowest = "" if whole else f"{min(run.loss for run in runs if not run.reached):.4f}"
         rank = (not whole, mean(good, "seconds") if good else float("inf"))
         row = f"| {name} | {runs[0].parameters:,} | {len(good)} of {len(runs)} | {seconds} | "
