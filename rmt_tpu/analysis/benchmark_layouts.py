@@ -12,7 +12,8 @@ from rmt_tpu.estimator import calibration
 
 Reports = Mapping[str, Any]
 
-_MODELS = ("least", "best guess", "most")
+_BEST_GUESS = "best guess"
+_MODELS = ("least", _BEST_GUESS, "most")
 # Maps each row of the table of a train step to the parts of a report that the row adds up.
 _PARTS = {
     "residual: stores, norms, reads": ("residual",),
@@ -71,7 +72,7 @@ def steps(*sources: Reports) -> str:
             lines.append([f"{sequences} x 512", name, *cells])
 
         for model in _MODELS:
-            bold = "**" if model == "best guess" else ""
+            bold = "**" if model == _BEST_GUESS else ""
             row(model, lambda cost, model=model: cost["cycles_by_model"][model] / 1e6, bold)
         row("HBM traffic, GB", lambda cost: cost["hbm_bytes"] / 1e9)
         row("temporary memory, GB", lambda cost: cost["temporary_bytes"] / 1e9)
@@ -126,6 +127,34 @@ def step_parts(reports: Reports) -> str:
         for preset in reversed(presets):
             found = (reports[f"{preset}@{chip}"]["steps"][0]["parts"] for chip in chips)
             cells.append(" / ".join(f"{sum(of[part] for part in parts) / 1e6:.1f}" for of in found))
+        lines.append(cells)
+    return _table(lines)
+
+
+def residuals(*sources: Reports) -> str:
+    """Return a table of what residuals cost over the plain one, from `recipes.kernel_report --step`.
+
+    The parts of a source are named `<residual>@<chip>`, and the first residual is the plain one. A
+    cell has the ratio of two steps by the best guess, and its range over the models of cost.
+    """
+    names, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
+    costs = [{part: of["steps"][0] for part, of in reports.items()} for reports in sources]
+    bases = [source[f"{names[0]}@{chips[0]}"]["preset"] for source in costs]
+    lines = [["residual", *(f"{base}, {chip}" for base in bases for chip in chips)]]
+    lines[0] += [f"{base}: temporary memory, GB" for base in bases]
+    for name in names:
+        cells = [name]
+        for source in costs:
+            for chip in chips:
+                this, plain = (source[f"{n}@{chip}"]["cycles_by_model"] for n in (name, names[0]))
+                ratios = [this[model] / plain[model] for model in _MODELS]
+                spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                million = f"{plain[_BEST_GUESS] / 1e6:.1f} million cycles"
+                best = this[_BEST_GUESS] / plain[_BEST_GUESS]
+                cells.append(million if name == names[0] else f"**{best:.2f}** ({spread})")
+        for source in costs:
+            found = (source[f"{name}@{chip}"]["temporary_bytes"] / 1e9 for chip in chips)
+            cells.append(" / ".join(f"{size:.1f}" for size in found))
         lines.append(cells)
     return _table(lines)
 

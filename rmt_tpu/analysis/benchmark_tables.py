@@ -39,12 +39,15 @@ class Source(NamedTuple):
       taking: the command that writes the JSON of one part; `{part}` is the part's name, and
         `{folder}` is the folder for the files.
       output: the name of the JSON file in `{folder}`; "" if the command prints the JSON.
+      flags: maps what precedes "@" in the name of a part to flags, which replace `{flags}` in
+        `taking`.
     """
 
     command: str
     parts: tuple[str, ...]
     taking: str
     output: str
+    flags: Mapping[str, str] = {}
 
 
 class Table(NamedTuple):
@@ -76,6 +79,27 @@ def _steps(batch: int) -> Source:
     return Source(shown, parts, taking, "step_cost.json")
 
 
+# Maps names of residuals, as in names of presets, to flags that change a model's plain residual.
+_BLOCKS = "--set=model.mixer=block_attention --set=model.mixer.num_blocks=8"
+_RESIDUALS = {
+    "plain": "",
+    "mean": f"{_BLOCKS} --set=model.mixer.query=none",
+    "attnres": _BLOCKS,
+    "delta": "--set=model.mixer=delta_attention --set=model.mixer.num_blocks=8",
+    "scalars": "--set=model.mixer=residual_scalars",
+    "wide": "--set=model.mixer=wide_streams",
+    "mudd": "--set=model.mixer=mudd",
+}
+
+
+def _residuals(preset: str) -> Source:
+    command = f"python -m recipes.kernel_report --step --presets={preset} --targets="
+    parts = tuple(f"{residual}@{chip}" for residual in _RESIDUALS for chip in _CHIPS)
+    taking = f"{command}{{chip}} {{flags}} --output={{folder}}"
+    shown = f"{command}{','.join(_CHIPS)} FLAGS"
+    return Source(shown, parts, taking, "step_cost.json", _RESIDUALS)
+
+
 def _decode(targets: tuple[str, ...], flags: str) -> Source:
     command = "python -m recipes.decode_report --target="
     shown = f"{command}{','.join(targets)} \\\n  {flags}"
@@ -93,6 +117,8 @@ SOURCES = {
     "attention": _ops("attention"),
     "step_16": _steps(16),
     "step_32": _steps(32),
+    "residuals_160m": _residuals("gpt2-160m"),
+    "residuals_528m": _residuals("prenorm-528m"),
     "decode": _decode(
         _CHIPS,
         "--batch=1,32,256 \\\n  --presets=gpt2-405m,rmt-305m,rmt-attnres-305m,llama-374m,"
@@ -147,6 +173,7 @@ TABLES = {
     "ops": Table(("key_vector", "attention"), layouts.ops),
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
+    "residuals": Table(("residuals_160m", "residuals_528m"), layouts.residuals),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
@@ -230,7 +257,8 @@ class Pages(NamedTuple):
         preset, _, chip = part.partition("@")
         with tempfile.TemporaryDirectory() as folder:
             names = {"part": part, "preset": preset, "chip": chip}
-            parsed = shlex.split(of.taking.replace("\\\n", ""))
+            taking = of.taking.replace("{flags}", of.flags.get(preset, ""))
+            parsed = shlex.split(taking.replace("\\\n", ""))
             words = [word.format(**names, folder=folder) for word in parsed]
             command = [sys.executable, *words[1:]]
             done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.analysis import benchmark_tables
-from rmt_tpu.analysis.benchmark_layouts import decode, ops, storage
+from rmt_tpu.analysis.benchmark_layouts import decode, ops, residuals, storage
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 from rmt_tpu.runs.environment import describe
 
@@ -87,6 +87,35 @@ def test_what_a_recipe_writes_is_stored_with_its_command_and_commit(pages, monke
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", values["date"]) and "jax" in values["versions"]
     assert str(pages.folder.parent) not in values["command"] and "/tmp" not in values["command"]
     assert f"{values['date']} (aaaaaaa-dirty). jax " in pages.region("taken counts")
+
+
+def test_flags_of_a_part_go_into_its_command(pages, monkeypatch):
+    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    source = SOURCES["residuals_160m"]._replace(
+        taking=f"python -c '{program}' --targets={{chip}} {{flags}}", output=""
+    )
+    monkeypatch.setitem(SOURCES, "residuals_160m", source)
+    pages.take("residuals_160m", "wide@v5p", describe())
+    values = json.loads(pages.file("residuals_160m", "wide@v5p").read_text())
+    assert values["report"] == ["--targets=v5p", "--set=model.mixer=wide_streams"]
+    pages.take("residuals_160m", "plain@v6e", describe())
+    assert json.loads(pages.file("residuals_160m", "plain@v6e").read_text())["report"] == [
+        "--targets=v6e"
+    ]
+
+
+def test_residuals_have_their_ratio_over_the_plain_one():
+    def report(least, best, most, temporary=1e9):
+        cycles = {"least": least, "best guess": best, "most": most}
+        step = {"preset": "a", "cycles_by_model": cycles, "temporary_bytes": temporary}
+        return {"steps": [step]}
+
+    reports = {"plain@v5e": report(1e8, 2e8, 4e8), "x@v5e": report(1.5e8, 2.2e8, 4e8, 3.26e9)}
+    lines = residuals(reports).splitlines()
+    assert lines[0] == "| residual | a, v5e | a: temporary memory, GB |"
+    assert lines[2:] == ["| plain | 200.0 million cycles | 1.0 |"] + [
+        "| x | **1.10** (1.00 to 1.50) | 3.3 |"
+    ]
 
 
 def test_what_was_transcribed_says_so():
