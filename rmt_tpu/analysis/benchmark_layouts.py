@@ -132,7 +132,7 @@ def step_parts(reports: Reports) -> str:
 
 
 def residuals(*sources: Reports) -> str:
-    """Return a table of what residuals cost over the plain one, from `recipes.kernel_report --step`.
+    """Return a table of what residuals cost in a step, from `recipes.kernel_report --step`.
 
     The parts of a source are named `<residual>@<chip>`, and the first residual is the plain one. A
     cell has the ratio of two steps by the best guess, and its range over the models of cost.
@@ -228,6 +228,29 @@ def comparison(reports: Reports) -> str:
     for row in rows:
         results.setdefault(row["name"], []).append(compare.RunResult(**row))
     return compare.markdown(results)
+
+
+def moments(reports: Reports) -> str:
+    """Return a table of losses with the first moment in two dtypes, from two `recipes.compare`.
+
+    The parts are the dtypes. A difference is the second dtype's loss minus the first's, between
+    runs of the same seed.
+    """
+    first, second = reports
+    losses = {
+        dtype: {(run["name"], run["seed"]): run["held_out_loss"] for run in runs}
+        for dtype, runs in reports.items()
+    }
+    lines = [["preset", f"loss, {first}", f"loss, {second}", "differences by seed", "mean"]]
+    for name in _distinct(name for name, _ in losses[first]):
+        seeds = [seed for other, seed in losses[first] if other == name]
+        pairs = [(losses[first][name, seed], losses[second][name, seed]) for seed in seeds]
+        differences = [after - before for before, after in pairs]
+        means = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
+        cells = [f"{mean:.4f}" for mean in means]
+        cells.append(", ".join(f"{difference:+.4f}" for difference in differences))
+        lines.append([f"`{name}`", *cells, f"{sum(differences) / len(pairs):+.4f}"])
+    return _table(lines)
 
 
 def storage(reports: Reports) -> str:
