@@ -52,8 +52,8 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _NAMES:
         raise AttributeError(f"module 'sharding' has no attribute {name!r}")
-    # All names are set together, because the function `per_device` takes the place of the submodule
-    # with the same name, which a later import through the package would not find.
+    # Set all names together. The function `per_device` replaces the submodule with the same name,
+    # so a later import through the package would not find the submodule.
     found = {m: importlib.import_module(f"sharding.{m}") for m in _ON_DEVICES}
     globals().update({n: getattr(found[m], n) for m, names in _ON_DEVICES.items() for n in names})
     return globals()[name]

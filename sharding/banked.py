@@ -1,4 +1,7 @@
-"""Pipelines whose chunks of layers complete rows of a bank; see `sharding.pipeline`."""
+"""Pipelines whose chunks of layers complete the rows of a bank, a stack that later chunks read.
+
+See `sharding.pipeline`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -195,7 +198,7 @@ class BankPipeline(Pipeline):
         return d_chunk, d_shared, d_bank + d_earlier
 
     def _send_forward(self, banks: Banks, tick: Tick) -> Banks:
-        """Send each next stage the rows that it lacks, after the computations of a tick."""
+        """Send the next stage in the ring the rows that it lacks, after a tick's computations."""
         if not self.slots:
             return banks
         forward, stage = self.schedule.forward, self._stage()
@@ -227,22 +230,22 @@ class BankPipeline(Pipeline):
         if not self.slots:
             return d_banks
         moved = self._transfer(jnp.stack(moved), tick, back=True)
-        for j in range(self.slots):  # adds zeros if this stage has sent no rows
+        for j in range(self.slots):  # These are zeros if this stage has sent no rows.
             rows = self._rows(d_banks, after, before=j) + moved[j]
             d_banks = self._with_rows(d_banks, after, rows, before=j)
         return d_banks
 
     def _start(self, banks: Banks, place: StageWork, before: int) -> tuple:
         row = self.first_chunk_row + (place.chunk - before) * self.chunk_rows
-        # A slot may stand for a chunk before the first chunk, with a negative row. Such slots are
-        # never sent, so any legal row will do.
+        # If there is no chunk that many places before, the row is negative. Its slot is never sent,
+        # so any legal row will do.
         place = (place.microbatch % len(banks), jnp.maximum(row, self.first_chunk_row))
         return (*place, *(0,) * (banks.ndim - 2))
 
     def _rows(self, banks: Banks, place: StageWork, *, before: int = 0) -> Rows:
-        """Return the rows that the chunk `before` chunks before the one in `place` completed.
+        """Return the rows that an earlier chunk has completed for the microbatch of `place`.
 
-        The rows belong to the microbatch in `place`.
+        The index of this chunk is that of the chunk of `place`, minus `before`.
         """
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]

@@ -272,7 +272,7 @@ class Pipeline:
 
 
 def current_inputs(parameters: Parameters, context: Any, here: StageWork) -> tuple[Any, Any]:
-    """Return the parameters of the chunk in `here`, and the context of its microbatch."""
+    """Return the chunk parameters and the microbatch context for the stage work `here`."""
     return slice_at(parameters.chunks, here.virtual), slice_at(context, here.microbatch)
 
 

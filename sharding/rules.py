@@ -22,8 +22,8 @@ RULES = {
     "ff": ("tensor",),
     "expert": ("expert",),
 }
-# The rules while prompts are read into decoding caches. A batch may then have only one row, so the
-# devices along `expert` and `key` shard the tokens instead of the rows.
+# The rules that apply while prompts are read into decoding caches. A batch may then have only one
+# row, so the devices along `expert` and `key` shard the tokens instead of the rows.
 CACHE_RULES = RULES | {
     "batch": ("data", "fsdp"),
     "tokens": ("expert", "key", "sequence", "tensor"),
@@ -90,7 +90,7 @@ def check_experts(mesh: Mesh, has_experts: bool) -> None:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array of which every device holds a complete copy."""
+    """Return the sharding of an array that every device has in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 

@@ -182,7 +182,7 @@ class Schedule:
         """
         ticks, stages = np.arange(self.ticks)[:, None], np.arange(self.stages)
         at = self.backward(ticks, stages) if back else self.forward(ticks, stages)
-        of_chunk = np.roll(spans, 1) if back else spans  # nothing is sent after the last chunk
+        of_chunk = np.roll(spans, 1) if back else spans  # The last chunk sends nothing.
         sent = np.where(at.active, of_chunk[at.chunk], 0)
         kinds, kind_at = np.unique(sent, axis=0, return_inverse=True)
         step = -1 if back else 1

@@ -22,8 +22,10 @@ def parse_mesh(spec: str) -> dict[str, int]:
     for part in filter(None, spec.split(",")):
         axis, equals, text = part.partition("=")
         if axis not in AXES or axis in sizes:
-            why = "is given twice" if axis in sizes else "is unknown"
-            raise MeshError(f"--mesh={spec!r}: axis {axis!r} {why}; legal axes: {', '.join(AXES)}")
+            problem = "is given twice" if axis in sizes else "is unknown"
+            raise MeshError(
+                f"--mesh={spec!r}: axis {axis!r} {problem}; legal axes: {', '.join(AXES)}"
+            )
         if not equals or not _is_size(text):
             raise MeshError(
                 f"--mesh={spec!r}: {part!r} must be axis=size, with a size of at least 1, or -1"

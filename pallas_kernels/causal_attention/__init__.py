@@ -226,10 +226,10 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
 
 
 def _within_window_after(call, window, qkv, before, filled, scale, slopes):
-    """Compute `attention_after` from the earlier tokens of each row that a window may contain.
+    """Compute `attention_after` with a window, from the earlier tokens that the window may contain.
 
-    They are the last ones that are filled, so that the distance from the first of them to the first
-    new token is the same in all batch rows.
+    These are the last cached tokens of each batch row, the same number in every row. The distance
+    from the first of them to the first new token is therefore the same in all rows.
     """
     heads, capacity = qkv.shape[2] - 2 * call.kv_heads, before.shape[1]
     shown = _shown(window, qkv.shape[1])
@@ -286,7 +286,10 @@ def attention_to(
     kv_heads = arrays[0].shape[2] // each
     if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
         shapes = " and ".join(str(x.shape) for x in arrays)
-        raise ValueError(f"shapes do not fit: the heads of q {q.shape} and of before {shapes}")
+        raise ValueError(
+            f"shapes do not fit: q [B, N, H, D] is {q.shape}, and before is {shapes}; legal: a "
+            "number of key heads that divides H"
+        )
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _AttentionCall(rows, implementation, kv_heads, None)
     before = jax.tree.map(lambda x: x.astype(q.dtype), before)
@@ -313,7 +316,7 @@ _after.defvjp(_after_forward, _after_backward)
 
 
 def _window(window: int | None, qkv, over: str | None) -> Window | None:
-    """Return the window; None if each token sees all earlier ones.
+    """Return the window as a `Window`, or None if every token sees all earlier tokens.
 
     Raises:
       ValueError: the window is not at least 1.
@@ -330,7 +333,7 @@ def _check_window(window: int) -> None:
 
 
 def _cap(cap: float | None) -> Cap | None:
-    """Return the soft cap; None if there is none.
+    """Return the soft cap as a `Cap`, or None if `cap` is None.
 
     Raises:
       ValueError: the cap is not a finite number above 0.
@@ -343,7 +346,7 @@ def _cap(cap: float | None) -> Cap | None:
 
 
 def _shown(window: int, length: int) -> Window | None:
-    """Return the window, or None if it contains all of `length` tokens."""
+    """Return the window as a `Window`, or None if it contains all of `length` tokens."""
     return Window(window) if not isinstance(length, int) or window < length else None
 
 
@@ -354,13 +357,13 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
     if over is not None and qkv.shape[1] % 2:
         raise ValueError(
             f"a sequence divided over {over} has {qkv.shape[1]} tokens per device; legal: an even "
-            "number, because each device holds two parts of the sequence"
+            "number, because each device processes two parts of the sequence"
         )
     length = qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over))
     if segment_ids is not None and segment_ids.shape != (qkv.shape[0], length):
         raise ValueError(
             f"shapes do not fit: segment_ids is {segment_ids.shape}, but must be "
-            f"{(qkv.shape[0], length)}: rows and tokens of the whole sequence"
+            f"{(qkv.shape[0], length)}: batch rows and tokens of the whole sequence"
         )
     if kv is not None:
         return _check_separate(qkv, slopes, kv_heads, kv)
@@ -373,7 +376,10 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
     if not fits or (slopes is not None and slopes.shape != (heads,)):
         of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
         wanted = "3 H" if kv_heads is None else f"H + 2 * {kv_heads}"
-        raise ValueError(f"shapes do not fit: qkv [B, N, {wanted}, D] is {qkv.shape}{of_slopes}")
+        raise ValueError(
+            f"shapes do not fit: qkv [B, N, {wanted}, D] is {qkv.shape}{of_slopes}; legal: a "
+            "number H of query heads that the number of key heads divides"
+        )
     return keys
 
 
@@ -388,7 +394,8 @@ def _check_separate(q, slopes, kv_heads: int | None, kv: KeysAndValues) -> int:
         of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
         raise ValueError(
             f"shapes do not fit: queries [B, N, H, D] are {q.shape}, keys [B, N, G, D] "
-            f"{k.shape}, values [B, N, G, Dv] {v.shape}{of_slopes}"
+            f"{k.shape}, values [B, N, G, Dv] {v.shape}{of_slopes}; "
+            "legal: the same B, N and D, and a number G of key heads that divides H"
         )
     return keys
 
@@ -398,7 +405,7 @@ class _AttentionCall(NamedTuple):
     implementation: str | None
     kv_heads: int
     over: str | None
-    # The cap of `attention_after`. The operands of other ops contain their cap.
+    # The soft cap for `attention_after`. Other ops have their soft cap in their operands.
     cap: Cap | None = None
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.target import target
 _KEPT = 32
 # Bytes of SMEM for the tables of pairs of blocks. Every chip has 1 MiB of SMEM.
 TABLES = 15 * 2**16
-# Number of these tables for size-major arrays. A table holds one int32 per pair of blocks.
+# Number of tables of pairs of blocks for size-major arrays. A table has one int32 per pair.
 _TABLES_OF_ROWS = 4
 # Number of rows in a register tile. A block of a size-major array has whole tiles, or all rows.
 _TILE = 8
@@ -206,7 +206,8 @@ def default_blocks(
     def cost(blocks: Blocks) -> float:
         tokens, count = blocks.queries, -(-N // blocks.queries)
         waits = alone if blocks.heads * each == 1 else 1.0
-        # A block of queries sees all blocks up to its own, or those of them in its window.
+        # A block of queries sees all blocks of keys up to its own position, or only the blocks in
+        # its window.
         in_window = count if window is None else -(-(window - 1) // tokens) + 1
         pairs = sum(min(n, in_window) for n in range(1, count + 1))
         return waits * costs[tokens] * tokens**2 * 2 * pairs

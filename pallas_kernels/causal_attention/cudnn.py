@@ -127,7 +127,7 @@ def attention_forward(
     rows: Rows = "size_major",
     interpret: bool = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies."""
+    """Return the attention output and each softmax's log-sum-exp, as `interface.py` specifies."""
     out, log_sums = _forward(_as_part(operands, kv_heads), causal=True, interpret=interpret)
     return write_slice(out, operands.to), log_sums
 
@@ -140,7 +140,7 @@ def attention_backward(
     rows: Rows = "size_major",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Return the cotangents of qkv and kv, as `interface` specifies."""
+    """Return the cotangents of qkv and kv, as `interface.py` specifies."""
     results = read_slices(results)
     d_q, d_kv = _backward(_as_part(operands, kv_heads), results, causal=True, interpret=interpret)
     return (d_q, d_kv) if operands.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
@@ -149,14 +149,14 @@ def attention_backward(
 def part_forward(
     operands: PartOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Attend from one part of a sequence to another, as `interface` specifies."""
+    """Attend from one part of a sequence to another, as `interface.py` specifies."""
     return _forward(operands, causal=False, interpret=interpret)
 
 
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface.py` specifies."""
     gradients = _backward(operands, results, causal=False, interpret=interpret)
     # Return float32, because the caller adds up the gradients of several parts.
     return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)

@@ -28,7 +28,7 @@ from pallas_kernels.causal_attention.interface import (
 
 
 class DeviceOps(NamedTuple):
-    """The attention functions that run on a single device: see `interface`."""
+    """The attention functions that run on a single device: see `interface.py`."""
 
     whole_forward: Callable[..., Any]
     whole_backward: Callable[..., Any]
@@ -108,7 +108,7 @@ def backward(
 
 
 def _queries_and_others(qkv, kv, kv_heads: int):
-    """Return the queries; and the keys and values, as one array or, if `kv` is given, as `kv`."""
+    """Return the queries, and the keys with the values: `kv`, or without it one array from qkv."""
     if kv is not None:
         return qkv, kv
     heads = qkv.shape[3] - 2 * kv_heads
@@ -204,9 +204,9 @@ class _Ring:
     def pairs(self, step: Int[Array, ""]) -> list[_RingPair]:
         """Return the two pairs of parts, queries and keys, to process after `step` ring steps.
 
-        If the keys that are held now belong to an earlier device, both of this device's parts see
-        the low part of the keys. If they belong to a later device, only this device's high part
-        sees keys, in both parts.
+        If the keys that this device received last belong to an earlier device, both of this
+        device's parts see the low part of the keys. If they belong to a later device, only this
+        device's high part sees keys, in both parts.
         """
         other = (self.me - step) % self.count
         low, high = self._parts_of(other)

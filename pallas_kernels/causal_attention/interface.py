@@ -37,7 +37,8 @@ KeysAndValues = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 class Window(int):
     """The size of a sliding window: query i sees key j only if `i - j` is smaller than it.
 
-    It is part of a tree's structure, because kernels are compiled for one window.
+    A `Window` is part of a pytree's structure and not a leaf, because kernels are compiled for one
+    window.
     """
 
 
@@ -45,7 +46,8 @@ class Window(int):
 class Cap(float):
     """The soft cap c of logits: `c tanh(x / c)` in place of `x = scale q_i . k_j`.
 
-    It is part of a tree's structure, because kernels do not support it.
+    A `Cap` is part of a pytree's structure and not a leaf, because kernels do not support soft
+    caps.
     """
 
 

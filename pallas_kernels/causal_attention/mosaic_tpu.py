@@ -93,7 +93,7 @@ def attention_forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies.
+    """Return the attention output and each softmax's log-sum-exp, as `interface.py` specifies.
 
     `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
     sizes.
@@ -116,7 +116,7 @@ def attention_backward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Return the cotangents of qkv and kv, as `interface` specifies.
+    """Return the cotangents of qkv and kv, as `interface.py` specifies.
 
     `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
     sizes.
@@ -145,7 +145,7 @@ def attention_backward(
 def part_forward(
     operands: PartOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Attend from one part of a sequence to another, as `interface` specifies."""
+    """Attend from one part of a sequence to another, as `interface.py` specifies."""
     of_part, blocks = _part("attention_blocks_forward", operands)
     out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
     return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
@@ -154,7 +154,7 @@ def part_forward(
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface.py` specifies."""
     of_part, blocks = _part("attention_blocks_backward", operands)
     results = results._replace(d_out=results.d_out.astype(operands.q.dtype))
     sums = (x.swapaxes(1, 2)[:, :, None] for x in (results.log_sums, _delta(results)))
@@ -218,7 +218,7 @@ def _key(
 def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[str, Any]) -> Blocks:
     """Return the block sizes that a tuning table lists for the key, or else the default.
 
-    Tables have block sizes for attention without a window.
+    Tables have block sizes for attention without a window only.
     """
     tokens = operands[0].shape[1]
     default = block_sizes.default_blocks(kernel, tokens, **key, window=_whole_window(operands))
@@ -230,7 +230,8 @@ def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[s
 def _whole_window(operands: AttentionOperands | PartOperands) -> int | None:
     """Return the window of attention over a whole sequence, or None.
 
-    Over a part, a window may be negative, and blocks are chosen as without a window.
+    For attention to a part of a sequence, the result is None. There a window may be negative, and
+    block sizes are chosen as if there were no window.
     """
     return None if isinstance(operands, PartOperands) else operands.window
 

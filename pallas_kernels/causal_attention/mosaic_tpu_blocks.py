@@ -56,9 +56,9 @@ class _BlocksCall(NamedTuple):
     keys: int
     alibi: bool
     segments: bool
-    offset: int | None  # Query i is at position `offset + i`; None if every query sees all keys.
+    offset: int | None  # The first query's position; None if every query sees all keys.
     by_keys: bool  # Whether pairs are ordered by key block, as in the backward pass.
-    window: int | None = None  # Query i sees key j only if `i - j` is smaller.
+    window: int | None = None  # Query i sees key j only if `i - j < window`.
 
     blocks = property(lambda self: self.work.blocks)
     dtype = property(lambda self: self.work.dtype)
@@ -117,7 +117,8 @@ class BlockOperands(NamedTuple):
       shift: the position of the first query for ALiBi, possibly traced; None means `offset`.
       rows: the memory order. With size-major rows, q, k and v are the same array [B, D, P, N], and
         offset is 0.
-      window: None, or query i sees key j only if `i - j` is smaller than it. It may be negative.
+      window: query i sees key j only if `i - j < window`. The window may be negative; None means no
+        limit.
     """
 
     q: HeadRows

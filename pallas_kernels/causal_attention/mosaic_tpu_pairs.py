@@ -1,6 +1,6 @@
 """The pairs of blocks that blockwise attention on TPUs computes, in order.
 
-A call is a `mosaic_tpu_blocks._BlocksCall`.
+In every function, `call` is a `mosaic_tpu_blocks._BlocksCall`, the static parameters of a kernel.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 # - MASKED: some queries of the pair do not see some of its keys, because of the order of tokens or
 #   of a window.
 # - DONE: the pair is the last one with its block of queries.
-# - NEW: the pair's other block must be extracted from size-major rows.
+# - NEW: the block of the pair to which the pair does not belong must be extracted from size-major
+#   rows.
 FIRST, LAST, MASKED, DONE, NEW = 1, 2, 4, 8, 16
 
 
@@ -26,7 +27,7 @@ def seen(call: Any, block: int) -> range:
     """Return the blocks of keys in which some query of a block of queries sees a key.
 
     There is at least one block, so that the results of all queries are written. If all keys are
-    before the window, it is the last block, and the queries see none of its keys.
+    before the window, the result is the last block, although the queries see none of its keys.
     """
     bq, bk, _ = call.blocks
     end = call.keys // bk
@@ -50,7 +51,7 @@ def is_masked(call: Any, i: int, j: int) -> bool:
 
 
 def all_masked(call: Any) -> bool:
-    """Return whether in every pair some query does not see some key."""
+    """Return whether every pair of blocks has a query that does not see one of the pair's keys."""
     blocks = range(call.queries // call.blocks.queries)
     return all(is_masked(call, i, j) for i in blocks for j in seen(call, i))
 

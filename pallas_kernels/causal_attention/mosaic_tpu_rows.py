@@ -20,7 +20,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, round_up
 
-# Number of words per entry that `Layout.view` returns. A view starts at a multiple of this number.
+# Number of 32-bit words that `Layout.view` returns for each component of a head's vectors. A view
+# starts at a multiple of this number.
 VIEWED = 4
 
 
@@ -88,7 +89,7 @@ class Layout(NamedTuple):
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
 
     def read_heads(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
-        """Return the heads (one or two) whose entries are stored in word `row` of each entry."""
+        """Return the one or two heads that are stored in word `row` of each vector component."""
         return self.read_heads_of_tiles(
             [words.at[tile] for tile in range(self.tokens // LANES)], row
         )
@@ -102,7 +103,7 @@ class Layout(NamedTuple):
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
     def write_heads(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """Write heads to word `row` of each entry, the inverse of `read_heads`.
+        """Write heads to word `row` of each vector component, the inverse of `read_heads`.
 
         The heads may have a wider dtype than the rows.
         """
@@ -135,7 +136,7 @@ def scratch(call: Any, **slots: int) -> dict[str, Any]:
     """Return the scratch shapes for 32-bit words and for extracted heads.
 
     Args:
-      call: the static parameters.
+      call: the static parameters of the kernel.
       slots: for each named array, the number of blocks whose heads are in scratch at a time.
     """
     heads = {"k": call.step, "v": call.step}
@@ -191,7 +192,7 @@ _ALL_ROWS = {"q": "rows_q", "k": "rows_k", "v": "rows_k"}
 
 
 def _first_rows(call: Any) -> dict[str, int]:
-    """Return the indices, in the axis of all P rows, of the first query, key and value row."""
+    """Return the indices, along the axis of P rows, at which queries, keys and values begin."""
     return {"q": 0, "k": call.heads, "v": call.heads + call.kv_heads}
 
 

@@ -53,13 +53,13 @@ class _WholeCall(NamedTuple):
     window: int | None
 
     def seen(self, start: int) -> slice:
-        """Return the keys, in whole tiles, that some query of the block from `start` sees."""
+        """Return the keys, in whole tiles, that some query of the block at `start` sees."""
         first = 0 if self.window is None else max(0, start - self.window + 1)
         return slice(first // LANES * LANES, start + self.queries)
 
     @property
     def logits(self) -> int:
-        """The number of logits of one head, without those that no query of a block sees."""
+        """The number of logits of one head, without keys that no query of a block sees."""
         if self.window is None:
             return self.length**2 // 2
         seen = (self.seen(start) for start in range(0, self.length, self.queries))
@@ -460,7 +460,7 @@ def _read(call: _WholeCall, name: str, rows, block: pl.BlockSpec) -> dict[str, A
 def _scratch(call: _WholeCall, written: dict[str, int], **read: int) -> dict[str, Any]:
     """Return the scratch shapes, which include 32-bit words for size-major arrays.
 
-    The arrays in `read` need no words if their heads are extracted in place.
+    The arrays in `read` need no words if the kernel reads their heads in place (`call.direct`).
     """
     scratch = {}
     if call.segments:

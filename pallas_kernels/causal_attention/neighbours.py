@@ -38,7 +38,8 @@ def forward(
     state = out.astype(sums.dtype), sums
     for hops in line.hops:
         out, sums = ops.part_forward(line.part(hops))
-        # The first devices have received no keys: what they have attended to gets no weight.
+        # The first devices received zeros in place of keys. Give attention to these zeros no
+        # weight.
         sums = jnp.where(line.me >= hops, sums, jnp.finfo(sums.dtype).min)
         state = merged(state, (out, sums))
     return state[0].astype(operands.qkv.dtype), state[1]
@@ -61,7 +62,8 @@ def backward(
     d_q, d_kv = jax.tree.map(lambda x: x.astype(dtype), (d_q, d_kv))
     for hops in line.hops:
         found = ops.part_backward(line.part(hops), results)
-        # Zeros in place of keys that do not exist may have given numbers that are not finite.
+        # The first devices attended to zeros in place of keys, so their gradients may be inf or
+        # NaN.
         found = jax.tree.map(lambda x, hops=hops: jnp.where(line.me >= hops, x, 0), found)
         d_q = d_q + found[0]
         d_kv = jax.tree.map(jnp.add, d_kv, line.sent_back(found[1], hops))
@@ -72,10 +74,10 @@ def backward(
 
 
 class _Line:
-    """The devices of an axis in the order of their tokens, as one of them sees them.
+    """The devices along a mesh axis, in the order of their tokens, from one device's point of view.
 
     Attributes:
-      me: this device's place.
+      me: this device's index along the axis.
       heads: the number of query heads.
       own: the operands of attention to this device's own keys.
     """
@@ -94,7 +96,7 @@ class _Line:
 
     @property
     def hops(self) -> range:
-        """The distances of the earlier devices that have keys within this device's windows."""
+        """The distances, in devices, to the earlier devices with keys in this device's windows."""
         most = -(-(self._operands.window - 1) // self._length)
         return range(1, min(most, self._count - 1) + 1)
 
@@ -112,7 +114,7 @@ class _Line:
         return PartOperands(self._q, kv, *of_logits, segments, window, operands.cap)
 
     def sent_back(self, tree: Any, hops: int) -> Any:
-        """Send arrays to the device `hops` before this one; return those for this device's keys."""
+        """Send arrays to the device `hops` before this one; return the arrays sent to this one."""
         pairs = [(device + hops, device) for device in range(self._count - hops)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self._axis, pairs), tree)
 

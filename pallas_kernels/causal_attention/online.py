@@ -42,7 +42,7 @@ _SIZES = (512, 256, 128)
 def attention_forward(
     operands: AttentionOperands, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies.
+    """Return the attention output and each softmax's log-sum-exp, as `interface.py` specifies.
 
     Sums are in float32 or wider.
     """
@@ -57,7 +57,7 @@ def attention_backward(
     kv_heads: int,
     rows: Rows = "size_major",
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Return the cotangents of qkv and kv, as `interface` specifies."""
+    """Return the cotangents of qkv and kv, as `interface.py` specifies."""
     gradients = _backward(True, _as_part(operands, kv_heads), read_slices(results))
     d_q, *d_kv = (x.astype(operands.qkv.dtype) for x in gradients)
     if operands.kv is not None:
@@ -66,14 +66,14 @@ def attention_backward(
 
 
 def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Attend from one part of a sequence to another, as `interface` specifies."""
+    """Attend from one part of a sequence to another, as `interface.py` specifies."""
     return _forward(False, _separated(operands))
 
 
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface.py` specifies."""
     d_q, d_k, d_v = _backward(False, _separated(operands), results)
     return d_q, operands.like_kv(d_k, d_v)
 

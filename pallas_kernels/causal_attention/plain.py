@@ -29,7 +29,7 @@ def module_for(*sizes: Any) -> ModuleType:
 
 
 def attention_forward(operands: AttentionOperands, *, kv_heads: int, **options: Any) -> Any:
-    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies."""
+    """Return the attention output and each softmax's log-sum-exp, as `interface.py` specifies."""
     return _module_of_sequence(operands, kv_heads).attention_forward(
         operands, kv_heads=kv_heads, **options
     )
@@ -38,18 +38,18 @@ def attention_forward(operands: AttentionOperands, *, kv_heads: int, **options: 
 def attention_backward(
     operands: AttentionOperands, results: ResultsAndCotangent, *, kv_heads: int, **options: Any
 ) -> Any:
-    """Return the cotangents of qkv and kv, as `interface` specifies."""
+    """Return the cotangents of qkv and kv, as `interface.py` specifies."""
     run = _module_of_sequence(operands, kv_heads).attention_backward
     return run(operands, results, kv_heads=kv_heads, **options)
 
 
 def part_forward(operands: PartOperands) -> Any:
-    """Attend from one part of a sequence to another, as `interface` specifies."""
+    """Attend from one part of a sequence to another, as `interface.py` specifies."""
     return _module_of_part(operands).part_forward(operands)
 
 
 def part_backward(operands: PartOperands, results: ResultsAndCotangent) -> Any:
-    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface.py` specifies."""
     return _module_of_part(operands).part_backward(operands, results)
 
 

@@ -47,7 +47,7 @@ def visible(
 def attention_forward(
     operands: AttentionOperands, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """Return the attention output and each softmax's log-sum-exp, as `interface` specifies.
+    """Return the attention output and each softmax's log-sum-exp, as `interface.py` specifies.
 
     Sums are in float32 or wider.
     """
@@ -63,7 +63,7 @@ def attention_backward(
     kv_heads: int,
     rows: Rows = "size_major",
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Return the cotangents of qkv and kv, as `interface` specifies."""
+    """Return the cotangents of qkv and kv, as `interface.py` specifies."""
     arrays = *split(operands, kv_heads), *read_slices(results)
     gradients = backward(*arrays, _terms(operands, 0), _causal(operands))
     gradients = [x.astype(operands.qkv.dtype) for x in gradients]
@@ -73,7 +73,7 @@ def attention_backward(
 
 
 def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """Attend from one part of a sequence to another, as `interface` specifies."""
+    """Attend from one part of a sequence to another, as `interface.py` specifies."""
     k, v = operands.keys_and_values
     mask = of_part(k.shape[1], operands.segments, operands.window)
     return forward(operands.q, k, v, _terms(operands, operands.shift), mask)
@@ -82,7 +82,7 @@ def part_forward(operands: PartOperands) -> tuple[Float[Array, "B Q H Dv"], Floa
 def part_backward(
     operands: PartOperands, results: ResultsAndCotangent
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
-    """Return the cotangents of `part_forward`'s q and kv, as `interface` specifies."""
+    """Return the cotangents of `part_forward`'s q and kv, as `interface.py` specifies."""
     k, v = operands.keys_and_values
     mask = of_part(k.shape[1], operands.segments, operands.window)
     arrays = operands.q, k, v, *results
@@ -125,7 +125,7 @@ def forward(q, k, v, terms, mask):
 
     Args:
       q, k, v: queries [B, N, H, D], keys [B, M, G, D] and values [B, M, G, Dv].
-      terms: the other terms of logits.
+      terms: the scale, ALiBi's slopes, the positions' shift and the soft cap of the logits.
       mask: a function from the positions of a block's queries to the mask of the visible keys.
 
     Returns:
@@ -187,7 +187,7 @@ def _causal(operands: AttentionOperands):
 
 
 def _within(window: Window | None, distance, mask):
-    """Return the mask without the pairs whose query is not less than `window` after the key."""
+    """Restrict a mask to pairs whose query is less than `window` tokens after the key."""
     return mask if window is None else mask & (distance < window)
 
 

@@ -1,8 +1,8 @@
 """The gated delta rule on TPUs, with a grid over batch rows, groups of heads, and chunks.
 
 A grid step processes one chunk of tokens for a group of heads. Chunks are processed in sequence,
-and the heads' states stay in VMEM. Operands are `[B, H, T, K]`, the layout that XLA chooses by
-itself if it is free to. The backward pass processes the chunks from the last to the first, and
+and the heads' states stay in VMEM. Operands are `[B, H, T, K]`, the layout that XLA chooses if no
+other layout is required. The backward pass processes the chunks from the last to the first, and
 recomputes each chunk from the saved state before it.
 
 For 8192 tokens with 32 heads in bfloat16 on v6e (918 TFLOP/s, 1640 GB/s), the forward kernel needs
@@ -49,7 +49,7 @@ def forward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """Return what each token reads, the final state and the saved states (see `interface`)."""
+    """Return what each token reads, the final state and the saved states (see `interface.py`)."""
     call = _ChunksCall.of(operands, scale, _FORWARD_HEADS)
     B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
     inputs, prefetch = _inputs(call, operands, lambda n: n)
@@ -74,7 +74,7 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> DeltaGradients:
-    """Return the cotangents of the operands and of the initial state (see `interface`)."""
+    """Return the cotangents of the operands and of the initial state (see `interface.py`)."""
     call = _ChunksCall.of(operands, scale, _BACKWARD_HEADS)
     B, seq, H, _ = operands.q.shape
     back = lambda n: call.chunks - 1 - n

@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 class _Shared(NamedTuple):
     """Intermediate results of a chunk that both passes need.
 
-    Operands of products are in the narrow dtype. M, P, U, G, S and V are as in `xla`.
+    Operands of products are in the narrow dtype. M, P, U, G, S and V are as in the module `xla`.
 
     Attributes:
       factors: for each level, `e` to the sum of log decays between a token and the middle of its

@@ -38,7 +38,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 def forward(
     operands: DeltaOperands, state: Float[Array, "B H K V"], *, scale: float
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """Return what each token reads, the final state and the saved states (see `interface`)."""
+    """Return what each token reads, the final state and the saved states (see `interface.py`)."""
 
     def of_chunk(state, chunk):
         read, after = _chunk(chunk, state, scale)
@@ -56,7 +56,7 @@ def backward(
     *,
     scale: float,
 ) -> DeltaGradients:
-    """Return the cotangents of the operands and of the initial state (see `interface`)."""
+    """Return the cotangents of the operands and of the initial state (see `interface.py`)."""
 
     def of_chunk(d_state, xs):
         *chunk, documents, before, state, d_read = xs
@@ -153,11 +153,12 @@ def _scores(x, k, log_decay, narrow):
     Returns:
       For each of several x, the products `sum_c x_ic k_jc e^(G_ic - G_jc)` of tokens i > j, as a
       matrix that is 0 elsewhere; and the products of each token with itself (i = j), where the
-      exponential is 1. Then G; and for each token, the sum of g over the later tokens of the chunk.
+      exponential is 1. Also G, the sums of g up to each token; and for each token, the sum of g
+      over the later tokens of the chunk.
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Blocks of one token, which are joined below.
+    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Begin with blocks of one token.
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
         in_halves = (*k.shape[:-2], size // (2 * half), 2, half, width)
@@ -236,7 +237,7 @@ def _inverse(lower):
     inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
     for half in (1 << n for n in range((size - 1).bit_length())):
         blocks = lower.reshape(*lower.shape[:-2], -1, 2 * half, size // (2 * half), 2 * half)
-        below = jnp.diagonal(blocks, axis1=-4, axis2=-2)  # [.., 2 half, 2 half, blocks]
+        below = jnp.diagonal(blocks, axis1=-4, axis2=-2)  # Shape [.., 2 half, 2 half, blocks].
         below = jnp.moveaxis(below, -1, -3)[..., half:, :half]
         pairs = inverse.reshape(*inverse.shape[:-3], -1, 2, half, half)
         first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]

@@ -68,7 +68,7 @@ def grouped_matmul(
     if matrices.shape[1] != rows.shape[1] or matrices.dtype != rows.dtype:
         raise ValueError(
             f"matrices {matrices.dtype}{list(matrices.shape)} do not fit rows {rows.dtype}"
-            f"{list(rows.shape)}: K and the dtype must be the same"
+            f"{list(rows.shape)}: matrices [G, K, N] and rows [M, K] must have the same K and dtype"
         )
     if sizes.shape != matrices.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(

@@ -52,7 +52,7 @@ def logits_with_sums(
     if kernel.shape[0] != x.shape[1] or kernel.dtype != x.dtype:
         raise ValueError(
             f"kernel {kernel.dtype}{list(kernel.shape)} does not fit x {x.dtype}{list(x.shape)}: "
-            "width and the dtype must be the same"
+            "kernel [width, vocab] and x [tokens, width] must have the same width and dtype"
         )
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(

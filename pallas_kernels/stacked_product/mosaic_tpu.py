@@ -20,9 +20,9 @@ from pallas_kernels.target import target
 
 # Maximum number of rows. With more rows, the arithmetic takes longer than the copy on every TPU.
 MOST_ROWS = 256
-# Preferred maximum number of bytes per block, and preferred minimum number of grid steps. At most
-# two blocks are copied at a time, so only large blocks hide the latency of a copy. The product with
-# the last block overlaps with no copy, so a block should be a small part of the whole.
+# Preferred maximum number of bytes per block, and preferred minimum number of grid steps per call.
+# At most two blocks are copied at a time, so only large blocks hide the latency of a copy. The
+# product with the last block overlaps with no copy, so a block should be a small part of the whole.
 _BYTES, _STEPS = 3 * 2**20, 4
 # Maximum VMEM for all blocks, in sixtieths of the VMEM limit (see `Target.vmem_part`).
 _BUDGET = 50

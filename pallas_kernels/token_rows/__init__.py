@@ -35,15 +35,15 @@ def rows_of_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "rows width"]:
-    """Gather, for each row, the vector of the token whose choice the row holds: `x[order // each]`.
+    """Gather, for each row, the vector of the token whose choice has the row: `x[order // each]`.
 
     `each` is the number of choices per token, `choices / tokens`.
 
     Args:
       x: one vector per token.
       order: for each row, the number of its choice. Choices are numbered by token: the first
-        token's are 0 to each - 1, and so on. Rows at the end that hold no choice must still have a
-        valid number, which is not used.
+        token's are 0 to each - 1, and so on. Rows at the end to which no choice is assigned must
+        still have a valid number, which is not used.
       places: for each choice, the index of its row, or `rows` (the number of rows) if the choice
         has no row.
       implementation: None chooses the fastest one for the platform that the program is lowered for.
@@ -67,7 +67,7 @@ def sums_of_rows(
     """Return the sum of each token's rows in the rows' dtype, accumulated in float32 or wider.
 
     Args:
-      rows: the rows. Rows that hold no choice may have any values, including NaN.
+      rows: the rows. Rows to which no choice is assigned may have any values, including NaN.
       order, places, implementation: as in `rows_of_tokens`.
       each: the number of choices per token.
 

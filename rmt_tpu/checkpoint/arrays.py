@@ -21,10 +21,10 @@ from rmt_tpu.storage import faults
 CHUNK_BYTES = 16 * 2**20
 # Maximum bytes of concurrent reads or writes: sixteen chunks, enough requests for a remote store.
 BYTES_IN_FLIGHT = 256 * 2**20
-_ALIGNMENT = 64  # alignment in bytes of arrays that JAX uses on a CPU without a copy
+_ALIGNMENT = 64  # Alignment in bytes with which JAX on a CPU uses an array without a copy.
 
-# Maps each compression to its zarr codecs. They follow the codec that makes bytes, and precede the
-# checksum.
+# Maps each compression to its zarr codecs. zarr applies them after the codec that turns numbers
+# into bytes, and before the checksum.
 COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
 
 DTYPES = frozenset(
@@ -33,10 +33,10 @@ DTYPES = frozenset(
     "float64 complex64 complex128".split()
 )
 
-# A part of the name of every stacked parameter of layers, and of its optimizer state.
+# The names of stacked layer parameters, and of their optimizer state, contain this part.
 _LAYERS = "stacks"
 
-Index = tuple[tuple[int, int], ...]  # (start, stop) for each axis; hashable, unlike slices
+Index = tuple[tuple[int, int], ...]  # (start, stop) per axis. Unlike slices, tuples are hashable.
 
 
 class StoredArray(NamedTuple):
@@ -82,7 +82,7 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        # Two different shapes with two axes may also be [L, size] with two different sizes.
+        # Refuse two different shapes with two axes. They may be [L, size] with different sizes.
         if ours == theirs and not of_a_layer:
             return False
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
@@ -135,14 +135,20 @@ def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
         try:
             storage.join(name)
         except UsageError:
-            raise UsageError(f"an array cannot be stored under the name {name!r}") from None
+            raise UsageError(
+                f"an array cannot be stored under the name {name!r}; legal: relative names without "
+                "'..', backslash, colon or control characters"
+            ) from None
         if name in leaves:
-            raise UsageError(f"two arrays have the same name {name!r}")
+            raise UsageError(f"two arrays have the same name {name!r}; legal: distinct names")
         leaves[name] = leaf
     for name in leaves:
         for slash in re.finditer("/", name):
             if (outer := name[: slash.start()]) in leaves:
-                raise UsageError(f"array {name!r} would be stored inside array {outer!r}")
+                raise UsageError(
+                    f"array {name!r} would be stored inside array {outer!r}; legal: a name that "
+                    "does not begin with another array's name and a slash"
+                )
     return leaves, treedef
 
 
@@ -157,7 +163,7 @@ def describe(name: str, leaf: Any) -> StoredArray:
       UsageError: the leaf is not an array, or its dtype cannot be stored.
     """
     if not hasattr(leaf, "dtype"):
-        raise UsageError(f"{name}: only arrays can be stored, not {type(leaf).__name__}")
+        raise UsageError(f"{name}: only arrays can be stored, but it is a {type(leaf).__name__}")
     prng = None
 
     def key_data(key: jax.Array) -> jax.Array:
@@ -171,7 +177,8 @@ def describe(name: str, leaf: Any) -> StoredArray:
         leaf = jax.eval_shape(key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     dtype = np.dtype(leaf.dtype).name
     if dtype not in DTYPES:
-        raise UsageError(f"{name}: numbers of dtype {dtype} cannot be stored")
+        legal = ", ".join(sorted(DTYPES))
+        raise UsageError(f"{name}: numbers of dtype {dtype} cannot be stored; legal: {legal}")
     return StoredArray(name, tuple(leaf.shape), dtype, tuple(leaf.shape), prng)
 
 
@@ -268,7 +275,10 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
         wrap = partial(jax.random.wrap_key_data, impl=array.prng)
         placed = jax.jit(wrap, out_shardings=sharding)(placed)
     if placed.dtype != leaf.dtype:
-        raise UsageError(f"{array.name}: {leaf.dtype} needs jax_enable_x64, or a numpy array")
+        raise UsageError(
+            f"{array.name}: {leaf.dtype} needs jax_enable_x64=True in JAX's config, or a numpy "
+            "array to restore into"
+        )
     return placed
 
 

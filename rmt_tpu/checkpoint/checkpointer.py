@@ -57,11 +57,11 @@ from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Folder, Unavailable
 from rmt_tpu.streams import log_line
 
-_RETENTION = Retention()  # the default rules: keep the last three steps
+_RETENTION = Retention()  # By default, the last three steps are kept.
 
 _channels = itertools.count()
 
-_SLOW_SECONDS = 60.0  # seconds after which a message says that a save is still in progress
+_SLOW_SECONDS = 60.0  # A save that takes longer than this is reported as slow.
 
 
 class Checkpointer:
@@ -113,11 +113,11 @@ class Checkpointer:
         self._report = report
         # Maps the step of each damaged checkpoint to the generation number of its COMMIT file.
         self._damaged: dict[int, Any] = {}
-        self._has_gone_back = False  # whether an interrupted `go_back`, if any, was completed
+        self._has_gone_back = False  # Whether this object has completed any interrupted `go_back`.
         self._channel: processes.Channel | None = None
         self._background: Background[Saved] = Background("checkpoint")
-        # Report the error of a save at interpreter exit at the latest. The interpreter has then
-        # waited for the thread that saves.
+        # If no method has raised the error of a save, report it at interpreter exit. By then, the
+        # interpreter has waited for the thread that saves.
         weakref.finalize(self, self._background.tell, report)
 
     def steps(self) -> list[int]:
@@ -199,12 +199,12 @@ class Checkpointer:
         started = time.monotonic()
         before = self.wait()
         if step < 0:
-            raise UsageError(f"a checkpoint's step must not be negative, got {step}")
+            raise UsageError(f"step={step} must not be negative; legal: 0 or more")
         sources, arrays = to_store(tree, self._compression)
         manifest = seal(arrays, meta)
         blocks = blocks_of(sources, arrays)
-        # Number channels in the main thread: there all processes start the same saves in the same
-        # order, so they agree on the numbers.
+        # Number communication channels in the main thread. There, all processes start the same
+        # saves in the same order, so they agree on the numbers.
         self._channel = self._channel or processes.Channel(f"checkpoint-{next(_channels)}")
         attempt = Attempt(
             self.root,
@@ -417,11 +417,13 @@ class Checkpointer:
 
     def _check_step(self, steps: list[int], step: int) -> None:
         if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            what = (
+            available = ", ".join(map(str, steps)) or "none"
+            problem = (
                 "is not a checkpoint" if type(step) is int else "must be the number of a checkpoint"
             )
-            raise ArgumentError(f"step={shown(step)} {what} in {self.root}; available: {there}")
+            raise ArgumentError(
+                f"step={shown(step)} {problem} in {self.root}; available: {available}"
+            )
 
     def _read_manifest(self, step: int, commit: bytes) -> "_Found":
         attempt = Commit.from_bytes(commit).attempt
@@ -442,14 +444,16 @@ class Checkpointer:
             if not (name in wanted and name in stored and theirs.fits(ours)):
                 differing.append(f"{name}: checkpoint {theirs}, model {ours}")
         if differing:
-            what = f"checkpoint step {step} in {self.root} does not fit the model"
             more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
-            raise UsageError(f"{what}: {'; '.join(differing[:8])}{more}")
+            raise UsageError(
+                f"checkpoint step {step} in {self.root} does not fit the model: "
+                f"{'; '.join(differing[:8])}{more}"
+            )
 
     def _read(self, name: str, limit: int) -> storage.Found:
         found = self.root.read(name, limit=limit)
         if found is None:
-            raise Fault(f"{name} is missing")
+            raise Fault(f"the file {name} is missing")
         return found
 
     def _open(self, found: "_Found", arrays: Iterable[StoredArray]) -> list:

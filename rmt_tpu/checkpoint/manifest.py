@@ -15,8 +15,8 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault
 
 # Version of the checkpoint format. Version 2 changed the order of weights that apply to
-# concatenated data vectors, to entry first and vector second. Version 3 introduced compressed
-# arrays.
+# concatenated data vectors: the axis of a vector's entries is now before the axis of vectors.
+# Version 3 introduced compressed arrays.
 FORMAT_VERSION = 3
 
 # Maximum sizes in bytes of the files COMMIT and manifest.json.
@@ -25,7 +25,7 @@ MANIFEST_LIMIT = 64 * 2**20
 
 ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
-_LARGEST = 2**62  # maximum bytes in an array, and maximum length of an axis
+_LARGEST = 2**62  # Maximum bytes in an array, and maximum length of an axis.
 _MOST_AXES = 32
 
 
@@ -57,7 +57,7 @@ class Commit(NamedTuple):
             fields = json.loads(data)
             attempt, loss = ATTEMPT.fullmatch(fields["attempt"])[0], fields.get("loss")
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-            raise Fault("COMMIT is damaged: it names no attempt") from None
+            raise Fault("COMMIT is damaged: it names no attempt to save the step") from None
         is_number = type(loss) in (int, float) and math.isfinite(loss)
         return cls(attempt, float(loss) if is_number else None)
 

@@ -1,4 +1,4 @@
-"""Rules that say which checkpoints are kept, and the deletion of all others."""
+"""Rules for which checkpoints to keep, and the deletion of all others."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ class Retention:
 
     def __post_init__(self):
         if self.last < 1:
-            raise UsageError(f"the last {self.last} checkpoints cannot be kept; legal: at least 1")
+            raise UsageError(f"last={self.last} checkpoints cannot be kept; legal: at least 1")
         for name, value in (("every", self.every), ("best", self.best)):
             if value < 0:
                 raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
@@ -126,14 +126,15 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
     """
     if _BACK not in names:
         return None
-    # The file is in the list, but another process may have deleted it since.
+    # `names` contains the file, but another process may have deleted it since they were listed.
     if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:
         return None
     try:
         return int(json.loads(found.data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Fault(
-            f"{folder}/{_BACK} is damaged: it contains no step; delete it and the later steps"
+            f"{folder}/{_BACK} is damaged: it contains no step; delete it, and the steps after the "
+            "one to go back to"
         ) from None
 
 
@@ -163,7 +164,8 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
     losses = {step: commit and commit.loss for step, commit in commits.items()}
     undamaged = {step: loss for step, loss in losses.items() if step not in damaged}
     retained = retention.retained_steps(undamaged) | {saved}
-    # Another process may still be writing an attempt at the step that was just saved.
+    # Delete nothing in the folder of the step that was just saved, because another process may
+    # still be writing an attempt there.
     found.pop(saved, None)
     for step, entries in sorted(found.items()):
         unneeded = entries - {"COMMIT"}

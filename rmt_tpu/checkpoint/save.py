@@ -101,7 +101,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
         if isinstance(source, jax.Array) and not source.is_fully_addressable
     }
     blocks = deque()
-    if processes.is_first():  # every process holds all arrays that are not in `shared`
+    if processes.is_first():  # Other processes have the same values.
         own = (array for array in arrays if array.name not in shared)
         blocks += (
             Block(array, *piece) for array in own for piece in _own_pieces(sources[array.name])
@@ -254,7 +254,7 @@ class Attempt(NamedTuple):
             found.generation == self.damaged
             and self.folder.delete(path, generation=found.generation)
         ):
-            raise Fault("the step is already committed")
+            raise Fault(f"step {self.step} is already committed: the file {path} exists")
 
     def _open(self, attempt: str, mode: Literal["create", "write"]) -> dict[str, ts.TensorStore]:
         parent = self.folder.child(f"{self.step}/{attempt}/arrays").kvstore()
@@ -271,7 +271,7 @@ class Attempt(NamedTuple):
                 )
                 yield block.array, block.num_bytes, write
 
-        deque(in_flight(jobs()), maxlen=0)  # run all jobs and keep no result
+        deque(in_flight(jobs()), maxlen=0)  # Run all jobs, and discard their results.
 
     def _abandon(self, attempt: str) -> None:
         """Delete an attempt's folder if no COMMIT names the attempt, ignoring storage errors."""
@@ -289,7 +289,8 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
     """
     if not folder.create(f"{step}/COMMIT", content.to_bytes()):
         raise Fault(
-            "another writer committed the step first; does another process train in this folder?"
+            f"another writer committed the step first: the file {step}/COMMIT exists; does another "
+            "process train in this folder?"
         )
 
 

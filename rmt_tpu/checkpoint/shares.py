@@ -54,7 +54,7 @@ class Part(NamedTuple):
     index: Index
 
 
-@lru_cache(maxsize=4)  # a run calls this with the same layouts at every save
+@lru_cache(maxsize=4)  # Every save of a run has the same layouts.
 def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
     """Return the parts that a process writes, in the order of the arrays.
 
@@ -67,7 +67,7 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
     related = _related_processes(process, layouts)
     own: list[Part] = []
     copies: list[tuple[int, tuple[int, ...], Part]] = []
-    written: Counter[int] = Counter()  # maps each process to the number of bytes assigned to it
+    written: Counter[int] = Counter()  # Maps each process to the bytes assigned to it.
     for position, layout in enumerate(layouts):
         if layout.sharding is None:
             written[0] += math.prod(layout.shape) * layout.item_bytes
@@ -90,14 +90,14 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
         for size, holders, copy in copies
         for part in (_chunks(copy, layouts[copy.array].chunk) if size > split_above else [copy])
     ]
-    # Assign parts that many processes hold last, to the processes that have the fewest bytes by
-    # then.
+    # Assign the parts with the most copies last, each to the process that then has the fewest
+    # bytes.
     shared.sort(key=lambda each: (len(each[1]), -each[0]))
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for size, holders, part in shared:
         heap = heaps.setdefault(holders, [(0, holder) for holder in holders])
-        # The heap is ordered by assigned bytes. Update entries of processes that were assigned
-        # parts of other heaps since.
+        # A heap orders processes by the bytes assigned to them. Update the entries of processes
+        # that have since been assigned parts from other heaps.
         while heap[0][0] != (now := written[heap[0][1]]):
             heapq.heapreplace(heap, (now, heap[0][1]))
         owner = heap[0][1]

@@ -91,7 +91,7 @@ def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def describe(config: RunConfig) -> str:
-    """Return a text that lists the learning rate factors by parameter name, or "" without any."""
+    """Return a text that lists the learning rate factors by parameter name, "" if none exists."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 
@@ -102,7 +102,8 @@ def metrics(config: RunConfig, params: Any) -> dict[str, jax.Array]:
     independent, its typical size is the length of `g q`, which this function computes for each
     site. It is 0 at the start of training. If it is 2 or more, a few sources receive most of the
     weight. "train/depth/logit" is the mean over sites, and "train/depth/largest_logit" the maximum.
-    The projection of an "input" query is left out.
+    With `query="input"`, only the learned vector q is measured, not the projection that is added to
+    it.
     """
     if "query" not in factors(config):
         return {}

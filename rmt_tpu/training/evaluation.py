@@ -78,7 +78,8 @@ class HeldOutLoss:
             batch = put_batch(read, shape, self._batch_sharding)
             sums.append(jax.tree.map(float, self._sums(params, batch)))
         *totals, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
-        # Held-out conversations may have no token with a loss.
+        # The weight is 0 if the held-out conversations have no token with a loss. The mean is then
+        # NaN.
         return HeldOut(*jax.tree.map(lambda total: total / (weight or math.nan), totals))
 
 

@@ -97,7 +97,8 @@ class Freeze(NamedTuple):
             if not frozen:
                 return x
             if self.steps is None:
-                # Constants, so that the compiler drops the products that compute the gradients.
+                # Return a constant, so that the compiler drops the products that compute the
+                # gradients.
                 return jnp.full_like(x, value)
             return jnp.where(step < self.steps, jnp.asarray(value, x.dtype), x)
 
@@ -105,7 +106,7 @@ class Freeze(NamedTuple):
 
 
 def freeze_of(config: TrainConfig, roles: Any) -> Freeze | None:
-    """Return what `train.freeze` freezes in a model, or None if it is empty.
+    """Return what `train.freeze` freezes in a model, or None if the field is empty.
 
     Args:
       config: the config of training.
@@ -149,7 +150,7 @@ def is_frozen(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def learned(config: TrainConfig, tree: Any) -> dict[str, Any]:
-    """Return what a tree has for the parameters that learn in some step of a run, by path.
+    """Return, by path, the leaves of a tree for the parameters that learn in some step of a run.
 
     Args:
       config: the config of training.
@@ -167,7 +168,7 @@ def path_of(path: tuple) -> str:
 
 
 def describe(config: TrainConfig, params: Any) -> str:
-    """Return a text that lists what `train.freeze` freezes and what learns, or "" if it is empty.
+    """Return a text that lists frozen and learning parameters, or "" if `train.freeze` is empty.
 
     Args:
       config: the config of training.

@@ -10,7 +10,7 @@ from jaxtyping import Int64
 
 import sharding
 
-_Batch = TypeVar("_Batch")  # a `data.Batch`, or another tree of arrays of the same shape
+_Batch = TypeVar("_Batch")  # A `data.Batch`, or another tree of arrays of equal shape.
 
 
 def put_batch(

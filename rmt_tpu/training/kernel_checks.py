@@ -43,7 +43,7 @@ VARIABLE = "RMT_TPU_CACHE"
 CheckMode = Literal["auto", "off"]
 # Maps each operation whose kernel failed its check to the reason, on one line.
 Failures = dict[str, str]
-_SECONDS = 3600.0  # seconds to wait until all processes have checked their kernels
+_SECONDS = 3600.0  # Time limit for the checks of all processes, in seconds.
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
@@ -92,8 +92,8 @@ def check_kernels(
 
     On a GPU, operations whose kernels are not the default are timed if `config.model.kernels` is
     "auto", and use their kernels in the `with` body if these are faster. The choices that an
-    earlier start of the run wrote to its folder hold; operations that have no choice yet are added.
-    A CPU has no kernels, so nothing is checked there.
+    earlier start of the run wrote to its folder still apply; operations that have no choice yet are
+    added. A CPU has no kernels, so nothing is checked there.
 
     Args:
       config: the run's config, with every "auto" resolved.
@@ -179,7 +179,7 @@ def calls_of(config: RunConfig, run: PreparedRun) -> list[TracedCall]:
     return calls
 
 
-_DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids and of its loss weights
+_DTYPES = (jnp.int32, jnp.float32)  # The dtypes of a batch's token ids and of its loss weights.
 
 
 def merge_failures(failures_by_process: Sequence[Failures]) -> Failures:
@@ -248,7 +248,7 @@ def _times(
                     seconds = [device_check.time_case(case, kind) for kind in ("pallas", "xla")]
                     _record(key, seconds=seconds)
                 total = [a + b for a, b in zip(total, seconds, strict=True)]
-        except Exception as error:  # no error in a timing may end the run
+        except Exception as error:  # A failed timing must not end the run.
             words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             log(f"note: {name} cannot be timed, so it uses plain JAX: {words}")
             continue

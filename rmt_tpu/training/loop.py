@@ -68,7 +68,7 @@ class LoopInputs(NamedTuple):
     tasks: TaskMetrics
 
     def continuing(self, start: Start) -> "LoopInputs":
-        """Return these inputs with the mixture of texts, if there is one, as it is at the start."""
+        """Return these inputs, with the mixture of texts (if any) replaced by that of `start`."""
         if start.mixture is None:
             return self
         return self._replace(
@@ -105,12 +105,13 @@ class Loop:
         )
         # Maps the last evaluated step to the loss on held-out text at that step.
         self.evaluated: dict[int, float] = {}
-        # The metrics of the step in progress, how long it waited for its batch, and the number of
-        # windows read after it.
+        # For the step in progress: its metrics, the seconds that it waited for its batch, and the
+        # number of training windows read up to its end.
         self.pending: tuple[dict[str, jax.Array], float, int] | None = None
-        # The step of the last save that was started, and when it was, on the clock of this process.
+        # The step of the last save that was started, and the time of its start on this process's
+        # clock.
         self.save_step, self.save_time = start.step, time.monotonic()
-        self.good_step: int | None = start.step or None  # step of the last committed checkpoint
+        self.good_step: int | None = start.step or None  # The last committed step.
         self.may_overflow, self.overflowed = may_overflow, False
 
     def run(
@@ -120,7 +121,7 @@ class Loop:
         on_saved: Callable[[int], None],
         stop_loss: float,
     ) -> Outcome:
-        """Run all remaining steps, or until a signal arrives or the loss is `stop_loss` or less.
+        """Run steps until the last one, until a signal, or until the loss is at most `stop_loss`.
 
         Then the final files are written.
 
@@ -161,7 +162,7 @@ class Loop:
     def _steps(
         self, train_step, profile_steps: int, stop: signals.Stop, stop_loss: float
     ) -> signal.Signals | None:
-        """Run steps to the last one, a signal or `stop_loss`; return the signal or None."""
+        """Run steps until the last one, a signal or `stop_loss`; return the signal or None."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
         highest = processes.DelayedMax(self.model.mesh)
@@ -268,7 +269,10 @@ class Loop:
             )
 
     def _watch_gradient_norm(self, norm: float) -> dict[str, float]:
-        """Count a step's gradient norm; return its deviations above the running mean, by name."""
+        """Record a step's gradient norm, and return how far it is above the running mean.
+
+        The result is a metric by name, in standard deviations; {} in the first steps.
+        """
         deviations = self.spikes.spread.deviations(norm)
         self.spikes = self.spikes._replace(spread=self.spikes.spread.counting(norm))
         return {} if deviations is None else {"optim/grad_norm_deviations": deviations}
@@ -289,7 +293,8 @@ class Loop:
 
         Args:
           why: what happened in the step.
-          windows_read: number of windows read up to this step, which are left out.
+          windows_read: number of windows read up to this step. The run leaves them out after it
+            goes back.
         """
         most, restarts = self.config.train.spike_restarts, self.spikes.restarts
         if restarts >= most:
@@ -312,7 +317,7 @@ class Loop:
         seconds, now = self.config.train.checkpoint_seconds, time.monotonic()
         if not processes.is_first() or seconds == 0 or now - self.save_time < seconds:
             return signals.GO_ON
-        self.save_time = now  # all processes save a step later; do not request again until then
+        self.save_time = now  # Processes save one step later. Do not request a second save.
         return signals.SAVE
 
     def _save(self) -> None:

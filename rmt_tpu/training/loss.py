@@ -95,7 +95,7 @@ def _chunks(batch: int, seq: int, vocab: int) -> int:
     This is the smallest sufficient number n, or if n does not divide the length, a divisor between
     n and 2n if there is one. Otherwise the last chunk is padded with tokens of weight 0.
     """
-    tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # tokens in a chunk
+    tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # The number of tokens in a chunk.
     fewest = max(-(-seq // tokens), 1)
     equal = (n for n in range(fewest, 2 * fewest) if seq % n == 0)
     return next(equal, fewest)
@@ -210,7 +210,7 @@ def _loss(static, kernel, x, targets, weights, texts):
     multiplier, cap, z_loss, vocab, _, num_texts = static
     x, targets, weights = map(_tokens, (x, targets, weights))
     logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)
-    padded = kernel.shape[1] > vocab  # see `_unembedding`
+    padded = kernel.shape[1] > vocab  # `_unembedding` has added columns of zeros.
     logits, chosen = soft_capped(logits, cap), soft_capped(chosen, cap)
     if padded:
         is_word = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab
@@ -225,8 +225,8 @@ def _loss(static, kernel, x, targets, weights, texts):
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
         gradient = softmax * (1 + 2 * z_loss * log_z[:, None]) - is_target
         if cap is not None:
-            # Multiply by the derivative of the cap. In a column of padding the gradient is 0, so
-            # any factor is right.
+            # Multiply by the derivative of the soft cap. In a column of padding the gradient is 0,
+            # so any factor is right.
             gradient = gradient * (1 - jnp.square(jnp.maximum(logits, -cap) / cap))
         return (multiplier * weights[:, None] * gradient).astype(x.dtype)
 

@@ -19,7 +19,7 @@ from rmt_tpu.training import freeze
 from rmt_tpu.training.copies import substitute_copies
 from rmt_tpu.training.run import PreparedRun
 
-_BATCH_BYTES_PER_TOKEN = 16  # a token in a batch has three int32 numbers and one float32 number
+_BATCH_BYTES_PER_TOKEN = 16  # A token has three int32 numbers and one float32 number.
 
 
 class MemoryLowerBound(NamedTuple):
@@ -60,7 +60,8 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
         tokens_at_once //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
     token_bytes = model.residual_size * min(dtype.itemsize for dtype in dtypes)
-    # number of layers that the scan over layers runs, which is how often stacks repeat their period
+    # The scan over layers runs one layer for each repeat of a stack's period (its sequence of
+    # cores).
     repeats = sum(stack.repeat for stack in model.stacks)
     activations = tokens_at_once * token_bytes * (repeats if keeps_residuals else 1)
     gradients = substitute_copies(run.abstract.params, run.abstract.copies)

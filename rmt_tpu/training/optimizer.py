@@ -206,9 +206,9 @@ def _statistic_update(
     update: jax.Array, shares: jax.Array, param: jax.Array, role: str
 ) -> jax.Array:
     match role:
-        case "balance_steps":  # +1 for an expert whose load is below the mean, -1 above
+        case "balance_steps":  # +1 if an expert's load is below the mean, -1 if above.
             return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)
-        case "histogram":  # the update replaces the old histogram by that of the batch
+        case "histogram":  # The batch's histogram replaces the old one.
             return shares - param
         case "load":
             return jnp.zeros_like(update)

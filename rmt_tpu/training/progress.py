@@ -8,7 +8,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rmt_tpu.progress import ProgressDisplay
 
-_WINDOW = 20  # number of steps over which tokens per second are averaged
+_WINDOW = 20  # Tokens per second are averaged over this number of steps.
 
 
 class TrainingProgress(ProgressDisplay):

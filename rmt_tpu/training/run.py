@@ -212,7 +212,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
 
 
 def place_parameters(model: ModelConfig, mesh: jax.sharding.Mesh, virtual: int) -> tuple[Any, Any]:
-    """Return the shapes of a model's parameters, as a run holds them, and their partition specs.
+    """Return the shapes of a model's parameters, as a run stores them, and their partition specs.
 
     Args:
       model: the model's config.

@@ -88,7 +88,7 @@ class ExitNotice:
     """The message and exit code of a process if a signal ends it outside of the training loop.
 
     Attributes:
-      ending: the end of the printed line, which says what state the run is left in.
+      ending: the end of the printed line, which states what the run has saved.
       saved: whether all progress is saved. The exit code is 0 if so, and otherwise 128 + the number
         of the signal.
     """

@@ -11,10 +11,10 @@ from rmt_tpu.runs.side_files import Restart
 
 # Number of steps over which the spread is averaged, and number of steps before it is used.
 _WINDOW, _FIRST = 200, 50
-# Smallest standard deviation of the logarithm: otherwise, a change of a few percent could be a
-# spike where norms are nearly constant.
+# Smallest standard deviation of the logarithm of the norm. Without this minimum, a change of a few
+# percent could be a spike if norms are nearly constant.
 _LEAST_DEVIATION = 0.05
-_MOST_COUNTED = 4.0  # number of standard deviations up to which a norm changes the spread
+_MOST_COUNTED = 4.0  # A norm counts as at most this many standard deviations from the mean.
 
 
 class GoBack(Restart):

@@ -155,7 +155,7 @@ def _restore_at(
     if meta.get("tokenizer", fingerprint) != fingerprint:
         raise UsageError(
             f"--tokenizer={config.data.tokenizer} differs from the tokenizer of checkpoint {step} "
-            f"in {flag}; give the same one, or another {name}"
+            f"in {flag}; legal: the same tokenizer, or another {name}"
         )
     mixture, read = text.mixture, meta["windows_read"]
     if mixture is not None:
@@ -165,13 +165,14 @@ def _restore_at(
     elif "mixture" in meta:
         raise UsageError(
             f"--data={config.data.source}: the run in {flag} was trained on a mixture up to step "
-            f"{step}; legal: --mixture='{config.data.source}=1' to go on with this text alone"
+            f"{step}; legal: --mixture='{config.data.source}=1' to continue with this text "
+            "alone"
         )
     elif meta["data_checksum"] != text.checksum:
         raise UsageError(
             f"--data={config.data.source} does not give the tokens that the run in {flag} was "
             f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version of "
-            f"Python has changed; give the same ones, or another {name}"
+            f"Python has changed; legal: the same files and versions, or another {name}"
         )
     spikes = SpikeState.of_meta(meta.get("spikes"))
     state = run.with_copies(state)

@@ -72,7 +72,7 @@ class Difference(NamedTuple):
 
     def is_within(self, bound: float) -> bool:
         """Return whether the difference is at most `bound` times the largest logit."""
-        return self.largest <= bound * self.scale  # False for NaN
+        return self.largest <= bound * self.scale  # The result is False for NaN.
 
     def __str__(self) -> str:
         return f"differ by at most {self.largest:.2g} (the largest logit is {self.scale:.3g})"
@@ -192,7 +192,8 @@ class _Comparison:
         )
         devices = lambda axis: math.prod(mesh.shape[name] for name in sharding.RULES[axis])
         microbatches = self._schedule.microbatches if self._schedule else 1
-        # Devices that share a sequence in a ring have two parts of it each.
+        # Each device that shares a sequence in a ring has two parts of it, so the number of parts
+        # must divide the length.
         parts = 2 * devices("tokens") if devices("tokens") > 1 else 1
         seq_len = max(parts, min(_TOKENS, config.data.seq_len) // parts * parts)
         self._shape = devices("batch") * microbatches, seq_len
@@ -242,7 +243,8 @@ class _Comparison:
             largest, mesh, (self._specs, of_batch), PartitionSpec(mesh.axis_names)
         )
         compute = lambda *args: jnp.max(on_devices(*args), axis=0)
-        # A precision that the user has set for training would make the products less exact.
+        # Override a precision that the user may have set for training, because it would make the
+        # products less exact.
         with jax.default_matmul_precision("highest"):
             found = jax.jit(compute, out_shardings=sharding.replicated(mesh))(
                 (params, source_params), batch

@@ -134,7 +134,7 @@ def make_gradients(
 
     def added_up(params: Any, batch: Batch) -> tuple[Any, Loss]:
         total = sharding.total(jnp.sum(batch.weights), sharding.RULES["batch"])
-        total = jnp.maximum(total, 1)  # a batch of conversations may have no token with a loss
+        total = jnp.maximum(total, 1)  # A batch of conversations may have no token with a loss.
 
         def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:
             loss = batch_loss(graphdef, params, part, **options)
@@ -190,7 +190,7 @@ def make_train_step(
     def stepped(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(substitute_copies(state.params, state.copies), batch)
         with jax.named_scope("optimizer"):
-            # The number of updates so far, because skipped steps make none.
+            # Count updates and not steps, because skipped steps make no update.
             updates_made = state.step - state.skipped
             learning = zero_statistics(grads, roles)
             if freeze is not None:

@@ -98,7 +98,7 @@ def train(
         except GoBack as back:
             options = options._replace(windows_read=back.windows_read)
         change_config, from_step, profile_steps = True, None, 0
-        gc.collect()  # free the arrays of the first loop before the second makes its own
+        gc.collect()  # Free the first loop's arrays before the second loop makes its own.
 
 
 class _TrainOptions(NamedTuple):
@@ -210,7 +210,7 @@ def _prepare(
 
 
 def _back_step(folder: Folder, from_step: int | None, changes: workdir.ConfigChanges) -> int | None:
-    """Return the result of `workdir.step_to_go_back_to` on process 0, on every process."""
+    """Compute `workdir.step_to_go_back_to` on process 0, and return it on every process."""
     step = None
     if processes.is_first():
         step = workdir.step_to_go_back_to(folder, from_step, changes=bool(changes.lines))
@@ -240,11 +240,11 @@ def _write_folder(
     """Write config, tokenizer and chat template into the folder, on the first process."""
     if changes.restarts:
         archive_metrics(folder)
-    folder.delete(DIVERGED)  # an earlier start of the run may have diverged
+    folder.delete(DIVERGED)  # An earlier start of the run may have diverged and left this file.
     workdir.write_config(folder, config, [] if changes.restarts else changes.lines)
     tokenizer.save(folder)
     if (template := chat_template_of(config, tokenizer)) is not None:
-        template.save(folder)  # the server uses this template
+        template.save(folder)  # The server formats chats with this template.
     text_ends.save(folder, tokenizer)
 
 
