@@ -37,7 +37,7 @@ class BankPipeline(Pipeline):
 
     A row is an array that later chunks read, such as a sum of sublayers' outputs. One row, the
     first or the last, is the start that `first` returns. Chunks complete the other rows. A message
-    between stages has one slot per chunk: slot 0 holds the rows of the chunk that was just
+    between stages has one slot per chunk: slot 0 contains the rows of the chunk that was just
     completed, slot 1 the rows of the chunk before that chunk, and so on.
 
     Args:
@@ -230,15 +230,15 @@ class BankPipeline(Pipeline):
         if not self.slots:
             return d_banks
         moved = self._transfer(jnp.stack(moved), tick, back=True)
-        for j in range(self.slots):  # These are zeros if this stage has sent no rows.
+        for j in range(self.slots):  # `moved` is zeros if this stage sent no rows.
             rows = self._rows(d_banks, after, before=j) + moved[j]
             d_banks = self._with_rows(d_banks, after, rows, before=j)
         return d_banks
 
     def _start(self, banks: Banks, place: StageWork, before: int) -> tuple:
         row = self.first_chunk_row + (place.chunk - before) * self.chunk_rows
-        # If there is no chunk that many places before, the row is negative. Its slot is never sent,
-        # so any legal row will do.
+        # If there is no such earlier chunk, the row is negative. Such rows are never sent, so any
+        # legal row will do.
         place = (place.microbatch % len(banks), jnp.maximum(row, self.first_chunk_row))
         return (*place, *(0,) * (banks.ndim - 2))
 

@@ -33,7 +33,7 @@ SavedStates = Any
 class StatePipeline(Pipeline):
     """A pipeline whose chunks of layers map a state, which is a tree of arrays, to a new state.
 
-    A message between stages holds one state. A stage keeps the state before each of its chunks
+    A message between stages contains one state. A stage keeps the state before each of its chunks
     until the backward pass of the chunk is done.
 
     Args:
@@ -66,7 +66,7 @@ class StatePipeline(Pipeline):
         )
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[State, State]:
-        """Return the shapes of the result of `first`, and of the state that `last` takes."""
+        """Return the shapes of the result of `first`, and of the state that `last` accepts."""
         start = jax.eval_shape(self.first, parameters.first, slice_at(context, 0))
         return start, start
 

@@ -67,7 +67,7 @@ def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> n
     if left > 1:
         raise MeshError(
             f"--mesh={spec!r} cannot be divided over {slices} slices; legal: the size of "
-            f"{' or '.join(_BETWEEN_SLICES)} a multiple of {slices}"
+            f"{' or '.join(_BETWEEN_SLICES)} is a multiple of {slices}"
         )
     within = tuple(size // between[axis] for axis, size in zip(AXES, shape, strict=True))
     return mesh_utils.create_hybrid_device_mesh(

@@ -68,7 +68,7 @@ def axis_size(names: Names) -> int:
 
 
 def axis_index(names: Names) -> Int[Array, ""] | int:
-    """Return this device's index along these mesh axes, of which the first is the outermost."""
+    """Return this device's index along these mesh axes, which are given from the outermost on."""
     used = _used(names)
     return jax.lax.axis_index(used) if used else 0
 
@@ -134,7 +134,8 @@ def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
 
     def add_one(x: Array, spec: PartitionSpec) -> Array:
         names = unused_axes(mesh, spec)
-        # Without the barrier, XLA would sum in bfloat16 where x was cast from bfloat16 to float32.
+        # Without this optimization barrier, XLA would sum in bfloat16 where x was cast from
+        # bfloat16 to float32.
         return jax.lax.psum(jax.lax.optimization_barrier(x), names) if names else x
 
     if isinstance(specs, PartitionSpec):

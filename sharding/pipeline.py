@@ -1,8 +1,8 @@
 """Pipeline parallelism: each stage has a part of the layers, and microbatches pass through stages.
 
 The code runs per device (in a `jax.shard_map` with the stage axis manual and `check_vma=False`).
-`sharding.schedule` says which work a stage does in each unit of time, a *tick*. The code loops over
-the ticks, so the body of the loop is compiled only once. There are two kinds of pipeline:
+`sharding.schedule` states which work a stage does in each unit of time, a *tick*. The code loops
+over the ticks, so the body of the loop is compiled only once. There are two kinds of pipeline:
 
 - `sharding.carried`: a chunk of layers maps a state to a state of the same shapes, which is sent to
   the next stage.
@@ -240,7 +240,7 @@ class Pipeline:
     ) -> Any:
         """Return `d_first` with the gradient of the function `first` added if `begins` is true.
 
-        `begins` says whether the stage runs the backward pass of a microbatch's first chunk.
+        `begins` states whether the stage runs the backward pass of a microbatch's first chunk.
         """
 
         def run():

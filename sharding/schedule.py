@@ -1,12 +1,12 @@
 """The schedule of a pipeline: the work of each stage in each tick, and the data that it sends.
 
-Each of P stages holds V chunks of layers (its *virtual* stages). Stage r holds the chunks v P + r,
-for v from 0 to V - 1, out of `C = P V` chunks. Each of M microbatches passes forward through all
-chunks and then backward through all chunks. In each tick, a stage computes the forward pass of one
-chunk for one microbatch, and then the backward pass of one chunk for another microbatch. The
-backward passes of a microbatch start as soon as it has left the last chunk ("one forward, one
-backward", Narayanan et al. 2021). At the end of a tick, the stages send their results around a
-ring. The table shows chunk.microbatch for P = 2, V = 2 and M = 4:
+Each of P stages has V chunks of layers (its *virtual* stages). Stage r has the chunks v P + r, for
+v from 0 to V - 1, out of `C = P V` chunks. Each of M microbatches passes forward through all chunks
+and then backward through all chunks. In each tick, a stage computes the forward pass of one chunk
+for one microbatch, and then the backward pass of one chunk for another microbatch. The backward
+passes of a microbatch start as soon as it has left the last chunk ("one forward, one backward",
+Narayanan et al. 2021). At the end of a tick, the stages send their results around a ring. The table
+shows chunk.microbatch for P = 2, V = 2 and M = 4:
 
     tick               0   1   2   3   4   5   6   7   8   9  10  11
     stage 0 forward  0.0 0.1 2.0 2.1 0.2 0.3 2.2 2.3
@@ -175,8 +175,8 @@ class Schedule:
         """Return the distinct sets of messages, and the index of the set to send after each tick.
 
         Args:
-          spans: for each chunk, the number of slots to send after it; slot 0 holds the chunk's own
-            rows.
+          spans: for each chunk, the number of slots to send after it; slot 0 contains the chunk's
+            own rows.
           back: whether the messages are for the backward pass, in which the slots return to their
             sender after the backward pass of the next chunk.
         """

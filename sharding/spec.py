@@ -13,7 +13,7 @@ AXES = ("stage", "data", "fsdp", "expert", "key", "sequence", "tensor")
 def parse_mesh(spec: str) -> dict[str, int]:
     """Return the axis sizes given in a text such as "data=2,fsdp=4", in the order of the text.
 
-    At most one axis may have size -1, which stands for all devices that the other axes leave.
+    At most one axis may have size -1, which means all devices that the other axes leave.
 
     Raises:
       MeshError: the text does not describe a mesh.

@@ -71,7 +71,7 @@ def causal_attention(
     """Compute `sum_j softmax_j(scale q_i . k_j - slope (i - j)) v_j` for each query i.
 
     The sum runs over the keys j <= i in the segment of query i, and only over those with
-    `i - j < window` if there is a window. With a soft cap c, `c tanh(x / c)` takes the place of
+    `i - j < window` if there is a window. With a soft cap c, `c tanh(x / c)` replaces
     `x = scale q_i . k_j`.
 
     Args:
@@ -82,13 +82,13 @@ def causal_attention(
       segment_ids: the segment of each token; None means that each batch row is one segment.
       kv_heads: G, the number of key heads and of value heads. Each of them is shared by H / G
         consecutive query heads. None means G = H.
-      kv: keys [B, N, G, D] and values [B, N, G, Dv], if they are separate arrays. Then qkv holds
+      kv: keys [B, N, G, D] and values [B, N, G, Dv], if they are separate arrays. Then qkv contains
         only the queries, and kv_heads is not needed.
       rows: the preferred memory order for the kernels: [B, D, P, N] ("size_major", as the
         key-vector kernels write it) or [B, P, D, N] ("head_major", as a projection writes it).
-      over: a mesh axis, within `jax.shard_map`, along which tokens are sharded. Then qkv holds this
-        device's tokens, segment_ids cover all tokens, and keys and values are passed around a ring
-        of devices.
+      over: a mesh axis, within `jax.shard_map`, along which tokens are sharded. Then qkv contains
+        this device's tokens, segment_ids cover all tokens, and keys and values are passed around a
+        ring of devices.
       window: the number of tokens that each token sees, itself included; None means all earlier
         ones.
       cap: the soft cap; None means no cap. Only "xla" supports it, and is used by default.
@@ -329,7 +329,7 @@ def _window(window: int | None, qkv, over: str | None) -> Window | None:
 
 def _check_window(window: int) -> None:
     if window < 1:
-        raise ValueError(f"window={window}; legal: at least 1, or None")
+        raise ValueError(f"window={window} must be at least 1, or None")
 
 
 def _cap(cap: float | None) -> Cap | None:
@@ -341,7 +341,7 @@ def _cap(cap: float | None) -> Cap | None:
     if cap is None:
         return None
     if not 0 < cap < math.inf:
-        raise ValueError(f"cap={cap}; legal: a finite number above 0, or None")
+        raise ValueError(f"cap={cap} must be a finite number above 0, or None")
     return Cap(cap)
 
 

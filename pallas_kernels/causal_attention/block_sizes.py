@@ -196,8 +196,8 @@ def default_blocks(
         return rows == "size_major" or work(blocks).fits
 
     def of(tokens: int) -> Blocks:
-        # Prefer blocks whose span covers all queries. Of these, prefer blocks with many heads,
-        # because work on one head hides another's latency.
+        # Prefer blocks whose span (the range of queries of one kernel call) covers all queries. Of
+        # these, prefer blocks with many heads, because work on one head hides another's latency.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         whole_span = [blocks for blocks in fitting if has_room(blocks) and work(blocks).span >= N]

@@ -229,7 +229,8 @@ class _Mask(NamedTuple):
 
     Attributes:
       causal: whether keys after the query are masked.
-      window: the number of keys that a query sees, up to its own; 0 for all. It needs `causal`.
+      window: the number of keys that a query sees, up to its own; 0 for all. A window requires
+        `causal`.
     """
 
     causal: bool

@@ -50,7 +50,8 @@ def forward(
     ring = _Ring(axis, operands)
     parts = jax.tree.map(ring.balanced, (operands.qkv, operands.kv))
     q, kv = _queries_and_others(*parts, kv_heads)
-    arriving = ring.passed_on(kv)  # This transfer overlaps with the work on the current keys.
+    # The transfer of the next keys overlaps with the work on the current keys.
+    arriving = ring.passed_on(kv)
     out, sums = ring.split_parts(ops.whole_forward(ring.own(*parts)))
     state = out.astype(sums.dtype), sums
     state = _add(state, 1, ops.part_forward(ring.part(q[1], _at(kv, 0), ring.high, ring.low)))
@@ -125,7 +126,7 @@ class _RingPair(NamedTuple):
     Attributes:
       query: the part of this device that has the queries: 0 for its low part, 1 for its high part.
       key: the index of the part with the keys, among the two parts whose keys the device currently
-        holds.
+        has.
       parts: the indices, within the sequence, of the part with the queries and of the part with the
         keys.
     """
@@ -152,7 +153,7 @@ class _Ring:
         return device, 2 * self.count - 1 - device
 
     def balanced(self, x: Float[Array, "B N *rest"]) -> Float[Array, "2 B half_N *rest"]:
-        """Return this device's low and high part, given its two consecutive parts in x."""
+        """Return the low and the high part of this device, given its two consecutive parts in x."""
         halves = jnp.split(x, 2, axis=1)
         even, odd = (self._move(x, self._homes(n)) for n, x in enumerate(halves))
         swapped = self.me % 2 == 1
@@ -168,7 +169,7 @@ class _Ring:
     def _homes(self, half: int) -> list[tuple[int, int]]:
         """Return a pair (device, home) for each part `2 device + half`.
 
-        `device` holds the part in token order, and `home` is the device that processes it.
+        `device` has the part in token order, and `home` is the device that processes it.
         """
         parts = (2 * device + half for device in range(self.count))
         return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]

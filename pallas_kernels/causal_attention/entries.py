@@ -3,7 +3,7 @@
 Let i be a query's position and j a key's. A softmax over j does not change if a term that depends
 only on i is added. So ALiBi's term `-slope (i - j)` may be replaced by `slope j`, which is the dot
 product `(256 slope, slope) . (j // 256, j % 256)`. Integers up to 256 are exact in bfloat16, and so
-is a slope that is a power of two. Two more entries hold the rounding error of any other slope.
+is a slope that is a power of two. Two more entries contain the rounding error of any other slope.
 
 Each segment has a code `c`, a vector of signs. The term `512 (c_i . c_j - len(c))` is 0 within a
 segment and at most -1024 between two segments. In float32, this gives a weight of 0 as long as

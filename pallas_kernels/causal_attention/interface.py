@@ -12,7 +12,7 @@ orders:
     part_backward(PartOperands, ResultsAndCotangent) -> cotangents of q and kv, at least float32
     unsupported(op, *operands) -> the reason in one line if they are not supported, or None
 
-Outputs are in the dtype of the queries. `log_sums` holds each softmax's log-sum-exp, at least
+Outputs are in the dtype of the queries. `log_sums` contains each softmax's log-sum-exp, at least
 float32. If `to` is not None, the output is written into that slice of a stack, and the stack is
 returned in place of the output. In the backward pass, with logits s and weights p: `ds = p (d_out v
 - sum(out d_out))`, where the sum runs over an output vector's entries.

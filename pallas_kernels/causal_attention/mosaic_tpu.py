@@ -31,8 +31,8 @@ from pallas_kernels.causal_attention.interface import (
 )
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
-# Maximum length for which the whole-sequence kernel is faster, although half of its logits are
-# masked.
+# Maximum length for which the whole-sequence kernel is faster than the blockwise kernel, although
+# half of its logits are masked.
 _WHOLE = 1024
 
 
@@ -180,7 +180,7 @@ def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands,
     tokens = math.gcd(blocks.queries, blocks.keys, operands.q.shape[1], k.shape[1])
     if isinstance(operands.kv, tuple):
         kv = (by_blocks.HeadRows(tokens_last(x, "head_major")) for x in operands.kv)
-    else:  # One array holds the keys, followed by the values.
+    else:  # One array contains the keys, followed by the values.
         rows = tokens_last(operands.kv, "head_major")
         kv = by_blocks.HeadRows(rows), by_blocks.HeadRows(rows, kv_heads)
     of_part = by_blocks.BlockOperands(

@@ -215,7 +215,7 @@ def attention_backward_of_rows(
 ) -> Float[Array, "B D P N"]:
     """Return the cotangent of queries, keys and values in one size-major array.
 
-    `KernelWork.supports_rows` says whether the kernels support such an array.
+    `KernelWork.supports_rows` states whether the kernels support such an array.
     """
     call = _call_of(operands, blocks, by_keys=True)
     B, rows = operands.q.array.shape[0], operands.q.array.shape[2]
@@ -255,7 +255,7 @@ def _span_backward(operands: BlockOperands, log_sums, delta, d_out, blocks, inte
     return out["d_q"], out["d_k"], out["d_v"]
 
 
-# The kernels ---------------------------------------------------------------------------------
+# Functions that run inside the kernels -------------------------------------------------------
 
 
 def _forward_kernel(call: _BlocksCall, ref):
@@ -288,8 +288,8 @@ def _forward_kernel(call: _BlocksCall, ref):
     @pl.when(at.is_(pairs.LAST))
     def _():
         for head in range(call.step * call.each):
-            # `total`, the sum of the weights, is 0 for a query that saw no key. With the maximum,
-            # the output of such a query is 0, not NaN.
+            # The sum of the weights, `total`, is 0 for a query that saw no key. A lower limit above
+            # 0 makes the output of such a query 0 and not NaN.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
@@ -478,7 +478,7 @@ def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
     return _slope(call, ref, at, head) * place.astype(jnp.float32)
 
 
-# Around the kernels --------------------------------------------------------------------------
+# Functions that prepare and call the kernels -------------------------------------------------
 
 
 def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _BlocksCall:

@@ -59,9 +59,10 @@ def all_masked(call: Any) -> bool:
 def tables(call: Any) -> dict[str, np.ndarray]:
     """Return tables that map each grid step to the blocks and the properties of its pair.
 
-    `queries` and `keys` hold the pair's blocks, and `kinds` its properties as bits. `done` holds
-    the block of queries whose gradients were completed last, or, before the first completion, the
-    block that is completed first. `fetched` holds the block of size-major rows that is in VMEM.
+    `queries` and `keys` contain the pair's blocks, and `kinds` its properties as bits. `done`
+    contains the block of queries whose gradients were completed last, or, before the first
+    completion, the block that is completed first. `fetched` contains the block of size-major rows
+    that is in VMEM.
     """
     seen_by = [seen(call, i) for i in range(call.queries // call.blocks.queries)]
     pairs = [(i, j) for i, blocks in enumerate(seen_by) for j in blocks]

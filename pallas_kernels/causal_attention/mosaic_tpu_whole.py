@@ -169,7 +169,7 @@ def attention_backward(
     return tokens_first(result["d_qkv"], rows)
 
 
-# The kernels ---------------------------------------------------------------------------------
+# Functions that run inside the kernels -------------------------------------------------------
 
 
 def _forward_kernel(call: _WholeCall, ref):
@@ -281,7 +281,7 @@ def _logits(call: _WholeCall, ref, head, q, k, start):
     return jnp.where(visible, logits, MASKED)
 
 
-# Rows of a head ------------------------------------------------------------------------------
+# Reading and writing of a head's rows --------------------------------------------------------
 
 
 def _for_each_group(call: _WholeCall, ref, attend):
@@ -366,7 +366,7 @@ def _write_heads(call: _WholeCall, ref, name: str, part: int, group, arrays):
     call.layout(vectors).write_heads(scratch, row, arrays)
 
 
-# Around the kernels --------------------------------------------------------------------------
+# Functions that prepare and call the kernels -------------------------------------------------
 
 
 def _divisor(length: int, most: int) -> int:
@@ -390,7 +390,7 @@ def _call_of(
         window=operands.window,
     )
     if queries is not None or operands.window is not None:
-        return call  # Tables have block sizes for attention without a window.
+        return call  # Tuning tables have block sizes only for attention without a window.
     key = {name: getattr(call, name) for name in KERNELS[kernel].key}
     key["dtype"] = jnp.dtype(call.dtype).name
     return call._replace(

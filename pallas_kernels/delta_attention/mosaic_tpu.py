@@ -24,7 +24,8 @@ from pallas_kernels.call import LANES, largest_divisor, tpu_call
 from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import DeltaGradients, DeltaOperands, chunk_size
 
-# Maximum number of heads per grid step: the products of one head hide the latency of another's.
+# Maximum number of heads per grid step, in the forward and in the backward pass. With several
+# heads, the products of one head hide the latency of another head's products.
 _FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 
@@ -93,7 +94,7 @@ def backward(
     return DeltaGradients(*heads, d_beta, out["d_state"].swapaxes(-1, -2))
 
 
-# The kernels ---------------------------------------------------------------------------------
+# Functions that run inside the kernels -------------------------------------------------------
 
 
 def _forward_kernel(call: "_ChunksCall", inputs, outputs, scratch):
@@ -144,7 +145,7 @@ def _load(call: "_ChunksCall", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]
     return chunk, masks
 
 
-# Around the kernels --------------------------------------------------------------------------
+# Functions that prepare and call the kernels -------------------------------------------------
 
 
 class _ChunksCall(NamedTuple):

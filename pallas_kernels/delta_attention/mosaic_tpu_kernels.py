@@ -1,6 +1,6 @@
 """The computation of one chunk of tokens on TPUs, for several heads at once; the maths is in `xla`.
 
-All arrays hold G heads, `[G, C, ..]`, where C is a power of two. States are stored transposed, `[G,
+All arrays have G heads, `[G, C, ..]`, where C is a power of two. States are stored transposed, `[G,
 V, K]`, so that the decays of their rows vary along the lanes.
 
 A pair of tokens i > j belongs to a level: the highest bit in which i and j differ. At that level,
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.products import dot
 
-# Number of rows in a tile of 32-bit words, and in a tile of bfloat16.
+# Number of rows in a register tile of 32-bit words, and in a register tile of bfloat16 numbers.
 _SUBLANES, _TILE = 8, 16
 
 
@@ -212,7 +212,7 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
     )
 
 
-# Sums of decays ------------------------------------------------------------------------------
+# Sums of log decays over tokens --------------------------------------------------------------
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
@@ -263,7 +263,7 @@ def _sibling(x, half):
     return jnp.where(_lower(tiles.shape, half), down, up).reshape(x.shape)
 
 
-# Between tokens ------------------------------------------------------------------------------
+# Matrices over pairs of tokens ---------------------------------------------------------------
 
 
 def _at(differing_bits, level):
@@ -323,7 +323,7 @@ def _inverse(lower: Float[Array, "G C C"], differing_bits, narrow) -> Float[Arra
     return inverse.astype(jnp.float32) + _plain(inverse, rest.astype(narrow))
 
 
-# Products of each head -----------------------------------------------------------------------
+# Matrix products for each head ---------------------------------------------------------------
 
 
 _plain = functools.partial(dot, over=(2, 1), of_each=(0,))

@@ -1,6 +1,6 @@
 """Products of groups of rows with one matrix per group, as experts multiply their tokens' vectors.
 
-The rows are sorted by group, and `sizes` holds the number of rows of each group. Rows after the
+The rows are sorted by group, and `sizes` contains the number of rows of each group. Rows after the
 last group belong to no group.
 
 Implementations: "xla" (`jax.lax.ragged_dot`, on any platform), "mosaic_tpu" (JAX's megablox kernels

@@ -54,7 +54,7 @@ def of_matrices(
     """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
     tile = _tile_rows(len(rows), len(sizes))
     tiling = tile, *_of_matrix(rows.dtype, rows.shape[1], d_products.shape[1])
-    # The kernel takes the rows transposed, and transposes them back when it reads them.
+    # The kernel requires transposed rows, and transposes them back when it reads them.
     turned = _padded(rows, tile).swapaxes(0, 1)
     d_products = _padded(d_products, tile)
     return tgmm(turned, d_products, sizes, rows.dtype, tiling, interpret=interpret)
@@ -70,7 +70,7 @@ def _tile_rows(rows: int, groups: int) -> int:
 
 
 def _of_matrix(dtype, *sizes: int) -> list[int]:
-    """Return the numbers of rows and columns of a tile of a matrix with this dtype."""
+    """Return the size (rows and columns) of the tiles of a matrix with this dtype."""
     return [min(_BYTES // jnp.dtype(dtype).itemsize, size) for size in sizes]
 
 

@@ -56,7 +56,8 @@ def logits_with_sums(
         )
     if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
-            f"targets is {targets.dtype}{list(targets.shape)}, but must be {len(x)} integers"
+            f"targets is {targets.dtype}{list(targets.shape)}, but must be {len(x)} integers, "
+            "one per row of x"
         )
     run = functools.partial(_IMPLEMENTATIONS.run, implementation, "logits")
     return run(x, kernel, targets, multiplier=multiplier)

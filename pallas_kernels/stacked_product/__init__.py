@@ -11,8 +11,8 @@ kernel on TPUs. Only "xla" is differentiable.
 An implementation is a module with these functions:
 
     product(rows, matrices, layer) -> `rows @ matrices[layer, p]` for every p, joined along N
-    unsupported(op, rows, matrices, layer) -> None if the implementation supports these operands,
-        or else one line that says why not
+    unsupported(op, rows, matrices, layer) -> None if the implementation supports these operands, or
+        else the reason in one line
 """
 
 import functools
@@ -65,7 +65,7 @@ def product_at(
     if matrices.shape[2] != rows.shape[1]:
         raise ValueError(
             f"shapes do not fit: rows [T, K] is {list(rows.shape)}, and matrices [L, P, K, N] is "
-            f"{list(matrices.shape)}; K must be the same"
+            f"{list(matrices.shape)}; both must have the same K"
         )
     run = functools.partial(_IMPLEMENTATIONS.run, implementation, "product")
     return run(rows, matrices, jnp.asarray(layer, jnp.int32))

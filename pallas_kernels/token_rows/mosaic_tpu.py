@@ -19,7 +19,8 @@ from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
-# Rows per grid step. If they belong to two groups of 128 tokens, they are read once for each group.
+# Number of rows per grid step. If these rows belong to two groups of 128 tokens, they are read once
+# for each group.
 _TILE = 256
 # Maximum number of bytes per row of a tile. The kernel does not request VMEM, so it gets the
 # default of 16 MiB even if a core has more.

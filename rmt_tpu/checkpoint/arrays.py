@@ -21,7 +21,7 @@ from rmt_tpu.storage import faults
 CHUNK_BYTES = 16 * 2**20
 # Maximum bytes of concurrent reads or writes: sixteen chunks, enough requests for a remote store.
 BYTES_IN_FLIGHT = 256 * 2**20
-_ALIGNMENT = 64  # Alignment in bytes with which JAX on a CPU uses an array without a copy.
+_ALIGNMENT = 64  # JAX on a CPU uses arrays with this alignment in bytes without a copy.
 
 # Maps each compression to its zarr codecs. zarr applies them after the codec that turns numbers
 # into bytes, and before the checksum.
@@ -33,10 +33,11 @@ DTYPES = frozenset(
     "float64 complex64 complex128".split()
 )
 
-# The names of stacked layer parameters, and of their optimizer state, contain this part.
+# The names of stacked layer parameters, and of their optimizer state, contain the part "stacks".
 _LAYERS = "stacks"
 
-Index = tuple[tuple[int, int], ...]  # (start, stop) per axis. Unlike slices, tuples are hashable.
+# An index has a pair (start, stop) for each axis. Unlike slices, such pairs are hashable.
+Index = tuple[tuple[int, int], ...]
 
 
 class StoredArray(NamedTuple):
@@ -82,7 +83,8 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        # Refuse two different shapes with two axes. They may be [L, size] with different sizes.
+        # Two different shapes with two axes do not fit, because they may be [L, size] with two
+        # sizes.
         if ours == theirs and not of_a_layer:
             return False
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
@@ -163,7 +165,9 @@ def describe(name: str, leaf: Any) -> StoredArray:
       UsageError: the leaf is not an array, or its dtype cannot be stored.
     """
     if not hasattr(leaf, "dtype"):
-        raise UsageError(f"{name}: only arrays can be stored, but it is a {type(leaf).__name__}")
+        raise UsageError(
+            f"{name} has the type {type(leaf).__name__}, but only arrays can be stored"
+        )
     prng = None
 
     def key_data(key: jax.Array) -> jax.Array:
@@ -196,7 +200,7 @@ def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredAr
 
 
 def chunk_shape(source: Any) -> tuple[int, ...]:
-    """Return the shape of an array's stored chunks: a shard, divided to at most `CHUNK_BYTES`.
+    """Return the shape of an array's stored chunks: parts of a shard with at most `CHUNK_BYTES`.
 
     A shard is divided into equal parts, so that no chunk overlaps two shards. Otherwise two
     processes might write to the same chunk, and would have to wait for each other.

@@ -61,14 +61,15 @@ _RETENTION = Retention()  # By default, the last three steps are kept.
 
 _channels = itertools.count()
 
-_SLOW_SECONDS = 60.0  # A save that takes longer than this is reported as slow.
+_SLOW_SECONDS = 60.0  # Number of seconds after which a save is reported as slow.
 
 
 class Checkpointer:
     """A store of checkpoints, each of which has a pytree of arrays and metadata for one step.
 
-    Only one run should write to a root at a time; any number may read. If two processes save the
-    same step anyway, exactly one of them commits it, and the save of the other fails.
+    Only one run should write to a root at a time; any number of programs may read from it. If two
+    processes save the same step anyway, exactly one of them commits it, and the save of the other
+    fails.
 
     All methods must be called from the same thread. At exit the interpreter waits for the thread
     that `begin_save` starts, and reports its error if no method has raised it.
@@ -307,8 +308,8 @@ class Checkpointer:
             access, so that the newest undamaged step is unknown.
         """
         self._background.join()
-        # All processes use the list of process 0, because a network file system may show new files
-        # to some hosts earlier than to others.
+        # All processes use the list of steps from process 0, because a network file system may show
+        # new files to some hosts earlier than to others.
         steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
         load = lambda candidate: self._load_together(candidate, like, partial)
         return self._newest(steps, step, load)
@@ -352,7 +353,7 @@ class Checkpointer:
         return self._find(step).arrays
 
     def identity(self, step: int | None = None) -> tuple[int, str]:
-        """Return a step and the name of its attempt, which differs between any two saves.
+        """Return a step and the name of its attempt folder, which differs between any two saves.
 
         Args:
           step: the step, as for `arrays`.

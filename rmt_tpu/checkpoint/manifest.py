@@ -25,7 +25,7 @@ MANIFEST_LIMIT = 64 * 2**20
 
 ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
 
-_LARGEST = 2**62  # Maximum bytes in an array, and maximum length of an axis.
+_LARGEST = 2**62  # Maximum number of bytes in an array, and maximum length of an axis.
 _MOST_AXES = 32
 
 
@@ -41,7 +41,7 @@ class Commit(NamedTuple):
     loss: float | None = None
 
     def to_bytes(self) -> bytes:
-        """Encode the COMMIT file as JSON, without a loss that is not finite."""
+        """Encode the content of the COMMIT file as JSON, leaving out a loss that is not finite."""
         finite = self.loss is not None and math.isfinite(self.loss)
         loss = {"loss": self.loss} if finite else {}
         return json.dumps({"attempt": self.attempt, **loss}).encode()
@@ -99,7 +99,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
             raise UsageError(f"checkpoint format {version} cannot be read; legal: {FORMAT_VERSION}")
         arrays, meta = list(map(_array, content["arrays"])), content["meta"]
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        raise Fault("manifest.json is damaged: it is not a manifest") from None
+        raise Fault("manifest.json is damaged: it is not a manifest of arrays in JSON") from None
     named = {array.name: array for array in arrays}
     if len(named) < len(arrays) or not isinstance(meta, dict):
         raise Fault("manifest.json is damaged: it names an array twice, or has no meta")

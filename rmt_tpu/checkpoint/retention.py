@@ -29,7 +29,7 @@ class Retention:
             raise UsageError(f"last={self.last} checkpoints cannot be kept; legal: at least 1")
         for name, value in (("every", self.every), ("best", self.best)):
             if value < 0:
-                raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
+                raise UsageError(f"{name}={value} must not be negative; legal: at least 0")
 
     def retained_steps(self, losses: Mapping[int, float | None]) -> set[int]:
         """Return the committed steps that the rules keep.
@@ -126,7 +126,8 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
     """
     if _BACK not in names:
         return None
-    # `names` contains the file, but another process may have deleted it since they were listed.
+    # `names` contains the file, but another process may have deleted it since the folder was
+    # listed.
     if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:
         return None
     try:
@@ -143,7 +144,7 @@ def _is_entry(entry: str) -> bool:
 
 
 def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int]) -> None:
-    """Delete the steps that the rules do not keep, and the attempts that no COMMIT names.
+    """Delete the steps that the rules do not keep, and attempt folders that no COMMIT file names.
 
     The step that was just saved is always kept, even if it is lower than other steps.
 
@@ -191,7 +192,7 @@ def _commit(folder: Folder, step: int) -> Commit | None:
 
 
 def delete_attempts(folder: Folder, step: int, attempts: Iterable[str]) -> None:
-    """Delete the given attempts at a step, and the folder of the step if it is then empty."""
+    """Delete the folders of the given attempts, and the step's folder if it is then empty."""
     for attempt in attempts:
         folder.delete_folder(f"{step}/{attempt}")
     if not folder.names(str(step)):

@@ -81,7 +81,7 @@ class Block(NamedTuple):
         return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
 
 
-# `dynamic_slice` jitted with traced starts, so that one program cuts all pieces of the same size.
+# Trace the start indices, so that one compiled program cuts all pieces of the same size.
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
@@ -101,7 +101,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
         if isinstance(source, jax.Array) and not source.is_fully_addressable
     }
     blocks = deque()
-    if processes.is_first():  # Other processes have the same values.
+    if processes.is_first():  # Process 0 writes the arrays that all processes have.
         own = (array for array in arrays if array.name not in shared)
         blocks += (
             Block(array, *piece) for array in own for piece in _own_pieces(sources[array.name])
@@ -121,7 +121,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
 
 
 def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
-    """Return the distinct shards of an array that this process holds as a whole, with indices."""
+    """Return the distinct shards, with their indices, of an array that this process has in full."""
     if not isinstance(source, jax.Array):
         return [(..., source)]
     return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]

@@ -54,7 +54,7 @@ class Part(NamedTuple):
     index: Index
 
 
-@lru_cache(maxsize=4)  # Every save of a run has the same layouts.
+@lru_cache(maxsize=4)  # Every save of a run calls this function with the same layouts.
 def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
     """Return the parts that a process writes, in the order of the arrays.
 
@@ -67,7 +67,7 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
     related = _related_processes(process, layouts)
     own: list[Part] = []
     copies: list[tuple[int, tuple[int, ...], Part]] = []
-    written: Counter[int] = Counter()  # Maps each process to the bytes assigned to it.
+    written: Counter[int] = Counter()  # Maps each process to the number of bytes assigned to it.
     for position, layout in enumerate(layouts):
         if layout.sharding is None:
             written[0] += math.prod(layout.shape) * layout.item_bytes

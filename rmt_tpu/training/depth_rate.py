@@ -64,7 +64,7 @@ def factors(config: RunConfig) -> dict[str, float]:
         fewest = min(terms.values(), default=1)
         return {name: factor * fewest / m for name, m in terms.items()}
     # muP multiplies the learning rates of queries and projections by the size of the base model's
-    # residual / the size of this model's residual.
+    # residual, divided by the size of this model's residual.
     scaled = dict.fromkeys(("query", "project"), config.model.base_model.residual_size / size)
     tokens = config.train.batch_size * config.data.seq_len
     bound = BOUND * math.sqrt(tokens / TOKENS) / config.train.optimizer.learning_rate

@@ -1,9 +1,9 @@
 """Parameters that stay as they are, for the first steps of a run or for all of it.
 
 `train.freeze` lists patterns of parameter paths, such as `stacks/0/1/core/*`, and
-`train.freeze_steps` is the number of steps F for which they hold; with None they hold for the whole
-run. In this way, a model that takes over trained weights and gets a different residual can first
-train only what is new.
+`train.freeze_steps` is the number of steps F for which they apply; with None they apply to the
+whole run. In this way, a model that takes over trained weights and gets a different residual can
+first train only what is new.
 
 While a parameter is frozen, its gradient is replaced by zero before the norm of all gradients is
 clipped, and its update by zero after weight decay, so that its value stays the same bit for bit.
@@ -140,8 +140,8 @@ def freeze_of(config: TrainConfig, roles: Any) -> Freeze | None:
 def is_frozen(path: str, patterns: tuple[str, ...]) -> bool:
     """Return whether patterns match the path of a parameter.
 
-    A pattern with a leading `!` excepts what it matches. If all patterns begin with `!`, all other
-    paths match. As in `fnmatch`, `*` also matches `/`.
+    A pattern with a leading `!` excludes the paths that it matches. If all patterns begin with `!`,
+    all other paths match. As in `fnmatch`, `*` also matches `/`.
     """
     excepted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     included = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]

@@ -135,7 +135,7 @@ def _check(
     earlier: Choices,
     log: Callable[[str], None],
 ) -> Choices:
-    """Return `earlier` with the choices for all operations of the run without a choice yet."""
+    """Return `earlier`, extended by choices for the run's operations that have no choice yet."""
     timing = platform == "cuda" and config.model.kernels == "auto"
     with (
         earlier.applied(config.model.kernels),
@@ -233,7 +233,7 @@ def _times(
 
     The seconds are sums over the different calls of an operation. A call with a record from an
     earlier run is not timed again. An operation that cannot be timed, for example for lack of
-    memory, is left out, and a line says so.
+    memory, is left out, and a note is printed.
     """
     from rmt_tpu.analysis import device_calls, device_check
 
@@ -256,11 +256,11 @@ def _times(
     return found
 
 
-# Records -------------------------------------------------------------------------------------
+# Records of kernel checks --------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
-    """Return the folder that holds the records of kernel checks.
+    """Return the folder for the records of kernel checks.
 
     It is $RMT_TPU_CACHE/kernels if the variable is set, and else rmt_tpu/kernels in the user's
     cache folder.

@@ -171,8 +171,8 @@ class Loop:
         self.throughput.restart()
         with contextlib.ExitStack() as profile, self._batches() as batches:
             for step in range(first, steps + 1):
-                # Start to profile at the third step, or at the last one if there are fewer: the
-                # first steps are slower than later ones.
+                # Start to profile at the third step, or at the last step if the run has fewer than
+                # three. The first steps are slower than later ones.
                 if profile_steps and step == min(first + 2, steps):
                     profile.enter_context(self.side_files.profile())
                 self._step(train_step, step, batches)
@@ -261,8 +261,8 @@ class Loop:
         elif in_a_row >= limit:
             self._go_back("the loss or its gradient is not finite", windows_read)
             raise DivergedError(
-                f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
-                f"{self.step}; {self._last_checkpoint()}. Try a lower "
+                f"the loss or its gradient was not finite in {in_a_row} steps in a row, up to step "
+                f"{self.step}; {self._last_checkpoint_text()}. Try a lower "
                 "--set=train.optimizer.learning_rate"
                 + (", in another --workdir" if self.good_step else "")
                 + _range_hint(self.config)
@@ -303,7 +303,7 @@ class Loop:
             return
         with self._naming_last_checkpoint():
             self._say_saved(self.checkpoints.wait())
-        self.progress.log(f"step {self.step}: {why}; {self._last_checkpoint()}")
+        self.progress.log(f"step {self.step}: {why}; {self._last_checkpoint_text()}")
         if self.good_step is not None:
             spike = {"step": self.step, "why": why, "back_to": self.good_step}
             self.side_files.write_spike(spike | {"windows_read": windows_read})
@@ -317,7 +317,8 @@ class Loop:
         seconds, now = self.config.train.checkpoint_seconds, time.monotonic()
         if not processes.is_first() or seconds == 0 or now - self.save_time < seconds:
             return signals.GO_ON
-        self.save_time = now  # Processes save one step later. Do not request a second save.
+        # All processes save after the next step. Do not request another save before then.
+        self.save_time = now
         return signals.SAVE
 
     def _save(self) -> None:
@@ -346,7 +347,7 @@ class Loop:
                 f"s; training waited {saved.blocked_seconds:.3f} s"
             )
 
-    def _last_checkpoint(self) -> str:
+    def _last_checkpoint_text(self) -> str:
         if self.good_step is None:
             return "there is no checkpoint yet"
         return f"the last checkpoint is of step {self.good_step}"
@@ -357,7 +358,7 @@ class Loop:
         try:
             yield
         except RunError as error:
-            raise RunError(f"{error}; {self._last_checkpoint()}") from None
+            raise RunError(f"{error}; {self._last_checkpoint_text()}") from None
 
     def _evaluate(self) -> None:
         """Compute the loss on held-out text and write it to the metrics."""

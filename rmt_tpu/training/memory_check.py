@@ -19,7 +19,7 @@ from rmt_tpu.training import freeze
 from rmt_tpu.training.copies import substitute_copies
 from rmt_tpu.training.run import PreparedRun
 
-_BATCH_BYTES_PER_TOKEN = 16  # A token has three int32 numbers and one float32 number.
+_BATCH_BYTES_PER_TOKEN = 16  # A batch has three int32 numbers and one float32 number per token.
 
 
 class MemoryLowerBound(NamedTuple):

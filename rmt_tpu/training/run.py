@@ -77,7 +77,7 @@ class PreparedRun(NamedTuple):
         return jax.jit(self.step, donate_argnums=0, compiler_options=options)
 
     def with_copies(self, state: TrainState) -> TrainState:
-        """Return `state` with the copies of its weights, in the compute dtype, made again."""
+        """Return `state` with new copies of its weights in the compute dtype."""
         make = jax.jit(self.copies, out_shardings=self.state_shardings.copies)
         return state._replace(copies=make(state.params) if self.abstract.copies else {})
 

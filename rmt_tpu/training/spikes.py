@@ -1,4 +1,4 @@
-"""Spikes of the gradient norm, and the decision to go back to the checkpoint before one.
+"""Spikes of the gradient norm, and the decision to go back to the checkpoint before a spike.
 
 A spike is a gradient norm far above its own running spread. Chowdhery et al. (2022, PaLM, Section
 5.1) restart from a checkpoint before a spike of the loss, and leave out the data around it.
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from rmt_tpu.runs.side_files import Restart
 
-# Number of steps over which the spread is averaged, and number of steps before it is used.
+# Number of steps over which the spread of gradient norms is averaged, and number of steps before
+# the spread is used.
 _WINDOW, _FIRST = 200, 50
 # Smallest standard deviation of the logarithm of the norm. Without this minimum, a change of a few
 # percent could be a spike if norms are nearly constant.
@@ -33,7 +34,7 @@ class Spread(NamedTuple):
     """The running mean and variance of the logarithm of the gradient norm.
 
     Attributes:
-      mean, variance: of the logarithm, over about the last 200 steps.
+      mean, variance: the mean and variance of the logarithm, over about the last 200 steps.
       count: number of steps that were counted.
     """
 

@@ -88,9 +88,9 @@ def restore_or_init(
 ) -> Start:
     """Return the state from which a run starts or resumes.
 
-    A run without checkpoints starts from `warm_start` or from random parameters. With another
-    model's parameters, it prints whether the new model starts as that model (`start_comparison`).
-    Otherwise the run resumes from one of its checkpoints.
+    A run without checkpoints starts from `warm_start` or from random parameters. If these are
+    another model's parameters, the function prints whether the new model starts as that model
+    (`start_comparison`). Otherwise the run resumes from one of its checkpoints.
 
     Args:
       run: the run's functions and shardings.
@@ -138,7 +138,7 @@ def _restore_at(
       config: the config of this run.
       run: the functions and shardings of this run.
       saved: the run that saved the checkpoint.
-      flag: the flag and value that name its folder, for error messages.
+      flag: the flag and value that name the folder of `saved`, for error messages.
       text: the text on which this run is trained.
       step: step of the checkpoint; None is the newest undamaged one.
     """
@@ -210,7 +210,7 @@ def go_back(
 def warm_start_of(config: RunConfig, folder: Folder) -> WarmStart | ContinuedRun | None:
     """Return the run or model from which a new run starts, as given by `train.init_from`.
 
-    The result is None if none is given, or if the run already has checkpoints.
+    The result is None if the field is empty, or if the run already has checkpoints.
 
     Raises:
       UsageError: that run or model cannot be read or does not fit; see `WarmStart` and

@@ -134,8 +134,9 @@ def report(
                 raise RunError(
                     f"--init_from={location} with model.mixer={model.mixer.kind} should start as "
                     f"the same function, because {stated.reason}, but without the norm's epsilon "
-                    f"logits {exact}, and rounding explains {bound * exact.scale:.2g}; the error "
-                    "is in this mixer or in this device's products; legal: another model.mixer"
+                    f"logits {exact}, and rounding explains at most {bound * exact.scale:.2g}; the "
+                    "error is in this mixer or in this device's products; legal: another "
+                    "model.mixer"
                 )
             line += f", all but {exact.largest:.2g} by the norm's epsilon"
     log(line)
@@ -192,8 +193,8 @@ class _Comparison:
         )
         devices = lambda axis: math.prod(mesh.shape[name] for name in sharding.RULES[axis])
         microbatches = self._schedule.microbatches if self._schedule else 1
-        # Each device that shares a sequence in a ring has two parts of it, so the number of parts
-        # must divide the length.
+        # Each device that shares a sequence in a ring has two parts of the sequence, so the number
+        # of parts must divide the sequence's length.
         parts = 2 * devices("tokens") if devices("tokens") > 1 else 1
         seq_len = max(parts, min(_TOKENS, config.data.seq_len) // parts * parts)
         self._shape = devices("batch") * microbatches, seq_len

@@ -63,7 +63,7 @@ def train(
     read. Each process writes its own part of a checkpoint.
 
     Args:
-      config: the run's config. If the folder already holds a run, it must be the config of that
+      config: the run's config. If the folder already contains a run, it must be the config of that
         run.
       folder: the run folder, local or gs://.
       change_config: whether the run in the folder may continue with a different config; see

@@ -81,5 +81,5 @@ def test_no_kernel_has_a_cap(name, device):
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, np.inf, np.nan])
 def test_caps_that_are_none_are_refused(cap):
-    with pytest.raises(ValueError, match="cap=.* legal: a finite number above 0, or None"):
+    with pytest.raises(ValueError, match="cap=.* must be a finite number above 0, or None"):
         causal_attention(jnp.zeros((1, 2, 3, 4)), scale=1.0, cap=cap)

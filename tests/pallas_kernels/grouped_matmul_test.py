@@ -158,7 +158,7 @@ def test_compiles_for_each_gpu_without_spilling(dtype, target, tmp_path):
         ({"rows": np.zeros(3, np.float32)}, "rows .M, K. must be an array of floats with 2 axes"),
         (
             {"matrices": np.zeros((2, 2, 5), np.float32)},
-            r"matrices float32.2, 2, 5. do not fit rows float32.4, 3.: K and the dtype must",
+            r"matrices float32.2, 2, 5. do not fit rows float32.4, 3.: matrices .G, K, N. and rows",
         ),
         (
             {"sizes": np.zeros(1, np.int32)},

@@ -187,7 +187,7 @@ def test_loss_is_not_finite(tmp_path):
     # The first step is taken; what it makes of the parameters has no finite loss.
     flags = ("--set=train.optimizer.learning_rate=1e30", "--checkpoint_every=1")
     error = cli.fail("train", *cli.TINY, *flags, f"--workdir={tmp_path}", code=1)
-    assert "not finite in 5 steps in a row, to step 6; the last checkpoint is of step" in error
+    assert "not finite in 5 steps in a row, up to step 6; the last checkpoint is of step" in error
     assert "--set=train.optimizer.learning_rate" in error
     steps, _ = cli.curves(tmp_path)["train/loss"]
     assert steps == [1]

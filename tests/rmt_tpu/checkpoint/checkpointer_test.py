@@ -316,8 +316,8 @@ def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(sa
         ({"a\nb": np.zeros(2)}, "cannot be stored under the name"),
         ({"a/b": np.zeros(2), "a": {"b": np.zeros(2)}}, "two arrays have the same name 'a/b'"),
         ({"a": np.zeros(2), "a/c": np.zeros(2)}, "'a/c' would be stored inside array 'a'"),
-        ({"a": 3}, "a: only arrays can be stored, not int"),
-        ({"a": "text"}, "a: only arrays can be stored, not str"),
+        ({"a": 3}, "a has the type int, but only arrays can be stored"),
+        ({"a": "text"}, "a has the type str, but only arrays can be stored"),
     ],
 )
 def test_trees_that_cannot_be_stored_are_refused(root, tree, reason):

@@ -393,7 +393,7 @@ def test_files_that_are_too_large_are_not_read(saver, reports, monkeypatch):
     ids=["empty", "null", "list", "text", "bytes", "nothing", "number", "deep"],
 )
 def test_a_commit_that_names_no_attempt(data):
-    with pytest.raises(Fault, match="^COMMIT is damaged: it names no attempt$"):
+    with pytest.raises(Fault, match="^COMMIT is damaged: it names no attempt to save the step$"):
         Commit.from_bytes(data)
 
 

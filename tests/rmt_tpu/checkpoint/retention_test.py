@@ -54,9 +54,9 @@ def test_what_the_rules_keep(rules, kept):
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"last": 0}, "the last 0 checkpoints cannot be kept; legal: at least 1"),
-        ({"every": -1}, "every=-1 checkpoints cannot be kept"),
-        ({"best": -2}, "best=-2 checkpoints cannot be kept"),
+        ({"last": 0}, "last=0 checkpoints cannot be kept; legal: at least 1"),
+        ({"every": -1}, "every=-1 must not be negative; legal: at least 0"),
+        ({"best": -2}, "best=-2 must not be negative; legal: at least 0"),
     ],
 )
 def test_rules_that_cannot_be(rules, reason):
