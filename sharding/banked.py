@@ -43,9 +43,9 @@ class BankPipeline(Pipeline):
     Args:
       first: a function `first(params, context)` that returns the start of a microbatch's bank.
       chunk: a function `chunk(params, shared, index, bank, context) -> rows, terms` for chunk
-        `index`. The rows are [chunk_rows, ...] and depend only on the start and on the rows of
-        earlier chunks, whose indices are below `first_chunk_row + index * chunk_rows`. The other
-        rows of the bank are zeros or left over from an earlier microbatch.
+        `index`. The rows are [chunk_rows, ...] and depend only on the start and on rows of earlier
+        chunks, which have indices below `first_chunk_row + index * chunk_rows`. The other rows of
+        the bank are zeros or left over from an earlier microbatch.
       last: a function `last(params, bank, context)` that returns terms of the objective, or any
         tree in `results`. All stages call `last` at the same time, but the bank is complete only on
         the last stage; see `on_last`.

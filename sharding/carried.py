@@ -167,6 +167,6 @@ class StatePipeline(Pipeline):
         return slice_at(self._transfer(slots, tick, back=back), 0)
 
     def _index(self, here: StageWork) -> Int[Array, ""]:
-        """Return the index, among the saved states, of the state before the chunk of `here`."""
+        """Return the index, among the saved states, of the state before the chunk in `here`."""
         before = jnp.asarray(np.cumsum(self.max_saved) - self.max_saved)[here.virtual]
         return before + here.microbatch % jnp.asarray(self.max_saved)[here.virtual]

@@ -68,13 +68,13 @@ def axis_size(names: Names) -> int:
 
 
 def axis_index(names: Names) -> Int[Array, ""] | int:
-    """Return this device's index along these mesh axes, which are given from the outermost on."""
+    """Return this device's index along these mesh axes. The first axis is the outermost."""
     used = _used(names)
     return jax.lax.axis_index(used) if used else 0
 
 
 def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's slice, along array axis `axis`, of an array that devices hold in full.
+    """Return this device's slice, along array axis `axis`, of an array that devices have in full.
 
     `names` are the mesh axes whose devices divide the array.
     """
@@ -114,8 +114,8 @@ def swap(
 ) -> Shaped[Array, "*other"]:
     """Exchange parts among devices, so that sharding moves from axis `join` to axis `split`.
 
-    Before the call, the devices along `names` hold parts of x along array axis `join`; afterwards
-    they hold parts along array axis `split`.
+    Before the call, the devices along `names` have parts of x along array axis `join`; afterwards
+    they have parts along array axis `split`.
     """
     used = _used(names)
     return jax.lax.all_to_all(x, used, split, join, tiled=True) if used else x

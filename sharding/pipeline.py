@@ -63,7 +63,7 @@ def is_last(axis: str = "stage") -> Array:
 
 
 def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage") -> Any:
-    """Return `function(operands)` on the last stage, and zeros on the others.
+    """Return `function(operands)` on the last stage, and zeros on the other stages.
 
     The last stage has the results of the pipeline. The other stages skip the computation. The
     backward pass computes `function` again from the operands, which are all that is kept.
@@ -272,7 +272,7 @@ class Pipeline:
 
 
 def current_inputs(parameters: Parameters, context: Any, here: StageWork) -> tuple[Any, Any]:
-    """Return the chunk parameters and the microbatch context for the stage work `here`."""
+    """Return the parameters of the chunk and the context of the microbatch that `here` names."""
     return slice_at(parameters.chunks, here.virtual), slice_at(context, here.microbatch)
 
 
@@ -285,7 +285,7 @@ def slice_at(stacks: Any, index: Int[Array, ""] | int) -> Any:
 def update_at(
     stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
 ) -> Any:
-    """Return the stacks with slice `index` of each replaced, or unchanged if `where` is False."""
+    """Return the stacks with slice `index` replaced by `values`, or unchanged if not `where`."""
     values = values if where is True else choose(where, values, slice_at(stacks, index))
     update = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
     return jax.tree.map(update, stacks, values)

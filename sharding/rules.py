@@ -127,7 +127,7 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
     """Return a PartitionSpec with only the mesh axes that have more than one device.
 
-    Two specs with the same effect then are equal. Otherwise a program's results and its arguments
+    Two specs with the same effect are then equal. Otherwise a program's results and its arguments
     could differ in axes of size 1, and JAX would compile the program once for each spec.
     """
     tuples = ((names,) if isinstance(names, str) else names or () for names in spec)

@@ -160,8 +160,9 @@ class Schedule:
             computed itself.
 
         Returns:
-          [C], numbers of chunks. Their sum is C (C - 1) / 2 for "none", P (P - 1) / 2 + (V - 1) P^2
-          for "received" (Kimi Team 2026, section 4.1), and (V - 1) P less than that for "all".
+          An array [C] of numbers of chunks. Their sum is C (C - 1) / 2 for "none", P (P - 1) / 2 +
+          (V - 1) P^2 for "received" (Kimi Team 2026, section 4.1), and (V - 1) P less than that for
+          "all".
         """
         so_far = np.arange(1, self.chunks + 1)
         lacked = {"none": self.chunks, "received": self.stages, "all": self.stages - 1}[caching]

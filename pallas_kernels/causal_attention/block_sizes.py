@@ -103,11 +103,11 @@ class KernelWork(NamedTuple):
         return self.blocks.queries * max(1, budget // per_block)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
-        """Return the number of blocks whose extracted heads are in VMEM at the same time.
+        """Return the number of blocks whose heads, extracted from their rows, are in VMEM at once.
 
-        It is the number of blocks of a sequence if these fit in VMEM, and otherwise 1. The blocks
-        are those that the kernel revisits: blocks of keys in the forward pass, which every block of
-        queries needs, and blocks of queries in the backward pass.
+        The result is the number of blocks of a sequence if these fit in VMEM, and otherwise 1. The
+        blocks are those that the kernel revisits: blocks of keys in the forward pass, which every
+        block of queries needs, and blocks of queries in the backward pass.
 
         Args:
           queries: the length of the sequence.

@@ -109,7 +109,7 @@ def backward(
 
 
 def _queries_and_others(qkv, kv, kv_heads: int):
-    """Return the queries, and the keys with the values: `kv`, or without it one array from qkv."""
+    """Return the queries, and the keys and values (`kv`, or else the rest of `qkv`)."""
     if kv is not None:
         return qkv, kv
     heads = qkv.shape[3] - 2 * kv_heads

@@ -359,7 +359,7 @@ class _BlockPair:
 
 
 def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
-    """Return all refs, after extracting heads of size-major blocks that are not in scratch yet."""
+    """Extract the heads of size-major blocks that are not in scratch yet, and return all refs."""
     if not call.size_major:
         return ref
     own, others, slot = ("q",), ("k", "v"), at.key_block
@@ -468,9 +468,9 @@ def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
     """Return the amount by which the logits are too large: a part of ALiBi that `_logits` omits.
 
     The omitted part is the slope times the query's index in its block. It depends only on the
-    query, so a softmax over keys does not need it. It makes the logits larger, but in bfloat16
-    models their rounding error stays below the rounding of the weights. Float32 kernels do not omit
-    it.
+    query, so a softmax over keys does not need it. Without it, the logits are larger, but in
+    bfloat16 models their rounding error stays below the rounding of the weights. Float32 kernels
+    omit nothing.
     """
     if not call.alibi or _is_exact(call):
         return 0.0
@@ -534,7 +534,8 @@ def _spans(
 def _without_unseen_keys(operands: BlockOperands, blocks: Blocks) -> tuple[BlockOperands, int]:
     """Return head-major operands without the blocks of keys before the window of all queries.
 
-    One block of keys is kept in any case. The second value is the number of keys left out.
+    One block of keys is kept in any case. The second result is the number of keys that are left
+    out.
     """
     first, keys, window = 0, operands.k.array.shape[3], operands.window
     if window is not None:

@@ -6,9 +6,9 @@ either
 
 - "size_major", [B, D, P, N], in which the key-vector kernels write the vectors that they read from
   a residual matrix; heads are extracted in VMEM;
-- "head_major", [B, P, D, N], as a plain Transformer's projection writes.
+- "head_major", [B, P, D, N], as a plain Transformer's projection writes these vectors.
 
-One grid step holds a whole sequence with all heads in VMEM. At any time, only the logits of one
+In one grid step, a whole sequence with all heads is in VMEM. At any time, only the logits of one
 block of queries of one head exist. Blocks of keys above the diagonal, or before the window of a
 block of queries, are never computed.
 

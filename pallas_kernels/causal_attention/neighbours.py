@@ -3,7 +3,7 @@
 A device has N consecutive tokens. With windows of W tokens, its queries see its own keys and the
 keys of the `ceil((W - 1) / N)` devices before it. These devices send their keys and values, and get
 the gradients back. All devices but the first ones have the same work. Therefore parts of the
-sequence need not be exchanged to balance it, unlike in `divided`.
+sequence need not be exchanged to balance the work, unlike in `divided`.
 """
 
 from typing import Any

@@ -194,7 +194,7 @@ def _within(window: Window | None, distance, mask):
 def of_part(length: int, segments: Segments | None, window: Window | None = None):
     """Return a mask, as a function of query positions, under which queries see their whole segment.
 
-    With a window, they see only those keys of it that are within the window: see `PartOperands`.
+    With a window, they see only the keys of their segment in the window: see `PartOperands`.
     Padding queries, at position -1, see no key.
     """
 

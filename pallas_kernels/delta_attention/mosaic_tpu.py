@@ -171,7 +171,8 @@ class _ChunksCall(NamedTuple):
 def _inputs(call: _ChunksCall, operands: DeltaOperands, at):
     """Return the operands as blocks, and the arrays to prefetch.
 
-    The padding after the last token is 0, except that its document is the last token's.
+    After the last token, arrays are padded with zeros, and documents with the last token's
+    document.
 
     Args:
       call: the static parameters.

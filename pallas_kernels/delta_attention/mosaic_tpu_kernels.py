@@ -25,7 +25,7 @@ _SUBLANES, _TILE = 8, 16
 
 
 class Masks(NamedTuple):
-    """Masks that say which tokens see each other. The masks are the same for all heads.
+    """Masks that state which tokens see each other. The masks are the same for all heads.
 
     Attributes:
       differing_bits: `i xor j` for tokens i > j of the same document, else 0. The value for a pair

@@ -79,7 +79,8 @@ class _Chunks(NamedTuple):
     """The operands in N chunks of C tokens, or in a single chunk without the axis N.
 
     `documents` has each token's document, and `before` the document of the last token before each
-    chunk. The padding after the last token is 0, and its document is that of the last token.
+    chunk. After the last token, arrays are padded with zeros, and `documents` with the last token's
+    document.
     """
 
     q: Float[Array, "*N B H C K"]
@@ -158,7 +159,8 @@ def _scores(x, k, log_decay, narrow):
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Begin with blocks of one token.
+    # Begin with blocks of one token each. The loop joins pairs of blocks.
+    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
         in_halves = (*k.shape[:-2], size // (2 * half), 2, half, width)

@@ -38,7 +38,8 @@ def logits_with_sums(
     Args:
       x: the input of the unembedding.
       kernel: W_U, in x's dtype.
-      targets: the target's token id per row. If an id is not below vocab, the row's `chosen` is 0.
+      targets: the target's token id per row. If an id is not below vocab, the row's target logit
+        (`chosen`) is 0.
       multiplier: the factor of the logits.
       implementation: None chooses the fastest one for the platform that the program is lowered for.
 

@@ -29,7 +29,7 @@ _BUDGET = 50
 
 
 def unsupported(op: str, rows, matrices, layer) -> str | None:
-    """Explain in one line why the kernel does not support these operands; None if it does."""
+    """Return the reason, in one line, why the kernel does not support these operands, or None."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in (rows, matrices)):
         return "arrays that are neither bfloat16 nor float32"
     if len(rows) > MOST_ROWS:

@@ -35,7 +35,7 @@ def rows_of_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "rows width"]:
-    """Gather, for each row, the vector of the token whose choice has the row: `x[order // each]`.
+    """Gather, for each row, the vector of the token that has the row: `x[order // each]`.
 
     `each` is the number of choices per token, `choices / tokens`.
 

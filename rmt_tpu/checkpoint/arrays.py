@@ -92,7 +92,7 @@ class StoredArray(NamedTuple):
 
 
 def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:
-    """Return how many leading axes, 1 or 2, two shapes of the same parameter have for its layers.
+    """Return the numbers of layer axes (1 or 2) in two shapes of the same parameter.
 
     A parameter of stacked layers has the shape [L, ...], or [V, L / V, ...] in a pipeline with V
     virtual stages. If two such shapes differ but have equally many axes, both have two layer axes.
@@ -238,7 +238,8 @@ def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]
       shape: the shape of the stored array. For PRNG keys it has one more axis than `leaf`.
 
     Returns:
-      A map from each piece to the devices that need it; the list is empty for numpy arrays.
+      A map from each piece to a list of the devices that need the piece. For a numpy array, the
+      list is empty.
     """
     whole = tuple((0, size) for size in shape)
     if isinstance(leaf, np.ndarray | np.generic) or _sharding(leaf) is None:
@@ -360,8 +361,8 @@ class _PendingRead(NamedTuple):
     """A read in progress, into memory that numpy has allocated.
 
     Memory from numpy causes a tenth of the page faults of memory from tensorstore, because numpy
-    requests huge pages. It is aligned such that JAX can use it for an array on a CPU without a
-    copy.
+    requests huge pages. The memory is aligned, so that JAX on a CPU can use it for an array without
+    a copy.
     """
 
     host: np.ndarray
@@ -422,7 +423,7 @@ def open_arrays(
     context: ts.Context,
     mode: Literal["create", "write", "read"],
 ) -> list[tuple[StoredArray, ts.TensorStore]]:
-    """Open arrays in a folder, whose stored metadata must match their descriptions.
+    """Open arrays in a folder, and check that their stored metadata matches their descriptions.
 
     Args:
       parent: kvstore spec of the folder.

@@ -341,7 +341,7 @@ class Checkpointer:
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """Return the descriptions of the arrays in a step, by name, reading only its manifest.
 
-        A single process may call this without the others.
+        A single process may call this method without the other processes.
 
         Args:
           step: the step; by default the newest step with an undamaged manifest.

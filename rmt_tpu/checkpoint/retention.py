@@ -47,7 +47,7 @@ class Retention:
 
 
 def checkpoint_entries(folder: Folder) -> dict[int, set[str]]:
-    """Return, for each step, which of the names in its folder belong to a checkpoint.
+    """Return, for each step, the names in the step's folder that belong to a checkpoint.
 
     Such names are COMMIT and the names of the folders, one per attempt to save the step.
 
@@ -151,7 +151,7 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
     Args:
       folder: the folder of all steps.
       saved: the step just saved.
-      retention: the rules that say which steps are kept.
+      retention: the rules for which steps are kept.
       damaged: the damaged steps. The rules do not count them, and they are deleted if a later step
         is kept.
 

@@ -55,7 +55,7 @@ class Block(NamedTuple):
       array: description of the whole array.
       index: position in the array to which the piece is written.
       values: an array that contains the values of the piece, and possibly others.
-      within: the slices of `values` that are written; Ellipsis writes all of it.
+      within: the slices of `values` that are written; Ellipsis writes the whole array.
     """
 
     array: StoredArray
@@ -315,8 +315,8 @@ def on_all_processes(
       A list that is filled with the texts of all processes, in order, after all have finished.
 
     Raises:
-      Fault: the body failed on some process. It is Unavailable if the storage gave no answer on any
-        process that failed.
+      Fault: the body failed on some process. The error is Unavailable if the storage gave no answer
+        on any process that failed.
       RunError: some process did not respond.
     """
     answers, fault, unavailable = [], None, False

@@ -1,4 +1,4 @@
-"""Parameters that stay as they are, for the first steps of a run or for all of it.
+"""Parameters that keep their values, for the first steps of a run or for the whole run.
 
 `train.freeze` lists patterns of parameter paths, such as `stacks/0/1/core/*`, and
 `train.freeze_steps` is the number of steps F for which they apply; with None they apply to the
@@ -37,7 +37,7 @@ class Freeze(NamedTuple):
     Attributes:
       frozen: tree that is True for the frozen parameters.
       steps: number of steps for which they are frozen; None for the whole run.
-      warmup: number of steps of their warm-up after that.
+      warmup: number of steps, after the freeze, of the warm-up of their learning rate.
     """
 
     frozen: Any
@@ -59,14 +59,14 @@ class Freeze(NamedTuple):
     def updates(self, updates: Any, step: jax.Array) -> Any:
         """Return the updates, with -0.0 for the parameters that are frozen at this step.
 
-        Adding -0.0 leaves all bits of a number. Adding 0.0 would change -0.0 to 0.0.
+        Adding -0.0 changes no bit of a number. Adding 0.0 would change -0.0 to 0.0.
         """
         return self._replace_frozen(updates, step, -0.0)
 
     def own_bias_correction(
         self, adam: optax.GradientTransformation, config: AdamW, by_adam: Any
     ) -> optax.GradientTransformationExtraArgs:
-        """Return `adam` with the bias correction of thawed parameters counted from their thaw.
+        """Return `adam` with a bias correction that counts steps from the end of a freeze.
 
         Args:
           adam: a rule that corrects the bias of moments by the number of all steps.
@@ -106,7 +106,7 @@ class Freeze(NamedTuple):
 
 
 def freeze_of(config: TrainConfig, roles: Any) -> Freeze | None:
-    """Return what `train.freeze` freezes in a model, or None if the field is empty.
+    """Return the parameters that `train.freeze` freezes, or None if the field is empty.
 
     Args:
       config: the config of training.

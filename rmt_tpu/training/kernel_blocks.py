@@ -58,7 +58,7 @@ class KernelBlocks:
 def pinned_block_sizes(
     folder: Folder, log: Callable[[str], None], *, restart: bool
 ) -> Iterator[KernelBlocks]:
-    """Make kernels in the `with` body use the block sizes that the run folder has.
+    """Make kernels in the `with` body use the block sizes that are saved in the run folder.
 
     Args:
       folder: the run folder.

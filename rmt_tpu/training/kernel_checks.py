@@ -61,7 +61,7 @@ class Choices(NamedTuple):
 
     @property
     def uses_kernels(self) -> list[str]:
-        """The operations that were timed, and whose kernels are faster and not in `plain`."""
+        """The operations that were timed, that have faster kernels, and that are not in `plain`."""
         return [
             k for k, (kernel, xla) in self.seconds.items() if kernel < xla and k not in self.plain
         ]

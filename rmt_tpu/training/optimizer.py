@@ -20,7 +20,7 @@ _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
-    """Return a learning rate schedule with a linear warmup and a decay, by `config.schedule`.
+    """Return the learning rate schedule `config.schedule`, with a linear warmup and a decay.
 
     The last warmup step has the peak rate, and the last step of the run has `final_fraction` of the
     peak rate. The rate at step 0 is not 0, so that the first update has an effect. The schedule

@@ -266,7 +266,7 @@ def pipeline_schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Sc
     """Return the schedule of the pipeline, or None if the mesh has only one stage.
 
     Raises:
-      MeshError: the layers or the batch cannot be divided in this way.
+      MeshError: the layers or the batch cannot be divided over the stages.
     """
     stages, virtual = mesh.shape["stage"], config.train.virtual_stages
     if stages == 1:

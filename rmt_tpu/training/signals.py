@@ -43,8 +43,8 @@ class Stop:
 def stop_after_step(log: Callable[[str], None]) -> Iterator[Stop]:
     """Record the first signal in `STOPS` that arrives during the `with` body.
 
-    A second signal ends the process. After the first signal, further signals that are only warnings
-    are ignored.
+    A second signal ends the process. After the first signal, further signals that only announce the
+    end of the process are ignored.
 
     Yields:
       The `Stop` in which the signal is recorded.

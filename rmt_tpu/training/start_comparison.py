@@ -22,9 +22,9 @@ bound, it is measured again with an epsilon of 1e-30 in both models, and then mu
 rounding alone. Otherwise the run stops. A model with routed experts is not held to the bound,
 because rounding may send a token to a different expert.
 
-The shared parameters exist only once. In addition to these, the comparison needs memory for the
-parameters that only the trained model has, for one text of at most 512 tokens per device, or one
-per microbatch of a pipeline, and for a chunk of logits. It is left out if a device has less.
+Parameters that both models share exist only once. In addition to these, the comparison needs memory
+for the parameters that only the trained model has, for one text of at most 512 tokens per device,
+or one per microbatch of a pipeline, and for a chunk of logits. It is left out if a device has less.
 """
 
 import dataclasses

@@ -52,7 +52,7 @@ def train(
 
     If "auto" chose an int16 residual and the residual outgrows int16, training of the RMT continues
     in float32. With `spike_restarts`, a run whose gradient norm spikes goes back to its last
-    checkpoint and leaves out the data since then.
+    checkpoint and leaves out the training data since that checkpoint.
 
     The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the run with a checkpoint after the
     current step. In a run with several processes, any process may receive the signal, and all stop
