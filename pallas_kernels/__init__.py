@@ -82,7 +82,8 @@ __all__ = [
     "write_slice",
 ]
 
-# Maps former public names of this package to the present names, for the error message below.
+# Maps former public names of this package to their present names. The error for a former name
+# states the present one.
 _RENAMED = {
     "Again": "Reread",
     "Slot": "StackSlice",

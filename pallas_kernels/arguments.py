@@ -79,26 +79,31 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
       ValueError: `x` is not an array, or its number of axes or its dtype is not legal.
     """
     names = axes.split()
-    legal = f"{name} [{', '.join(names)}] must be an array of floats"
-    legal += " or int16" if or_int16 else ""
+    rule = f"{name} [{', '.join(names)}] must be an array of floats"
+    rule += " or int16" if or_int16 else ""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise ValueError(f"{legal}, but is a {type(x).__name__}")
+        raise ValueError(f"{rule}, but {name} is a {type(x).__name__}")
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise ValueError(f"{legal}, but is a ShapeDtypeStruct; pass it through jax.eval_shape")
+        raise ValueError(
+            f"{rule}, but {name} is a ShapeDtypeStruct; use jax.eval_shape(op, ...) for "
+            "arrays without values"
+        )
     least = len(names) - ("..." in names)
     if x.ndim < least or ("..." not in names and x.ndim > least):
         count = f"{least} {'axis' if least == 1 else 'axes'}"
         count = f"at least {count}" if "..." in names else count
-        raise ValueError(f"{legal} with {count}, but has shape {x.shape}")
+        raise ValueError(f"{rule} with {count}, but {name} has shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
-        raise ValueError(f"{legal}, but is {x.dtype}")
+        raise ValueError(f"{rule}, but {name} has dtype {x.dtype}")
     # Narrower floats are not legal, because JAX does not promote them with other dtypes.
     if x.dtype.itemsize < 2:
-        raise ValueError(f"{legal}, but is {x.dtype}; legal: floats of 16 bits or more")
+        raise ValueError(
+            f"{rule}, but {name} has dtype {x.dtype}; legal: floats of 16 bits or more"
+        )
 
 
 def check_tokens(**counts: Any) -> None:
-    """Raise ValueError if a number of tokens is one of `jax.export`'s symbolic dimensions."""
+    """Raise ValueError if a number of tokens per row is a symbolic dimension of `jax.export`."""
     for name, count in counts.items():
         if not isinstance(count, int):
             raise ValueError(
@@ -111,7 +116,7 @@ def check_epsilon(name: str, value: Any) -> None:
     """Raise ValueError unless a norm's epsilon is a finite number and at least 0."""
     if isinstance(value, jax.Array):
         raise ValueError(f"{name} must be a Python number, not an array or a traced value")
-    # NaN fails both comparisons and is therefore rejected.
+    # A NaN fails both comparisons with 0 and infinity, and is therefore rejected.
     if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number, at least 0")
 

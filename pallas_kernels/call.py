@@ -104,8 +104,8 @@ def tpu_call(
         call = _with_inputs_in_hbm(call, in_hbm)
     # `jax.vmap` batches a kernel by adding a grid dimension. That dimension cannot index a
     # prefetched array, nor an array that is not divided into blocks. If `jax.vmap` maps over such
-    # an array, a loop therefore calls the kernel once per batch element. JAX cannot batch the
-    # constraint of an input to HBM either.
+    # an array, a loop therefore calls the kernel once per batch element. The same is true for an
+    # input that must stay in HBM, because JAX cannot batch that constraint.
     without_blocks = lambda blocked: {
         k: spec.block_shape is None or k in in_hbm for k, (_, spec) in blocked.items()
     }
@@ -128,7 +128,7 @@ def _with_inputs_in_hbm(call: Callable[..., Any], names: tuple[str, ...]) -> Cal
 
 
 def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
-    """Return `run` with a rule for `jax.vmap`: add a grid dimension if possible, or else loop.
+    """Return `run` with a rule for `jax.vmap`: it adds a grid dimension if possible, or else loops.
 
     Args:
       run: the kernel call.
@@ -138,7 +138,7 @@ def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
 
     def narrow(*args: Any) -> Any:
         # Batching traces the call again, possibly with `jax_enable_x64` on. That option is turned
-        # off here, because kernels count in 32 bits.
+        # off here, because kernels use 32-bit integers.
         with jax.enable_x64(False):
             return run(*args)
 
@@ -241,7 +241,7 @@ def _moved(array: Shaped, spec: pl.BlockSpec, chosen: bool) -> int:
 
 
 def nbytes(x: Shaped) -> int:
-    """Return the number of bytes of an array or of an array that has this shape and dtype."""
+    """Return the number of bytes of `x`, which is an array or a `jax.ShapeDtypeStruct`."""
     return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
@@ -279,7 +279,7 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
 def declared(outputs: Mapping[str, Shaped], operands: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the outputs' shapes, marked as varying over every mesh axis that `operands` vary over.
 
-    The marks are those that `jax.shard_map` checks.
+    `jax.shard_map` checks these marks if `check_vma` is true.
     """
     varies = jax.sharding.ManualAxisType(varying=varies_in(operands))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)

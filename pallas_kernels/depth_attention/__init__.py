@@ -110,15 +110,18 @@ def depth_attention(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """Compute the mix h of one site.
+    """Compute the mix h of one site: its softmax-weighted sum of the sources.
 
-    The op is `depth_attention_partial` for a single query. The arguments are described there.
+    A site is a place in the network that attends over the outputs of earlier sublayers, its
+    sources. The op is `depth_attention_partial` for a single query, and the arguments are the same.
     """
     check_array("query", query, "D")
     if gain is not None:
         check_array("gain", gain, "D")
         if gain.shape != query.shape:
-            raise ValueError(f"shapes do not fit: query [D] is {query.shape}, gain {gain.shape}")
+            raise ValueError(
+                f"shapes do not fit: query [D] is {query.shape}, but gain [D] is {gain.shape}"
+            )
     if prior is not None:
         check_array("prior[0]", prior[0], "... D")
         check_array("prior[1]", prior[1], "...")
@@ -148,14 +151,17 @@ def depth_attention_partial(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "S *tokens"]]:
-    """Compute the mixes of S sites over the same sources, in one pass over the sources.
+    """Compute the mixes (softmax-weighted sums) of S sites over the same sources, in one pass.
+
+    The module's docstring has the equations. A site is a place in the network that attends over the
+    outputs of earlier sublayers, its sources.
 
     Args:
       queries: one query per site.
       sources: the sources, with any token axes and any float dtype.
       gains: the gain of the keys' norm for each site, or None for a gain of 1.
-      count: the number of sources, or None if all N rows hold one. Rows from `count` onwards are
-        not read.
+      count: the number of sources, or None if all N rows contain a source. Rows from `count`
+        onwards are not read.
       prior: the mixes and log-sum-exps that another call returned for other sources. The results
         then cover those sources as well.
       epsilon: the number added to the mean square of a source; at least 0.
@@ -199,13 +205,13 @@ def depth_attention_partial_backward(
 ) -> PartialGradients:
     """Compute the backward pass of `depth_attention_partial`.
 
-    With this op, a hand-written backward pass can add the gradients that the sources receive from
-    all S sites of a block to an accumulator at once. JAX's differentiation would add them once per
-    site.
+    The op adds the gradients that the sources receive from all S sites of a block to an accumulator
+    at once. JAX's own differentiation would add them once per site. The op is for backward passes
+    that are written by hand.
 
     Args:
       mixed, log_sums: the results of `depth_attention_partial`.
-      d_mixed, d_log_sums: their cotangents; None means that the latter are 0.
+      d_mixed, d_log_sums: the cotangents of these results. If `d_log_sums` is None, it counts as 0.
       accumulate: gradients to which the sources' gradients are added, or None.
       queries, sources, gains, count, prior, epsilon, key_axis, implementation: as in
         `depth_attention_partial`.
@@ -243,8 +249,12 @@ def depth_attention_merge(
 ) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "*tokens_D"], Float[Array, "*tokens_D"]]:
     """Compute phase two for one site: add the running sum to its mix, and normalise the result.
 
+    A site is a place in the network that attends over the outputs of earlier sublayers. Phase one,
+    `depth_attention_partial`, has computed the mixes over the sealed sources (the outputs of
+    completed blocks). Phase two adds the running sum of the current block as one more source.
+
     Args:
-      mixed: the mixes of all S sites over the sealed sources, from `depth_attention_partial`.
+      mixed: the mixes of all S sites over the sealed sources.
       log_sums: the log-sum-exps of this site.
       site: the index of this site.
       current: the running sum of the current block, which is one more source.
@@ -298,14 +308,14 @@ def depth_attention_merge_at(
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """Compute z of `depth_attention_merge` for a few tokens, with stacked parameters.
+    """Compute z of `depth_attention_merge` for a few tokens, with the stacked parameters of layers.
 
     This op is for decoding: the TPU kernel reads its operands directly from the stacks, without
     copies. It is differentiable only with "xla".
 
     Args:
-      layer: the index of the layer, less than L.
-      parameters: for each of the L layers two rows: the query times the gain of the keys' norm, and
+      layer: the index of the layer, from 0 to L - 1.
+      parameters: two rows for each of the L layers: the query times the gain of the keys' norm, and
         the gain of the output's norm.
       mixed, log_sums: the mixes and log-sum-exps of all sites, from `depth_attention_partial`.
       site, current, active, norm, epsilon, norm_epsilon: as in `depth_attention_merge`.
@@ -353,7 +363,7 @@ class _DepthCall(NamedTuple):
         return {"norm": self.norm, "epsilon": self.epsilon, "norm_epsilon": self.norm_epsilon}
 
 
-# The ops over one token axis, with their gradients -------------------------------------------
+# The ops and their gradients, for arrays with one token axis ----------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -375,18 +385,18 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
     delta = None if d_log_sums is None else -d_log_sums
     prior, d_prior = operands.prior, None
     if prior is not None:
-        # The prior acts as one more source, whose logit is the prior's log-sum-exp.
+        # The prior, a mix of other sources, acts as one more source. Its logit is its log-sum-exp.
         weight = xla.prior_weights(prior[1], log_sums)
         entries = tuple(range(1 - operands.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
-    # JAX may return the saved count as a NumPy array, which is converted to a JAX array.
+    # JAX may return the saved `count` as a NumPy array, so it is converted to a JAX array.
     of_sources = operands._replace(count=jnp.asarray(operands.count), prior=None)
     cotangents = PartialCotangents(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, cotangents, **call.scores)
     if prior is not None:
-        # `total` is the sum of weight * g over all sources. It equals <d_mixed, mixed>, so the
-        # sources need not be read for it.
+        # `total` is the softmax-weighted sum of <d_mixed, v> over all sources v. It equals
+        # <d_mixed, mixed>, so it can be computed without reading the sources.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
         d_prior_mixed = jnp.expand_dims(weight, entries) * wide(d_mixed)
@@ -436,7 +446,7 @@ def _run(call: _DepthCall, op: str, *operands, **options):
     if call.key_axis is not None:
         if implementation in ("mosaic_tpu", "triton"):
             raise UnsupportedImplementation(
-                f"implementation={implementation!r} does not support this call: D is divided over "
+                f"implementation={implementation!r} does not support this call: D is sharded over "
                 f"the mesh axis {call.key_axis!r}; use 'xla' or None"
             )
         implementation = "xla" if implementation == "pallas" else implementation or "xla"
@@ -446,7 +456,7 @@ def _run(call: _DepthCall, op: str, *operands, **options):
     return implementations.run(implementation, op, *operands, **options)
 
 
-# Arguments -----------------------------------------------------------------------------------
+# Checks and reshaping of arguments ------------------------------------------------------------
 
 
 def _dividing(key_axis: str | None) -> str | None:

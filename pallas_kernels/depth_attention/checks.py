@@ -1,4 +1,4 @@
-"""Checks that run on the arguments of a depth-attention op before the op is traced."""
+"""Checks of the arguments of depth-attention ops, which run before an op is traced."""
 
 import jax.numpy as jnp
 
@@ -20,14 +20,15 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
     if N == 0 or list(sources.shape[-axes:]) != shape:
         names = size.replace(" ", ", ")
         raise ValueError(
-            f"shapes do not fit: queries [S, {names}] are {queries.shape}, "
-            f"sources [N, ..., {names}] are {sources.shape}; legal: N of at least 1"
+            f"shapes do not fit: queries [S, {names}] have shape {queries.shape}, and sources "
+            f"[N, ..., {names}] have shape {sources.shape}; legal: N of at least 1, equal {names}"
         )
     if gains is not None:
         check_array("gains", gains, f"S {size}")
         if gains.shape != queries.shape:
             raise ValueError(
-                f"shapes do not fit: queries [S, D] are {queries.shape}, gains {gains.shape}"
+                f"shapes do not fit: queries [S, D] have shape {queries.shape}, but gains [S, D] "
+                f"have shape {gains.shape}"
             )
     if prior is not None:
         mixed, log_sums = prior
@@ -36,19 +37,19 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
         wanted = (S, *sources.shape[1:])
         if mixed.shape != wanted or log_sums.shape != wanted[:-axes]:
             raise ValueError(
-                f"shapes do not fit: the arrays of prior are {mixed.shape} and {log_sums.shape}, "
-                f"but must be {wanted} and {wanted[:-axes]}"
+                f"shapes do not fit: the two arrays of prior have shapes {mixed.shape} and "
+                f"{log_sums.shape}, but must have shapes {wanted} and {wanted[:-axes]}"
             )
     if count is None:
         return
     if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
-        raise ValueError(f"count={count!r} must be an integer, the number of sources")
+        raise ValueError(f"count={count!r} must be an integer from 0 to the number of sources, {N}")
     if isinstance(count, int) and not 0 <= count <= N:
         raise ValueError(f"count={count} must be from 0 to the number of sources, {N}")
 
 
 def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> None:
-    """Check the parameters of one site and the running sum `current` of a merge.
+    """Check a site's parameters and the running sum `current`, the arguments of a merge.
 
     Raises:
       ValueError: shapes or dtypes do not fit, the norm is unknown, only one of `norm` and
@@ -59,7 +60,7 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
     if (norm is None) != (norm_gain is None):
         shape = None if norm_gain is None else norm_gain.shape
         raise ValueError(
-            f"norm={norm!r} and norm_gain of shape {shape} must both be given or both be None"
+            f"norm is {norm!r} and norm_gain has shape {shape}; legal: both given, or both None"
         )
     size = _size(query, 0)
     check_array("current", current, f"... {size}")
@@ -70,8 +71,8 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
         if x.shape != current.shape[-x.ndim :]:
             names = size.replace(" ", ", ")
             raise ValueError(
-                f"shapes do not fit: current [..., {names}] is {current.shape}, {name} [{names}] "
-                f"is {x.shape}"
+                f"shapes do not fit: current [..., {names}] has shape {current.shape}, but {name} "
+                f"[{names}] has shape {x.shape}"
             )
     if norm is not None:
         check_norm(norm)
@@ -79,7 +80,7 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
 
 
 def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
-    """Check that the mixes and the log-sum-exps fit the running sum `current`.
+    """Check that the shapes of the mixes and the log-sum-exps fit the running sum `current`.
 
     Args:
       mixed, log_sums, current: the arguments of the op.
@@ -91,11 +92,15 @@ def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
     per_site = mixed if axes.startswith("S") else current
     if mixed.shape[1:] != current.shape or log_sums.shape != per_site.shape[:-of_source]:
         raise ValueError(
-            f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
-            f"{mixed.shape}, log_sums [{', '.join(axes.split())}] is {log_sums.shape}"
+            f"shapes do not fit: current [..., D] has shape {current.shape}, mixed [S, ..., D] has "
+            f"shape {mixed.shape}, and log_sums [{', '.join(axes.split())}] has shape "
+            f"{log_sums.shape}"
         )
 
 
 def _size(queries, leading_axes: int) -> str:
-    """Return the names of a source's axes: "D" for a vector, "K V" for a residual matrix."""
+    """Return the names of a source's axes: "D" for a vector, "K V" for a residual matrix.
+
+    `queries` has as many axes per query as a source has, after `leading_axes` others.
+    """
     return "K V" if getattr(queries, "ndim", 0) == leading_axes + 2 else "D"

@@ -11,8 +11,8 @@ source v, converted to float32:
     rstd(v) = 1 / sqrt(mean(v^2) + epsilon)             logit = rstd(v) * <query, v>
     log_sum = log sum exp(logit)                        weight = exp(logit - log_sum)
 
-The first `count` rows of the bank are active. The others are empty: whatever they hold, even NaN,
-they have weight 0 and gradient 0.
+The first `count` rows of the bank are active. The others are empty: whatever they contain, even
+NaN, their weight and gradient are 0.
 
     partial(Partial, *, epsilon)
         -> (mixed [S, T, D] in the sources' dtype, log_sums [S, T] float32)
@@ -74,7 +74,7 @@ they have weight 0 and gradient 0.
 
 In plain JAX, `partial` and `partial_backward` also take a `key_axis`, the mesh axis over which D is
 sharded. Arrays with an axis D are then this device's slices along D, and `delta` is this device's
-term of a sum over devices. d_logit is that of the whole sources.
+term of a sum over devices. d_logit is computed from the whole sources.
 """
 
 from typing import NamedTuple
@@ -82,19 +82,19 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# The mixes and log-sum-exps of S sites over other sources. In these annotations, *D stands for D or
-# for K V (a matrix), and *T for the token axes.
+# The type of `prior`: the mixes and log-sum-exps of S sites over other sources. In this module's
+# annotations, *D is D for vectors or K V for matrices, and *T is the token axes.
 Prior = tuple[Float[Array, "S *T_D"], Float[Array, "S *T"]]
 
 
 class Partial(NamedTuple):
-    """The operands of `partial`, for S sites over the same sources.
+    """The operands of `partial`, which mixes the same sources for each of S sites.
 
     Attributes:
       queries: the queries in float32, already multiplied by the gains.
-      sources: the bank of N rows.
+      sources: the bank, an array of N rows with one source per row.
       count: the number of active rows.
-      prior: mixes and log-sum-exps over other sources, or None.
+      prior: the mixes and log-sum-exps of the same sites over other sources, or None.
     """
 
     queries: Float[Array, "S *D"]
@@ -108,8 +108,8 @@ class PartialCotangents(NamedTuple):
 
     Attributes:
       log_sums: the log-sum-exps that `partial` returned.
-      delta: a number that is subtracted in the logits' gradients (see the module's docstring); None
-        means 0.
+      delta: the number that is subtracted in a logit's gradient, for each site and token (see the
+        module's docstring); None means 0.
       d_mixed: the cotangents of the mixes.
       accumulate: gradients to which the sources' gradients are added, or None.
     """
@@ -121,11 +121,11 @@ class PartialCotangents(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """The operands of `merge`.
+    """The operands of `merge`, which adds the running sum of a block to the mix of one site.
 
     Attributes:
       query: the site's query in float32, already multiplied by the gain of the keys' norm.
-      mixed: the mixes of all S sites over the sealed sources.
+      mixed: the mixes of all S sites over the sealed sources, the outputs of completed blocks.
       log_sums: the log-sum-exps of this site.
       site: the index of this site.
       current: the running sum of the current block.
@@ -145,8 +145,8 @@ class Merge(NamedTuple):
 class MergeAt(NamedTuple):
     """The operands of `merge_at`: a `Merge` for a few tokens, with stacked parameters.
 
-    `parameters` holds the query and the gain of each of L layers, in float32, and `log_sums` holds
-    the log-sum-exps of all sites.
+    `parameters` contains the query and the gain of each of L layers, in float32, and `log_sums`
+    contains the log-sum-exps of all sites.
     """
 
     parameters: Float[Array, "L 2 D"]
@@ -170,7 +170,7 @@ class MergeCotangents(NamedTuple):
 
 
 class MergeRead(NamedTuple):
-    """The operands of `merge_read`: a merge without a norm, and the parameters of the read."""
+    """The operands of `merge_read`: those of a merge without a norm, and the read's parameters."""
 
     merge: Merge
     norm_gain: Float[Array, "K V"]
@@ -180,8 +180,8 @@ class MergeRead(NamedTuple):
 class MergeGradients(NamedTuple):
     """The cotangents of the inputs of `merge`.
 
-    The cotangents of `query` and `norm_gain` are float32 and summed over tokens. `mixed` has the
-    rows of all sites.
+    The cotangents of `query` and `norm_gain` are float32 and summed over tokens. `mixed` contains
+    the cotangents of the mixes of all sites.
     """
 
     query: Float[Array, "*D"]

@@ -21,7 +21,7 @@ from pallas_kernels.depth_attention.interface import (
 
 
 class MatricesAsVectors:
-    """An implementation of the depth-attention ops for matrices, by ops for vectors.
+    """An implementation of depth attention for matrices, made from one for vectors.
 
     The methods are the functions of `interface`.
     """
@@ -53,7 +53,7 @@ class MatricesAsVectors:
         return jax.tree.map(lambda x, y: x.reshape(y.shape), g, like)
 
     def unsupported(self, op: str, *operands: Any) -> str | None:
-        """Return why the implementation for vectors does not support the call, or None."""
+        """Return why the implementation for vectors does not support the call; None if it does."""
         return self._module.unsupported(op, *_flat(operands))
 
     def wins(self, op: str, *operands: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An op that computes phase two of depth attention over residual matrices, and reads from its mix.
+"""An op for residual matrices that computes phase two of depth attention and reads from its mix.
 
 The op combines `depth_attention_merge` (without a norm) and `norm_retrieve`. On a TPU, one kernel
 computes both in the forward pass, and one in the backward pass, so that the mix stays in VMEM.
@@ -38,7 +38,9 @@ def depth_attention_merge_read(
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "B T K V"], Float[Array, "B T P V"]]:
     """Compute the mix h of one site, and read `z_p = r_p . (norm_gain * norm(h))` from it.
 
-    h is the result of `depth_attention_merge` without a norm, and r are the read keys.
+    A site is a place in the network that attends over the outputs of earlier sublayers. h is the
+    result of `depth_attention_merge` without a norm: the site's weighted sum of those outputs, the
+    last of which is the running sum `current`. r are the read keys.
 
     Args:
       mixed, log_sums, site, current, active: as in `depth_attention_merge`.
@@ -68,13 +70,14 @@ def depth_attention_merge_read(
         check_array(name, x, "K V")
         if x.shape != current.shape[2:]:
             raise ValueError(
-                f"shapes do not fit: current [B, T, K, V] is {current.shape}, {name} {x.shape}"
+                f"shapes do not fit: current [B, T, K, V] has shape {current.shape}, but {name} "
+                f"[K, V] has shape {x.shape}"
             )
     check_mixed(mixed, log_sums, current, "B T", 2)
     if read_keys.shape[1] != current.shape[2]:
         raise ValueError(
-            f"shapes do not fit: current [B, T, K, V] is {current.shape}, read_keys [P, K] is "
-            f"{read_keys.shape}"
+            f"shapes do not fit: current [B, T, K, V] has shape {current.shape}, but read_keys "
+            f"[P, K] have shape {read_keys.shape}"
         )
     dtype = jnp.dtype(dtype or current.dtype)
     call = _MergeReadCall(norm, epsilon, norm_epsilon, dtype, implementation)
@@ -85,7 +88,7 @@ def depth_attention_merge_read(
 
 
 class _MergeReadCall(NamedTuple):
-    """The static parameters of a `merge_read` call, constant during tracing."""
+    """The static parameters of a call of `depth_attention_merge_read`, constant during tracing."""
 
     norm: Norm
     epsilon: int | float

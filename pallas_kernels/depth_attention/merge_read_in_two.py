@@ -1,4 +1,4 @@
-"""An implementation of `merge_read` that runs its two ops, the merge and the read, separately."""
+"""An implementation of `merge_read` that runs its two parts, the merge and the read, as two ops."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class SeparateMergeRead:
         epsilon: int | float,
         **options: Any,
     ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-        """Return the gradients of `merge_read`, after recomputing the mix h."""
+        """Return the gradients of `merge_read`; the mix h is computed again first."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
         h = self._merges.merge(operands.merge, **of_merge)
         of_read = SiteBackward(

@@ -58,10 +58,10 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
-# With at most this many sources (and few sites), the kernel waits longer for a group of tokens than
-# it computes, so more groups are unrolled into one loop body.
+# With at most this many sources and few sites, a kernel computes so little per group of tokens that
+# latency dominates, so more groups are unrolled into one loop body.
 _FEW_SOURCES = 4
-# Chips with enough registers to unroll eight token groups when mixing for more than two sites.
+# The slugs of chips whose registers suffice to unroll eight token groups for 3 to 8 sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
 _NAME = "depth_attention_"
 
@@ -73,9 +73,10 @@ def partial(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
+    """Return each site's mix (a weighted sum of the sources) and log-sum-exp (see `interface`).
 
-    The kernel takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
+    For S sites, N sources and T tokens, and D entries of E bytes per source, the kernel takes
+    `4 S N T D` FLOPs and moves `E (N + S) T D` bytes.
     """
     if block_sizes is None and mosaic_tpu_decode.serves(operands):
         return mosaic_tpu_decode.partial(operands, epsilon=epsilon, interpret=interpret)
@@ -123,10 +124,11 @@ def partial_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Return the gradients of queries and sources of `partial`, as `interface` defines.
+    """Return the gradients of `partial` with respect to queries and sources (see `interface`).
 
-    The kernel takes `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes, and `E N T D` more to
-    accumulate.
+    For S sites, N sources and T tokens, and D entries of E bytes per source, the kernel takes
+    `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes. It moves `E N T D` more to add the sources'
+    gradients to `accumulate`.
     """
     queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = cotangents
@@ -196,9 +198,10 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Add the running sum to the mix of one site, as `interface` defines.
+    """Return z: one site's mix with the running sum of a block added, and normed (see `interface`).
 
-    The kernel moves `E 3 T D` bytes and takes about `15 T D` FLOPs.
+    For T tokens with D entries of E bytes, the kernel moves `E 3 T D` bytes and takes about
+    `15 T D` FLOPs.
     """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge", operands, block_sizes, interpret, **options)
@@ -227,9 +230,10 @@ def merge_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Return the gradients of `merge`, as `interface` defines.
+    """Return the gradients of `merge` with respect to its operands, as `interface` defines.
 
-    The kernel moves `E 6 T D` bytes and takes about `40 T D` FLOPs.
+    For T tokens with D entries of E bytes, the kernel moves `E 6 T D` bytes and takes about
+    `40 T D` FLOPs.
     """
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge_backward", operands, block_sizes, interpret, **options)
@@ -293,7 +297,7 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
     return None
 
 
-# Tiling -----------------------------------------------------------------------------------------
+# Tiling: choice of block sizes ----------------------------------------------------------------
 
 
 def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
@@ -301,7 +305,10 @@ def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
     S, (N, T, D) = queries.shape[0], sources.shape
     blocks = blocks or choose_block_sizes(op, N, S, T, D, sources.dtype.name)
     if blocks is None:
-        raise UnsupportedImplementation(f"{unsupported(op, operands)}; use 'xla'")
+        reason = unsupported(op, operands)
+        raise UnsupportedImplementation(
+            f"no TPU kernel of {_NAME}{op} supports this call: {reason}; use 'xla'"
+        )
     tokens = round_up(T, GROUP)
     blocks = _fitted(blocks, T, interpret)
     width = round_up(D, LANES)
@@ -309,7 +316,7 @@ def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """Return the block sizes, with no more tokens per tile than T rounded up to whole groups.
+    """Return `blocks` with at most as many tokens per tile as the T tokens, in whole groups.
 
     In the interpreter, loops are not unrolled, because unrolling would only cost compile time.
     """
@@ -323,7 +330,10 @@ def _merge_call(
     T, D = operands.current.shape
     blocks = blocks or choose_block_sizes(op, 0, 1, T, D, "float32")
     if blocks is None:
-        raise UnsupportedImplementation(f"{unsupported(op, operands)}; use 'xla'")
+        reason = unsupported(op, operands)
+        raise UnsupportedImplementation(
+            f"no TPU kernel of {_NAME}{op} supports this call: {reason}; use 'xla'"
+        )
     blocks = _fitted(blocks, T, interpret)
     width = round_up(D, LANES)
     dtype = operands.current.dtype.name
@@ -348,7 +358,7 @@ def _rows_scratch(call: VectorsCall, *names: str):
 
 
 def _score_scratch(call: VectorsCall):
-    """Return the scratch shapes for a kernel that computes the weights of all sources."""
+    """Return the shapes of the scratch buffers in which a kernel computes the sources' weights."""
     products = [call.mixed_by_product(n) for _, n in call.chunks]
     rows = call.S * GROUP * call.weight_pieces
     scratch = {
@@ -372,7 +382,7 @@ def _score_scratch(call: VectorsCall):
 
 
 def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """Return the block sizes for the target device: tuned ones if a table has them, or the default.
+    """Return the block sizes for the target device, from a table of tuned sizes or by default.
 
     Returns None if no block sizes fit in VMEM.
     """
@@ -406,8 +416,8 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
         for t in sizes
         if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= target().vmem_part(_BUDGET)
     ]
-    # Larger tiles come first, because they hide latency better. Sizes that give an even number of
-    # full tiles are preferred, because two cores can share these.
+    # Larger tiles are tried first, because they hide latency better. Sizes that give an even number
+    # of full tiles are preferred, because two cores can share these.
     even = [b for b in fitting if tokens % (2 * b.tokens) == 0]
     return next(iter(even + fitting), None)
 
@@ -440,8 +450,8 @@ def _refused(
 ) -> str | None:
     op = kernel.removeprefix(_NAME)
     rule = default_block_sizes(op, T=tokens, **key)
-    # `lanes` and `weight_pieces` must be the heuristic's, because other values would change the
-    # rounding.
+    # `lanes` and `weight_pieces` must equal the values of the heuristic, because other values would
+    # change how results are rounded.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
     if not same:
         return (
@@ -463,14 +473,14 @@ KERNELS = tuned.register(
 )
 
 
-# Operands ---------------------------------------------------------------------------------------
+# Layout of the kernels' operands --------------------------------------------------------------
 
 
 def _queries(call: VectorsCall, queries):
     """Return the queries as the left operand of a matrix product.
 
-    If the operands are bfloat16, each query is split into three pieces, and all first pieces are
-    followed by all second and all third pieces.
+    If the operands are bfloat16, each query is split into three pieces. The rows are then the first
+    pieces of all queries, followed by all second pieces and all third pieces.
     """
     rows = pieces(queries) if call.narrow else [queries]
     return _rows_padded(call, rows, call.query_rows)
@@ -513,7 +523,7 @@ def _aligned(x):
 
 
 def _bank(call: VectorsCall):
-    """Return the scratch shape for two tiles of all sources."""
+    """Return the shape of the double buffer for tiles of all N sources."""
     return pltpu.VMEM((2, call.N, call.blocks.tokens, call.width), call.dtype)
 
 
@@ -538,7 +548,7 @@ def _padded_width(call: VectorsCall, x):
 
 
 def _by_site(call: VectorsCall):
-    """Return the block spec for a tile of `mixed`, in the row that the prefetched site selects."""
+    """Return the block spec for a tile of `mixed`, in the row of the prefetched site index."""
     return operand.of_stack(_by_token(call))
 
 
@@ -574,7 +584,7 @@ def _untiled(x):
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
 
 
-# The call ---------------------------------------------------------------------------------------
+# The kernel call ------------------------------------------------------------------------------
 
 
 def _run(

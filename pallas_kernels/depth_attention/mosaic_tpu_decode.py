@@ -1,9 +1,9 @@
 """TPU kernels that compute depth attention for a few tokens, for use in decoding.
 
-If there are fewer tokens than a tile holds, the kernels of `mosaic_tpu` take less time than the
-operations around them, which pad rows, broadcast parameters and copy slices. The kernels in this
-module need no such operations: arrays keep the model's layout, and a kernel reads its parameters
-directly from the stack of all layers' parameters. Sums use the vector unit, in float32.
+With fewer tokens than one tile, the kernels of `mosaic_tpu` take less time than the operations
+around them, which pad rows, broadcast parameters and copy slices. The kernels in this module need
+no such operations: arrays keep the model's layout, and a kernel reads its parameters directly from
+the stack of all layers' parameters. Sums use the vector unit, in float32.
 
 For S sites, T tokens, N sources and E bytes per entry, `partial` takes `4 S N T D` FLOPs and moves
 `E (N + S) T D` bytes; `merge_at` moves `E 3 T D` bytes.
@@ -23,9 +23,10 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 from pallas_kernels.target import target
 
-# Maximum number of inner products per token in `partial` (N * S): all of them are unrolled.
+# Maximum number of inner products per token in `partial` (N * S). It is small because the kernel
+# unrolls all of them.
 _MOST = 128
-# Tokens per grid step: few enough that most intermediates stay in registers.
+# Number of tokens per grid step. It is small enough that most intermediates stay in registers.
 _TOKENS = 32
 # `_TILE`: a number of tokens that fills whole register tiles in every dtype. `_BUDGET`: maximum
 # VMEM for the double-buffered rows of a grid step, in sixtieths of the VMEM limit.
@@ -60,9 +61,9 @@ def _tokens(operands: Partial) -> int | None:
 def partial(
     operands: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
+    """Return each site's mix (a weighted sum of the sources) and log-sum-exp (see `interface`).
 
-    The operands must have no prior.
+    The operands must have no `prior`, the mixes that another call returned for other sources.
     """
     queries, sources, count, _ = operands
     S, (N, T, D) = queries.shape[0], sources.shape
@@ -129,9 +130,9 @@ def merge_at(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` for a few tokens with stacked parameters, as `interface` defines.
+    """Compute `merge` for a few tokens, with parameters read from the stack of all layers.
 
-    The kernel moves `E 3 T D` bytes (see the module's docstring).
+    For T tokens with D entries of E bytes, the kernel moves `E 3 T D` bytes.
     """
     parameters, layer, mixed, log_sums, site, current, active = operands
     T, D = current.shape

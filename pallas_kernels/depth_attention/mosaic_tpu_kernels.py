@@ -24,7 +24,7 @@ from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, widen
 from pallas_kernels.products import dot
 
-# Tokens per matrix product: the number of rows of a bfloat16 register tile.
+# Number of tokens per matrix product. It is the number of rows of a bfloat16 register tile.
 GROUP = 16
 # Maximum number of sources per matrix product. CHUNK * GROUP = 256 rows fill two matrix units of
 # 128 rows, or one of 256.
@@ -33,15 +33,15 @@ CHUNK = 16
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """The block sizes of a depth-attention kernel for vectors.
+    """The block sizes of a depth-attention TPU kernel for residual vectors.
 
     Attributes:
       tokens: the number of tokens per tile, a multiple of 16.
       lanes: the number of entries along D that are processed at a time.
       unroll: the maximum number of token groups per loop iteration.
-      weight_pieces: the number of bfloat16 terms that represent a softmax weight if the sources are
-        bfloat16. With 2, weights keep 16 bits. With 1, they are rounded to bfloat16, as attention
-        kernels do. A second term is noticeably slower if there are many sites.
+      weight_pieces: the number of bfloat16 terms whose sum represents a softmax weight if the
+        sources are bfloat16. With 2, weights keep 16 bits. With 1, weights are rounded to bfloat16,
+        as in attention kernels. With many sites, 2 is noticeably slower.
     """
 
     tokens: int
@@ -87,7 +87,7 @@ class VectorsCall:
     def cores(self) -> int:
         """The number of grid slices that cores process in parallel: 2, or 1 if `tiles` is odd.
 
-        Each slice has its own sum of d_queries.
+        Each slice has its own sum of the queries' gradients.
         """
         return 2 if self.tiles % 2 == 0 else 1
 
@@ -103,14 +103,14 @@ class VectorsCall:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """The chunks of sources, as pairs (index of the first source, number of sources)."""
+        """The chunks of sources, each a pair (index of its first source, number of its sources)."""
         return [(i, min(CHUNK, self.N - i)) for i in range(0, self.N, CHUNK)]
 
     def mixed_by_product(self, sources: int) -> int:
-        """Return how many of a chunk's sources the matrix unit mixes.
+        """Return how many of a chunk's `sources` the matrix unit adds to the weighted sum.
 
-        If there are one or two sources more than a multiple of 8, the vector unit mixes these one
-        or two, because in the matrix product they would take as long as 8 more sources.
+        If `sources` is one or two more than a multiple of 8, the vector unit adds the last one or
+        two. In the matrix product they would take as long as 8 more sources.
         """
         return sources - sources % 8 if sources % 8 in (1, 2) else sources
 
@@ -126,12 +126,12 @@ class VectorsCall:
 
     @property
     def query_rows(self) -> int:
-        """The number of rows of the matrix operand that holds the queries and their pieces."""
+        """The number of rows of the matrix operand that contains the queries' pieces."""
         return round_up(self.S * (3 if self.narrow else 1), GROUP)
 
     @property
     def left_rows(self) -> int:
-        """The contracted size of the matrix product for the sources' gradients.
+        """The contracted size of the matrix product that computes the sources' gradients.
 
         See `_weigh_backward`.
         """
@@ -140,13 +140,13 @@ class VectorsCall:
 
     @property
     def lane_blocks(self) -> list[slice]:
-        """The blocks of lanes that are processed at a time, as slices of a source's entries."""
+        """The slices of a source's entries (lanes) that a kernel processes one after another."""
         step = self.blocks.lanes
         return [slice(d, min(d + step, self.width)) for d in range(0, self.width, step)]
 
 
 def pieces(x, count: int = 3):
-    """Split x into `count` bfloat16 arrays ("pieces") whose sum is x; three of them are exact.
+    """Split x into `count` bfloat16 arrays ("pieces") whose sum is x: exactly x if `count` is 3.
 
     The low bits are masked off, because a compiler may remove a pair of conversions to bfloat16 and
     back.
@@ -164,7 +164,7 @@ def pieces(x, count: int = 3):
 
 
 def partial(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute the mixes and log-sum-exps of one tile of tokens."""
+    """Compute the mixes (weighted sums of sources) and log-sum-exps of one tile of tokens."""
     count = inputs["count"][0]
     tile = Tile(call)
     bank = scratch["sources"]
@@ -197,7 +197,7 @@ def partial(inputs, outputs, scratch, *, call: VectorsCall):
 
     mix = functools.partial(_mix, call, count, bank, scratch, write)
     if prior is None:
-        # A single source is copied, because its weight, as computed, may differ from 1.
+        # A single source is copied to the mixes, because its computed weight may not be exactly 1.
         pl.when(count == 1)(lambda: each_group(call, copy))
         pl.when(count != 1)(mix)
     else:
@@ -221,8 +221,8 @@ def _score(call, count, bank, inputs, outputs, scratch):
 def _weigh(call, count, group, inputs, outputs, scratch):
     """Compute the softmax over sources for one group of tokens.
 
-    The weights are written to the scratch buffers: those that a matrix product uses to `weights`,
-    and those that the vector unit uses to `columns`.
+    The weights are written to two scratch buffers: to `weights` if a matrix product uses them, and
+    to `columns` if the vector unit uses them.
     """
     for s in range(call.S):
         logits = [
@@ -264,9 +264,10 @@ def _weigh(call, count, group, inputs, outputs, scratch):
 
 
 def _mix(call, count, bank, scratch, write):
-    """Compute the mixes of all sites, and pass each part to `write(group, lanes, s, h)`.
+    """Compute the weighted sums of all sites; pass each part to `write(group, lanes, s, h)`.
 
-    If there are several chunks, the scratch buffer `sums` accumulates over them.
+    If the sources are split into several chunks, the scratch buffer `sums` adds up the sums over
+    chunks.
     """
     sums = scratch.get("sums")
 
@@ -319,10 +320,10 @@ def _mix(call, count, bank, scratch, write):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute the sources' gradients for one tile of tokens, and accumulate `d_queries`.
+    """Compute the sources' gradients for one tile of tokens, and add to those of the queries.
 
-    For bfloat16, `d_queries` has one row per query and piece, in the order of `queries`; the caller
-    sums over pieces.
+    For bfloat16 sources, queries are split into pieces. The output `d_queries` then has one row per
+    query and piece, in the order of the input `queries`, and the caller sums over pieces.
     """
     count = inputs["count"][0]
     tile = Tile(call)
@@ -422,7 +423,7 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
     relative error of their product is 2^-16.
     """
     weights, d_logits = {}, {}
-    # Beyond the last token, d_mixed may hold arbitrary values, so weights and d_logits are 0 there.
+    # Beyond the last token, d_mixed may contain arbitrary values; weights and d_logits are 0 there.
     exist = (tile.at(0) * call.groups + group) * GROUP < call.tokens
 
     def meant(first, sources):
@@ -443,7 +444,8 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
             d = jnp.where(meant(first, sources), weights[c, s] * (g - total), 0)
             d_logits[c, s] = jnp.sum(d, axis=0, keepdims=True)
     for c, (first, sources) in enumerate(call.chunks):
-        # The scratch buffers may hold arbitrary values for empty rows, so 0 is used there.
+        # The scratch buffers may contain arbitrary values for empty rows of the bank, so 0 is used
+        # for these rows.
         active = _active(call, first, sources, count)
         rstd = jnp.where(active, scratch["rstd"][c][group], 0)
         shrink = jnp.zeros_like(rstd)
@@ -472,15 +474,15 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
         scratch["d_products"][c][group] = d_products.astype(narrow)
 
 
-# Shared parts ---------------------------------------------------------------------------------
+# Functions that several kernels use -----------------------------------------------------------
 
 
 class Tile:
     """The tile of tokens that a grid step processes.
 
     Attributes:
-      slot: which of the two buffers holds the tile, 0 or 1.
-      first, last: whether the tile is the first or the last tile of its core.
+      slot: the index of the buffer that contains the tile: 0 or 1.
+      first, last: whether the tile is the first, and the last, that its core processes.
     """
 
     def __init__(self, call: VectorsCall):
@@ -491,7 +493,7 @@ class Tile:
         self.last = self._step == call.tiles_each - 1
 
     def at(self, steps: int):
-        """Return the index of the tile that this core processes `steps` steps later."""
+        """Return the index of the tile that this core processes `steps` grid steps later."""
         return self._start + self._step + steps
 
 
@@ -529,10 +531,10 @@ def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=Fa
 
 
 def _clear(call, buffer, count):
-    """Write zeros to the parts of the buffers that no DMA may fill.
+    """Write zeros to those parts of a pair of buffers that no DMA fills.
 
-    These parts are multiplied by a weight of 0, and the product must be 0, but memory could hold
-    NaN.
+    The kernel multiplies these parts by a weight of 0. The product must be 0, but it would be NaN
+    if the memory contained NaN.
     """
     first = 0 if call.tokens % call.blocks.tokens else count
 
@@ -545,7 +547,7 @@ def _clear(call, buffer, count):
 
 
 def _when_any(call, c, count, body):
-    """Run `body` if chunk c has an active source.
+    """Run `body` if chunk c of the sources has an active one, that is, one before `count`.
 
     For the first chunk, `body` always runs, because the results of that chunk are always read.
     """
@@ -592,7 +594,7 @@ def _products(call, bank, first, sources, group, lhs):
 
 
 def _sum_pieces(call, products):
-    """Return the queries' rows of a product, summed over each query's pieces: [S, ..]."""
+    """Return the products of the S queries [S, ..], each summed over the query's pieces."""
     S = call.S
     if not call.narrow:
         return products[:S]
@@ -600,23 +602,23 @@ def _sum_pieces(call, products):
 
 
 def _values(bank, first, sources, group, lanes):
-    """Return a chunk of sources for one group of tokens: [sources * GROUP, lanes]."""
+    """Return the rows (source, token) of a chunk for one group: [sources * GROUP, lanes]."""
     values = bank[first : first + sources, group_rows(group), lanes]
     return values.reshape(sources * GROUP, -1)
 
 
 def group_rows(group):
-    """Return the slice of the rows of one group of tokens in a tile."""
+    """Return the slice of a tile's rows that contains the tokens of one group."""
     return pl.ds(pl.multiple_of(group * GROUP, GROUP), GROUP)
 
 
 def _operand_pieces(call, x):
-    """Return weights as operands of products: two pieces, or one array in the sources' dtype."""
+    """Return softmax weights as matrix operands: two pieces, or one array in the sources' dtype."""
     return pieces(x, 2) if call.weight_pieces == 2 else [x.astype(call.dtype)]
 
 
 def _padded(rows, total):
-    """Concatenate arrays along rows, and append rows of zeros up to `total` rows."""
+    """Concatenate the arrays `rows` along axis 0, and append zeros up to `total` rows."""
     rows = jnp.concatenate(rows, axis=0)
     missing = total - rows.shape[0]
     if not missing:
@@ -631,7 +633,7 @@ def _diagonal(sources):
 
 
 def _active(call, first, sources, count):
-    """Return a mask [1, sources * GROUP] that is True at lanes whose source is active."""
+    """Return a mask [1, sources * GROUP] that is True at lanes of sources before `count`."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, sources * GROUP), 1)
     return lane < (count - first) * GROUP
 
@@ -643,18 +645,18 @@ def _own_lane(group, tokens):
 
 
 def column_of(row, group):
-    """Extract one group's tokens from a tile's row [1, tokens], as a column [GROUP, 1]."""
+    """Return one group's values from a tile's row [1, tokens], as a column [GROUP, 1]."""
     own = _own_lane(group, row.shape[1])
     return jnp.sum(jnp.where(own, row, 0), axis=1, keepdims=True)
 
 
 def row_of(column, group, tokens):
-    """Convert one group's column [GROUP, 1] to a tile's row [1, tokens], 0 at other tokens."""
+    """Convert one group's column [GROUP, 1] to a tile's row [1, tokens], with 0 at other tokens."""
     return jnp.sum(jnp.where(_own_lane(group, tokens), column, 0), axis=0, keepdims=True)
 
 
 def centre(call, h):
-    """Centre h [GROUP, D] in place if the norm is layernorm, and return the rstd of the result."""
+    """Subtract the mean from h [GROUP, D] in place for layernorm, and return the rstd of h."""
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
     squares = zero
     if call.norm == "layernorm":

@@ -5,10 +5,10 @@ V is the slowest axis of a matrix. The array of all sources, the bank [N, B, T, 
 the layout [N, B, V K, T], and the kernels of this module use it directly. The kernels of
 `mosaic_tpu`, whose lanes hold D, would need every array to be transposed twice.
 
-- `partial` holds one tile of every source in VMEM. Each source is a separate operand. An empty
+- `partial` keeps one tile of every source in VMEM. Each source is a separate operand. An empty
   source's operand selects the same block at every grid step, so that it moves almost no bytes. If
-  the sources do not fit, they are processed in parts, and the result of the earlier parts becomes
-  the prior of the next. Sites are processed in parts too.
+  the sources do not fit, they are processed in parts, and the result for the earlier parts is
+  passed on as the `prior` of the next part. Sites are processed in parts too.
 - `partial_backward` consists of two kernels. The first computes <d_mixed, v> and the logits for all
   sources v. The second uses these to compute the gradient of one source at a time.
 - `merge` supports no norm, because the op that reads from the mix normalises it.
@@ -50,8 +50,8 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
 from pallas_kernels.target import target
 
-# Maximum VMEM for double-buffered blocks, in sixtieths of the VMEM limit. The remainder is left to
-# the compiler.
+# Maximum VMEM for double-buffered blocks, in sixtieths of the VMEM limit. The compiler uses the
+# remainder.
 _BUDGET = 44
 # Maximum VMEM for the blocks of `merge_backward`, in sixtieths of the VMEM limit. This kernel has
 # six arrays and cannot be split into parts.
@@ -59,8 +59,8 @@ _LARGEST = 52
 # Maximum number of sources per kernel. It is small because each source is a separate operand and
 # the loop over sources is unrolled.
 _MOST_SOURCES = 16
-# Maximum number of sites per kernel: the sums for one step's rows must fit in registers for all
-# sites.
+# Maximum number of sites per kernel. It is small because the sums of all sites for the rows of one
+# step must fit in registers.
 _MOST_SITES = 8
 
 
@@ -88,9 +88,10 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
 def partial(
     operands: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
-    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
+    """Return each site's mix (a weighted sum of the sources) and log-sum-exp (see `interface`).
 
-    The kernel takes `4 S N T D` FLOPs and moves `E (N + S) T D` bytes (see the module's docstring).
+    For S sites, N sources and T tokens, and D = K V entries of E bytes per source, the kernel takes
+    `4 S N T D` FLOPs and moves `E (N + S) T D` bytes.
     """
     queries, sources, count, prior = operands
     N, B, T, K, V = sources.shape
@@ -171,10 +172,11 @@ def partial_backward(
     epsilon: int | float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
-    """Return the gradients of queries and sources of `partial`, as `interface` defines.
+    """Return the gradients of `partial` with respect to queries and sources (see `interface`).
 
-    The kernel takes `8 S N T D` FLOPs and moves `E (3 N + 2 S) T D` bytes, and `E N T D` more to
-    accumulate.
+    For S sites, N sources and T tokens, and D = K V entries of E bytes per source, the two kernels
+    take `8 S N T D` FLOPs and move `E (3 N + 2 S) T D` bytes. They move `E N T D` more to add the
+    sources' gradients to `accumulate`.
     """
     queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = cotangents
@@ -202,7 +204,7 @@ def partial_backward(
 
 
 def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
-    """Compute the numbers per source that the gradients need, from row `first` of the bank on.
+    """Compute what the gradients need of each source, for `call.N` rows from row `first` on.
 
     Returns:
       The logits [B, N, S, T], the inner products <d_mixed, v> [B, N, S, T], and rstd [B, N, 1, T].
@@ -224,10 +226,10 @@ def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
 
 
 def _weigh(call: MatricesCall, count, logits, g, rstd, log_sums, delta):
-    """Compute the coefficients of each source's gradient, which are a few numbers per token.
+    """Compute the coefficients of each source's gradient: a few numbers per token and site.
 
-    The gradient is a sum of `weights` times d_mixed, `d_products` times the queries, and `shrink`
-    (subtracted) times the source itself. See `interface` for the equations.
+    The gradient of a source is `weights` times d_mixed, plus `d_products` times the queries, minus
+    `shrink` times the source itself. See `interface` for the equations.
     """
     active = jnp.arange(call.N)[:, None, None] < count
     by_token = lambda x: jnp.swapaxes(x, 0, 1)[:, None].astype(jnp.float32)
@@ -246,8 +248,8 @@ def _partial_backward(call: MatricesCall, queries, bank, count, of_sources, d_mi
     def row(c, j, n, count):
         """Return the block index for the gradient of source n.
 
-        Without accumulation, the gradients of empty rows are written as zeros. With accumulation,
-        empty rows are neither read nor written, so their index is that of the last active row.
+        Without `accumulate`, the gradients of empty rows are written as zeros. With it, empty rows
+        are neither read nor written, so their block index is that of the last active row.
         """
         last = N - 1 if added is None else jnp.maximum(count[0] - 1, 0)
         b, t = call.tile(c, j)
@@ -300,9 +302,9 @@ def merge(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
-    """Add the running sum to the mix of one site, as `interface` defines.
+    """Return one site's mix with the running sum of a block added (see `interface`).
 
-    The kernel moves `E 3 T D` bytes (see the module's docstring).
+    For T tokens with D = K V entries of E bytes, the kernel moves `E 3 T D` bytes.
     """
     K, V = operands.query.shape
     call = merge_call(operands.current, epsilon, interpret)
@@ -333,9 +335,9 @@ def merge_backward(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Return the gradients of `merge`, as `interface` defines.
+    """Return the gradients of `merge` with respect to its operands, as `interface` defines.
 
-    The kernel moves `E 6 T D` bytes (see the module's docstring).
+    For T tokens with D = K V entries of E bytes, the kernel moves `E 6 T D` bytes.
     """
     current = operands.current
     call = merge_call(current, epsilon, interpret)
@@ -374,7 +376,7 @@ def _tile_of(call: MatricesCall):
 
 
 def merge_inputs(call: MatricesCall, index: Callable[..., Any], operands: Merge) -> dict[str, Any]:
-    """Return the input operands of a merge kernel, apart from the site, which is prefetched.
+    """Return the inputs of a merge kernel, except the index of the site, which is prefetched.
 
     `index` is the index map of the block specs: it maps a grid step to a block of [B, rows, T].
     """
@@ -428,7 +430,7 @@ def merge_gradients(call: MatricesCall, operands: Merge, out: dict[str, Array]) 
     )
 
 
-# Tiling -----------------------------------------------------------------------------------------
+# Tiling: split of sources and sites into parts ------------------------------------------------
 
 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
@@ -445,7 +447,7 @@ def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
 
 
 def _block(D: int, dtype) -> int:
-    """Return the number of bytes of a tile of 128 tokens of one source."""
+    """Return the number of bytes of one source for a tile of 128 tokens."""
     return D * LANES * jnp.dtype(dtype).itemsize
 
 
@@ -453,14 +455,14 @@ def _joined(parts, axis=0):
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-# Blocks -----------------------------------------------------------------------------------------
+# Block specs ----------------------------------------------------------------------------------
 
 
 def _each_source(call: MatricesCall, bank, first):
-    """Return one operand for each of `call.N` rows of the bank, from row `first` on."""
+    """Return `call.N` operands, one per source: the rows of the bank from row `first` on."""
 
     def row(i, b, t, count):
-        """Return the block index for row i, which is constant if the row is empty.
+        """Return the block index for row i of the bank; it is constant if the row is empty.
 
         A block whose index does not change is copied only once.
         """
@@ -481,7 +483,7 @@ def _per_token(call: MatricesCall, rows: int):
     return pl.BlockSpec((1, rows, LANES), lambda b, t, *_: (b, 0, t))
 
 
-# Operands ---------------------------------------------------------------------------------------
+# Layout of the kernels' operands --------------------------------------------------------------
 
 
 def tokens_last(x):
@@ -518,10 +520,10 @@ def columns(queries):
 
 
 def query_rows(call: MatricesCall, queries):
-    """Return queries [S, V K] as left operands of products with chunks of a source.
+    """Return queries [S, V K] as the left operands of matrix products with chunks of a source.
 
-    The result is [chunks, query_rows, rows]. For bfloat16, the queries' three pieces follow each
-    other along `query_rows`.
+    The result is [chunks, query_rows, rows]. For bfloat16 sources, the three bfloat16 terms
+    ('pieces') of the queries follow each other along `query_rows`.
     """
     rows = pieces(queries) if call.narrow else [queries]
     rows = _padded(call, rows).reshape(call.query_rows, call.chunks, call.rows)
@@ -529,7 +531,7 @@ def query_rows(call: MatricesCall, queries):
 
 
 def query_columns(call: MatricesCall, queries):
-    """Return queries [S, V K] as left operands for the queries' term in a source's gradient.
+    """Return queries [S, V K] as the left operands of a product in the sources' gradients.
 
     The result is [chunks, rows, query_rows]; see `_query_gradients`.
     """
@@ -547,7 +549,7 @@ def _padded(call: MatricesCall, rows):
 
 
 def query_sums(call: MatricesCall):
-    """Return the output operand for the queries' gradients, with one sum over tokens per core."""
+    """Return the output for the queries' gradients, with one sum over tokens per core."""
     shape = (call.cores, call.chunks, call.query_rows, call.rows)
     spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.float32), spec

@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels.call import LANES, largest_divisor, round_up
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import contract, pieces
 
-# Rows of a source per elementwise step: few enough that the sums of all sites fit in registers.
+# Number of rows of a source per elementwise step. It is small enough that the sums of all sites fit
+# in registers.
 STEP = 32
-# Maximum number of chunks or steps per loop iteration.
+# Maximum number of chunks or steps that are unrolled into one loop iteration.
 UNROLL = 4
 
 
@@ -63,7 +64,8 @@ class MatricesCall:
     def cores(self) -> int:
         """The number of grid slices that cores process in parallel.
 
-        It is 2, or 1 if the total number of tiles is odd. Each slice has its own sum of d_queries.
+        It is 2, or 1 if the total number of tiles is odd. Each slice has its own sum of the
+        queries' gradients.
         """
         return 2 if self.batch * self.tiles % 2 == 0 else 1
 
@@ -74,7 +76,7 @@ class MatricesCall:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a source per matrix product (a chunk)."""
+        """The number of rows of a source in a chunk, the part that one matrix product processes."""
         return math.gcd(self.size, 256)
 
     @property
@@ -84,11 +86,11 @@ class MatricesCall:
 
     @property
     def query_rows(self) -> int:
-        """The number of rows of the matrix operand that holds the queries and their pieces."""
+        """The number of rows of the matrix operand that contains the queries' pieces."""
         return round_up(self.S * (3 if self.narrow else 1), 16)
 
     def tile(self, core, j):
-        """Return the indices of the sequence and of the tile in it, for step j of a core."""
+        """Return the indices of the sequence and of the tile in it, for a core's step j."""
         place, tiles = core * self.tiles_each + j, np.int32(self.tiles)
         return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
 
@@ -97,7 +99,7 @@ class MatricesCall:
 
 
 def partial(inputs, outputs, scratch, *, call: MatricesCall):
-    """Compute the mixes and log-sum-exps of one tile of tokens."""
+    """Compute the mixes (weighted sums of sources) and log-sum-exps of one tile of tokens."""
     count, N, S = inputs["count"][0], call.N, call.S
     sources = [inputs[f"source_{i:02}"].at[0, 0] for i in range(N)]
     logits, weights = scratch["logits"], scratch["weights"]
@@ -128,7 +130,8 @@ def partial(inputs, outputs, scratch, *, call: MatricesCall):
             priors = [inputs["prior"][s, 0, rows].astype(jnp.float32) for s in range(S)]
             sums = [weights[N, s : s + 1] * prior for s, prior in enumerate(priors)]
         for i, values in enumerate(sources):
-            # An empty row may hold NaN, which a weight of 0 would not remove, so 0 is used instead.
+            # An empty row may contain NaN, and NaN times a weight of 0 is NaN, so 0 replaces its
+            # values.
             x = jnp.where(i < count, values[rows].astype(jnp.float32), 0)
             for s in range(S):
                 part = weights[i, s : s + 1] * x
@@ -140,7 +143,7 @@ def partial(inputs, outputs, scratch, *, call: MatricesCall):
 
 
 def merge(inputs, outputs, scratch, *, call: MatricesCall):
-    """Compute the mix h of one tile, from the site's row of `mixed` and the running sum."""
+    """Compute one site's mix h for a tile, from its row of `mixed` and the running sum."""
 
     def write(i, h):
         outputs["h"][0, _step_rows(i, STEP)] = h.astype(outputs["h"].dtype)
@@ -229,7 +232,7 @@ def partial_backward(inputs, outputs, scratch, *, call: MatricesCall):
 
     # The gradient of an empty row is zero. If gradients are accumulated, an empty row's block is
     # that of the last active row, which is already written. If no row is active, that block is row
-    # 0, which must be copied from the accumulator.
+    # 0, and it must be copied from the accumulator.
     @pl.when((n >= count) & ((n == 0) if adds else True))
     def _():
         zeros = jnp.zeros(d_values.shape, d_values.dtype)
@@ -237,7 +240,7 @@ def partial_backward(inputs, outputs, scratch, *, call: MatricesCall):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: MatricesCall):
-    """Compute the cotangents of a merge for one tile, and accumulate the query's cotangent."""
+    """Compute the cotangents of `merge` for one tile, and add to the query's cotangent."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -259,7 +262,8 @@ def differentiate_merge(call: MatricesCall, inputs, outputs, d_h, shared, exists
       call, inputs, outputs: the static parameters and the refs of the kernel.
       d_h: the cotangent of h.
       shared: the result of `share`.
-      exists: a mask of the tile's tokens that exist, or None if all exist.
+      exists: a mask of the tile's tokens that exist (the last tile may be only partly filled), or
+        None if all exist.
     """
     current, mixed, added = (inputs[k].at[0] for k in ("current", "mixed", "d_current_in"))
     d_mixed, d_current = (outputs[k].at[0] for k in ("d_mixed", "d_current"))
@@ -290,7 +294,7 @@ def differentiate_merge(call: MatricesCall, inputs, outputs, d_h, shared, exists
     _each_chunk(call, differentiate)
 
 
-# Shared parts ---------------------------------------------------------------------------------
+# Functions that several kernels use -----------------------------------------------------------
 
 
 def share(call, inputs):
@@ -319,7 +323,7 @@ def _score(call, queries, values):
 
 
 def _query_gradients(call, inputs, exists, d_queries, values, d_products):
-    """Return a function that computes the products for one chunk of rows of a source v.
+    """Return a function that computes the queries' products for one chunk of rows of a source v.
 
     The function takes the chunk's index. It adds `sum_tokens d_product v` to `d_queries`, and
     returns `sum_s d_product_s query_s`, the queries' term in the gradient of v. If operands are
@@ -346,16 +350,16 @@ def _query_gradients(call, inputs, exists, d_queries, values, d_products):
 
 
 def existing(call):
-    """Return a mask of this grid step's tokens that exist, or None if all tokens of a tile exist.
+    """Return a mask of the tokens that exist in this step's tile; None if all tiles are full.
 
-    Memory beyond the last token may hold arbitrary values.
+    Memory beyond the last token may contain arbitrary values.
     """
     _, tile = call.tile(pl.program_id(0), pl.program_id(1))
     return existing_of(call, tile)
 
 
 def existing_of(call, tile):
-    """Return the mask of `existing` for tile number `tile` of a sequence."""
+    """Return the mask of the tokens that exist in tile `tile` of a sequence; None if all exist."""
     if call.tokens % call.lanes == 0:
         return None
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, call.lanes), 1)

@@ -1,8 +1,8 @@
 """Bodies of the TPU kernels of `merge` and `merge_backward` for vectors.
 
-They process one group of GROUP tokens at a time, on the vector unit. Intermediates that several
-passes over D need are kept in VMEM in float32, because this is cheaper than converting the inputs
-and computing the intermediates again.
+The kernels process one group of GROUP tokens at a time, on the vector unit. Intermediates that
+several passes over D need are kept in VMEM in float32, because this is cheaper than converting the
+inputs and computing the intermediates again.
 """
 
 import jax
@@ -26,7 +26,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 
 
 def merge(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute the normalised mix z of one tile of tokens."""
+    """Compute z, one site's normalised mix, for one tile of tokens."""
 
     def rows_of(group):
         rows = group_rows(group)
@@ -41,13 +41,14 @@ def merge(inputs, outputs, scratch, *, call: VectorsCall):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute the cotangents for one tile of tokens, and accumulate the parameters' cotangents.
+    """Compute the cotangents of `merge` for one tile, and add to those of the parameters.
 
-    A parameter's cotangent has 8 rows, which the caller sums. With n the normalised h and
-    a = norm_gain * d_z, the cotangent of h is d_h = h_rstd (a - mean(a) - n mean(a n)), where
-    h_rstd is the rstd of h, and rmsnorm lacks mean(a). The gradient of `mixed` is (1 - p) d_h. With
-    d_logit = p (1 - p) <d_h, current - mixed>, the gradient of `current`, which is added to its
-    cotangent, is p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    A parameter's cotangent has 8 rows of partial sums, which the caller adds up. With n the
+    normalised h and a = norm_gain * d_z, the cotangent of h is
+    `d_h = h_rstd (a - mean(a) - n mean(a n))`, where h_rstd is the rstd of h, and the term mean(a)
+    is absent for rmsnorm. The gradient of `mixed` is (1 - p) d_h. With d_logit = p (1 - p) <d_h,
+    current - mixed>, the gradient of `current`, which is added to its cotangent, is
+    `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
     """
     tile = Tile(call)
 
@@ -60,7 +61,7 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
 
     def existing(x, group):
-        """Return x with 0 beyond the last token, where memory may hold arbitrary values."""
+        """Return x with 0 beyond the last token, where memory may contain arbitrary values."""
         if call.tokens % call.blocks.tokens == 0:
             return x
         token = jax.lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0)
@@ -69,7 +70,8 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
 
     def rows_of(group):
         rows = group_rows(group)
-        # The buffer `h` first holds h, then n, then d_h. `difference` holds current - mixed.
+        # The buffer `h` contains first the mix h, then the normalised h (n), then the cotangent
+        # d_h. The buffer `difference` contains current - mixed.
         h, difference, a = (scratch[k].at[rows] for k in ("h", "difference", "a"))
         wide = lambda name, lanes: inputs[name][rows, lanes].astype(jnp.float32)
         p, logit, rstd = _mix(call, inputs, group, h, difference)
@@ -108,7 +110,7 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
 
 
 def _mix(call, inputs, group, h, difference=None):
-    """Compute the mix of one group of tokens.
+    """Compute one site's mix, including the running sum, for one group of tokens.
 
     The mix is written to `h`, and `current - mixed` to `difference` if that is not None.
 

@@ -1,16 +1,16 @@
 """TPU kernels for `merge_read`: phase two over residual matrices, and the read from its mix.
 
 There is one kernel for the forward pass and one for the backward pass. The mix
-h = mixed + p (current - mixed) exists only in VMEM, one tile at a time. The kernel bodies of
+`h = mixed + p (current - mixed)` exists only in VMEM, one tile at a time. The kernel bodies of
 `mosaic_tpu_matrices` compute it there, and the bodies of the key-vector kernels then normalise and
-read it as if it were a residual. The backward pass computes h again, and keeps the cotangent
-of h in VMEM too.
+read it as if it were a residual. The backward pass computes h again, and also keeps the cotangent
+of h in VMEM.
 
 For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves
 `E T V (2 K + P)` bytes; the backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
 bytes. Separate kernels for the merge and the read move `E T V (4 K + P)` bytes forward and
-`E T V (8 K + P)` bytes backward, apart from computing h again. They are used for matrices that are
-too large for these kernels.
+`E T V (8 K + P)` bytes backward, apart from computing h again. The separate kernels are used for
+matrices that are too large for the kernels of this module.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 )
 from pallas_kernels.target import target
 
-# Maximum VMEM for blocks and scratch, in sixtieths of the VMEM limit. The remainder is left to the
-# compiler.
+# Maximum VMEM for blocks and scratch, in sixtieths of the VMEM limit. The compiler uses the
+# remainder.
 _BUDGET = 46
 # The fallback if `_read` finds no tile that fits: the merge and the read run as separate kernels.
 _SEPARATE = SeparateMergeRead(matrices, key_vector)
@@ -68,10 +68,10 @@ def merge_read(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
-    """Merge without a norm, and read vectors from the mix with keys, as `interface` defines.
+    """Add the running sum to one site's mix, and read vectors from the mix (see `interface`).
 
-    The kernel takes `2 T P K V` FLOPs and moves `E T V (2 K + P)` bytes (see the module's
-    docstring).
+    For T tokens with K x V entries of E bytes and P read vectors, the kernel takes `2 T P K V`
+    FLOPs and moves `E T V (2 K + P)` bytes.
     """
     of_merge, norm_gain, read_keys = operands
     current = of_merge.current
@@ -101,7 +101,8 @@ def merge_read(
         inputs,
         outputs,
         scratch | {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
-        # The third grid dimension is there because the key-vector kernel uses it for slabs of V.
+        # The third grid dimension has one step. It exists because the body of the key-vector kernel
+        # uses that dimension for slabs (ranges of V).
         grid=(B, call.tiles, 1),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * T * call.size * s.P,
@@ -124,8 +125,8 @@ def merge_read_backward(
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
     """Return the gradients of `merge_read`, as `interface` defines.
 
-    The kernel takes `4 T P K V` FLOPs and moves `E T V (5 K + P)` bytes (see the module's
-    docstring).
+    For T tokens with K x V entries of E bytes and P read vectors, the kernel takes `4 T P K V`
+    FLOPs and moves `E T V (5 K + P)` bytes.
     """
     of_merge, norm_gain, read_keys = operands
     current, d_retrieved = of_merge.current, cotangents.z
@@ -210,7 +211,7 @@ def _backward_kernel(
 
 
 def _mix(call: MatricesCall, read: KeyVectorKernelCall, inputs, h):
-    """Compute the mix of one tile, and write it to `h` [1, V, K, lanes], a residual's layout."""
+    """Compute the mix of one tile; write it to `h` [1, V, K, lanes], the layout of a residual."""
     step = math.gcd(read.sizes.K, kernels.STEP)
     of_v = np.int32(read.sizes.K // step)
 
@@ -221,21 +222,22 @@ def _mix(call: MatricesCall, read: KeyVectorKernelCall, inputs, h):
     return kernels.mix(call, inputs, write, step)
 
 
-# Tiling -----------------------------------------------------------------------------------------
+# Tiling: choice of the tile size --------------------------------------------------------------
 
 
 def _read(
     op, call: MatricesCall, current, read_keys, dtype, norm, epsilon
 ) -> KeyVectorKernelCall | None:
-    """Return the static parameters of the read, with the largest tile that fits in VMEM.
+    """Return the parameters of the read from the mix, with the largest tile that fits in VMEM.
 
     Returns None if no tile fits.
     """
     K, V = current.shape[2:]
     compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     s = Sizes(K, V, 0, read_keys.shape[0], current.dtype.name, compute)
+    # The kernel needs K rows that fill whole register tiles.
     if K % sublanes(s.residual_dtype):
-        return None  # No tile fits, as the K rows per index along V are not whole register tiles.
+        return None
     for lanes in (512, 256, 128):
         blocks = of_slab(s, lanes, V) if lanes <= call.tokens else None
         if blocks is None:
@@ -243,7 +245,7 @@ def _read(
         for keep in (True, False) if op == "backward" else (False,):
             blocks = dataclasses.replace(blocks, keep=keep)
             if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
-                if call.interpret:  # Loops are not unrolled, because that would compile slowly.
+                if call.interpret:  # Unrolled loops compile slowly in the interpreter.
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
                 return KeyVectorKernelCall(s, blocks, norm, epsilon, call.interpret)
     return None

@@ -1,7 +1,8 @@
 """Plain JAX reference of depth attention, against which every implementation is tested.
 
-All computations are in float32 (float64 for float64 inputs), whatever the dtype of the inputs. JAX
-derives the gradients. Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1.
+All computations are in float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+Gradients are computed by JAX's automatic differentiation. Kimi Team (2026), "Attention Residuals",
+equations 2 to 6 and algorithm 1.
 """
 
 import jax
@@ -13,7 +14,7 @@ from pallas_kernels.depth_attention.interface import Merge, Partial, wide
 
 
 def _logits(queries, sources, epsilon):
-    """Return the logits [S, N, T]."""
+    """Return the logits [S, N, T] of S queries, N sources and T tokens."""
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(sources), axis=-1) + epsilon)
     return jnp.einsum("sd,ntd->snt", queries, sources, precision="highest") * rstd
 
@@ -21,9 +22,10 @@ def _logits(queries, sources, epsilon):
 def partial(
     operands: Partial, *, epsilon: float
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Compute the mixes and log-sum-exps of S sites.
+    """Compute the mixes (weighted sums of sources) and log-sum-exps of S sites.
 
-    The mixes are over the first `count` sources and over the sources that `prior` represents.
+    A mix is over the first `count` sources and over the sources that `prior` represents. `prior`
+    contains the mixes and log-sum-exps of those sources.
     """
     queries, sources, count, prior = operands
     dtype = sources.dtype
@@ -49,7 +51,7 @@ def merge(
     epsilon: float,
     norm_epsilon: float,
 ) -> Float[Array, "T D"]:
-    """Add the running sum to the mix of the sealed sources, and normalise the result."""
+    """Add the running sum to one site's mix of the sealed sources, and normalise the result."""
     query, mixed, log_sums, site, current, active, norm_gain = operands
     dtype = current.dtype
     mixed, current = wide(mixed[site]), wide(current)

@@ -55,8 +55,8 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
 from pallas_kernels.triton import no_triton
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
-# Maximum number of sites per call of a backward kernel. Further calls add the gradients of the
-# other sites.
+# Maximum number of sites per call of a backward kernel. With more sites, the kernel is called
+# several times, and the calls add up the gradients.
 MOST_SITES = 16
 _MOST_SIZE = 16384
 
@@ -66,8 +66,8 @@ class Blocks(NamedTuple):
 
     Attributes:
       rows: the number of sources per tile, a power of two.
-      sites: the number of sites per program. Their accumulators are in registers, and the program
-        reads a source once for all of them.
+      sites: the number of sites per program. The accumulators of these sites are in registers, and
+        the program reads a source once for all of them.
       tokens: the number of tokens per program, which it processes one at a time.
       columns: the number of entries along D per tile, a power of two. Only the tiles of a backward
         kernel can have fewer entries than D.
@@ -122,16 +122,17 @@ def wins(op: str, operands: Partial | Merge, *others) -> bool:
 def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
     """Return block sizes that compile without register spills, by a fixed rule.
 
-    A thread holds 16 entries of a source, or 8 if it also holds vectors of several sites. Kernels
-    that sum parameter gradients process tokens in groups, with about 1024 programs in total: enough
-    to fill current GPUs (up to about 150 multiprocessors), with few partial sums left to add.
+    A thread keeps 16 entries of a source in registers, or 8 if it also keeps vectors of several
+    sites. Kernels that sum parameter gradients process tokens in groups, with about 1024 programs
+    in total: enough to fill current GPUs (up to about 150 multiprocessors), with few partial sums
+    left to add.
     """
     width = padded(D)
     warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
     group = lambda parts: min(32, max(1, T * parts // 1024))
     rows = 1 if width > 4096 else 2
-    # The number of warps is the same in the forward and the backward pass, so that both sum logits
-    # in the same order and get bitwise equal results.
+    # The number of warps is the same in the forward and the backward pass. Both then sum the terms
+    # of a logit in the same order, so their logits are bitwise equal.
     of_mix = warps(16 if S == 1 else 8)
     if kernel in ("depth_attention_partial", "depth_attention_scores"):
         groups = pl.cdiv(S, max(1, min(4, 16384 // width)))
@@ -149,7 +150,7 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
     return Blocks(1, 1, 1, width, warps(8))
 
 
-# The ops ---------------------------------------------------------------------------------------
+# The ops: choice of block sizes and kernel calls ----------------------------------------------
 
 
 def partial(
@@ -159,10 +160,10 @@ def partial(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
+    """Return each site's mix (a weighted sum of the sources) and log-sum-exp (see `interface`).
 
-    The kernel takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` more if
-    there is a prior.
+    For S sites, N sources of D entries and T tokens, the kernel takes `(4 S + 2) N T D` FLOPs and
+    moves `(N + S) T D` elements. It moves `S T D` more if there is a `prior`.
     """
     queries, sources, count, prior = operands
     call = _call_of(queries, sources, epsilon)
@@ -203,10 +204,11 @@ def partial_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Return the gradients of queries and sources of `partial`, as `interface` defines.
+    """Return the gradients of `partial` with respect to queries and sources (see `interface`).
 
-    The kernel takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` more to
-    accumulate. If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
+    For S sites, N sources of D entries and T tokens, the pass takes `(9 S + 4) N T D` FLOPs and
+    moves `(2 N + S) T D` elements. It moves `N T D` more to add the sources' gradients to
+    `accumulate`, and `(N + S) T D` more if the sites' vectors do not fit in registers.
     """
     queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = cotangents
@@ -290,9 +292,9 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Add the running sum to the mix of one site, as `interface` defines.
+    """Return z: one site's mix with the running sum of a block added, and normed (see `interface`).
 
-    The kernel takes about `20 T D` FLOPs and moves `3 T D` elements.
+    For T tokens with D entries, the kernel takes about `20 T D` FLOPs and moves `3 T D` elements.
     """
     current = operands.current
     call = GpuCall(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
@@ -323,9 +325,9 @@ def merge_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Return the gradients of `merge`, as `interface` defines.
+    """Return the gradients of `merge` with respect to its operands, as `interface` defines.
 
-    The kernel takes about `40 T D` FLOPs and moves `6 T D` elements.
+    For T tokens with D entries, the kernel takes about `40 T D` FLOPs and moves `6 T D` elements.
     """
     d_z, d_mixed, d_current = cotangents
     current = operands.current
@@ -366,7 +368,7 @@ def merge_backward(
 def fits(S: int, D: int) -> bool:
     """Return whether the vectors of S sites fit in the registers of a program.
 
-    They fit if a thread of a backward kernel holds at most 16 entries.
+    They fit if each thread of a backward kernel has to keep at most 16 of their entries.
     """
     return S * max(8, padded(D) // 512) <= 16
 
@@ -381,7 +383,7 @@ def _blocks_of(call: GpuCall, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# Kernels that must sum the terms of a logit in the same order, so that the backward pass computes
+# The kernels that must sum the terms of a logit in the same order. The backward pass then computes
 # bitwise the same logits as the forward pass.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 

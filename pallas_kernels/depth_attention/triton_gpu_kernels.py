@@ -75,7 +75,7 @@ def _save(ref, lead, columns, values):
 
 
 def _at(ref, rows, most, t, columns):
-    """Return a reference to the entries `columns` of the sources `rows` of token t, and a mask.
+    """Return a reference to the entries `columns` of the sources `rows` for token t, and a mask.
 
     The mask is True for sources whose index is less than `most` and for entries that exist.
     """
@@ -168,7 +168,7 @@ def _empty_softmax(shape):
 
 
 def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
-    """Add all sources of token t to the online softmaxes `mixes`, one per query; return these."""
+    """Add all sources of token t to `mixes`, one online softmax per query, and return `mixes`."""
     load = functools.partial(_load_rows, sources, most=count, t=t, columns=columns)
 
     def tile(rows, values, mixes):
@@ -185,8 +185,9 @@ def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
 def _token_and_sites(call, blocks):
     """Return the index of the token and the indices of the sites that this program processes."""
     groups = pl.cdiv(call.S, blocks.sites)
-    # Consecutive programs process the site groups of the same token. They run at the same time, so
-    # that only the first has to load the token's sources from memory; the others hit the cache.
+    # Consecutive programs process the site groups of the same token. These programs run at the same
+    # time, so only the first one has to load the token's sources from memory. The other programs
+    # hit the cache.
     t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
     first = (pl.program_id(0) - t * groups) * blocks.sites
     # If S is not a multiple of the group size, the last group computes and writes the last site
@@ -195,7 +196,7 @@ def _token_and_sites(call, blocks):
 
 
 def partial_kernel(call, blocks, ref):
-    """Compute the mixes and log-sum-exps of one token for a group of sites."""
+    """Compute the mixes (weighted sums of sources) and log-sum-exps of some sites for one token."""
     t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     mixes = []
@@ -217,10 +218,10 @@ def partial_kernel(call, blocks, ref):
 
 
 def _queries(ref, sites, columns):
-    """Return a function that returns the queries of the sites.
+    """Return a function without arguments that returns the queries of `sites`.
 
     A single query is kept in registers. Several queries are loaded again (from the cache) at each
-    call, which is once per tile.
+    call. A kernel calls the function once per tile.
     """
     load = lambda: (_load(ref.queries, (s,), columns) for s in sites)
     if len(sites) > 1:
@@ -229,7 +230,7 @@ def _queries(ref, sites, columns):
     return lambda: queries
 
 
-# Backward of the mix ---------------------------------------------------------------------------
+# Backward pass of `partial` -------------------------------------------------------------------
 
 
 def _each_token(call, blocks, group, body, carry):
@@ -243,7 +244,7 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     """Write rstd, the logits and the products `<d_mixed, v>` of all sources of token t.
 
     Returns:
-      For each site, `sum_i weight_i <d_mixed, v_i>`, plus `delta` if there is one.
+      For each site, `sum_i weight_i <d_mixed, v_i>`, plus the input `delta` if it is given.
     """
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
 
@@ -263,8 +264,8 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     mixes = _each_tile(blocks, count, load, tile, mixes)
     totals = [mix.mean for mix in mixes]
     if not hasattr(ref, "delta"):
-        # Without `delta` there is no prior, so the weights of the sources alone sum to 1, and
-        # `totals` needs no correction.
+        # Without `delta` there is no prior (a mix of other sources). The weights of the sources
+        # then sum to 1, so `totals` needs no correction.
         return totals
     for k, (s, mix) in enumerate(zip(sites, mixes, strict=True)):
         share = jnp.where(mix.total == 0, 0.0, jnp.exp(mix.log_sum - ref.log_sums[s, t]))
@@ -279,7 +280,8 @@ def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d
     `dv = sum_s weight_s d_mixed_s + d_logit_s (rstd q_s - logit_s rstd^2 v / D)`, with q_s the
     query of site s.
     """
-    # If gradients are accumulated, empty rows keep their values; otherwise zeros are written there.
+    # If gradients are accumulated, the rows of empty sources keep their values; otherwise zeros are
+    # written to these rows.
     accumulates = hasattr(ref, "accumulate")
     most = count if accumulates else call.N
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
@@ -313,7 +315,7 @@ def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d
 
 
 def backward_kernel(call, blocks, ref):
-    """Compute the whole backward pass for a group of tokens, with whole sources in registers."""
+    """Compute the backward pass of `partial` for some tokens, with whole sources in registers."""
     group, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
     count, sites = _count(call, ref), range(call.S)
     queries = [_load(ref.queries, (s,), columns) for s in sites]
@@ -324,7 +326,7 @@ def backward_kernel(call, blocks, ref):
         totals = _scores(
             call, blocks, ref, count, t, sites, columns, always(queries), always(d_mixed)
         )
-        ref.barrier()  # Wait, because threads next read values that other threads have stored.
+        ref.barrier()  # Each thread next reads values that other threads have stored.
         return _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries)
 
     zeros = [jnp.zeros(columns.width, jnp.float32)] * call.S
@@ -333,7 +335,7 @@ def backward_kernel(call, blocks, ref):
 
 
 def scores_kernel(call, blocks, ref):
-    """Compute the part of the backward pass that needs whole sources.
+    """Compute the part of the backward pass of `partial` that needs whole sources.
 
     A program processes one token and a group of sites.
     """
@@ -348,7 +350,7 @@ def scores_kernel(call, blocks, ref):
 
 
 def gradients_kernel(call, blocks, ref):
-    """Compute the gradients from the results of `scores_kernel`.
+    """Compute the gradients of queries and sources from the results of `scores_kernel`.
 
     A program processes a group of tokens and a part of the entries along D.
     """
@@ -368,7 +370,7 @@ def gradients_kernel(call, blocks, ref):
         _save(ref.d_queries, (group, s), columns, d_query)
 
 
-# The second phase ------------------------------------------------------------------------------
+# Phase two: `merge`, which adds the running sum -----------------------------------------------
 
 
 def _normed(call, columns, h):
@@ -384,7 +386,7 @@ def _load_merged(ref, t, columns):
 
 
 def _merged(call, ref, t, columns, query):
-    """Load a merge's operands for token t and compute the weight of the running sum.
+    """Load the operands of `merge` for token t, and compute the weight of the running sum.
 
     Returns:
       The mix of the sealed sources, the running sum (`current`), and its rstd, logit and weight p.
@@ -397,7 +399,7 @@ def _merged(call, ref, t, columns, query):
 
 
 def merge_kernel(call, blocks, ref):
-    """Add the running sum to the mix of a site and normalise, for a group of tokens."""
+    """Add the running sum to one site's mix and normalise the result, for a group of tokens."""
     columns = Columns(0, blocks.columns, call.D)
     query, gain = _load(ref.query, (), columns), _load(ref.norm_gain, (), columns)
 
@@ -418,8 +420,8 @@ def merge_backward_kernel(call, blocks, ref):
 
     def token(t, sums):
         d_query, d_gain = sums
-        # The parameters, and the values that are needed after d_mixed is written, are loaded again
-        # (from the cache) for every token, because registers cannot hold them.
+        # The parameters are loaded again (from the cache) for every token, because they do not fit
+        # in registers. This is also true for the values that are needed after d_mixed is written.
         load_query = lambda: _load(ref.query, (), columns)
         mixed, current, rstd, logit, p = _merged(call, ref, t, columns, load_query())
         normed, norm_rstd = _normed(call, columns, mixed + p * (current - mixed))

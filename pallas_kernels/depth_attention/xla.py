@@ -6,7 +6,7 @@ the logits are float32 on every platform. The forward pass reads the sources twi
 and for the mix), and the backward pass reads them three times.
 
 With a `key_axis`, D is sharded over that mesh axis. Inner products and mean squares are then sums
-over devices, with one float32 all-reduce per pass.
+over devices. Each pass sums them in one float32 all-reduce.
 """
 
 import math
@@ -73,9 +73,10 @@ def partial(
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """Return the mixes and log-sum-exps of S sites over the sources, as `interface` defines.
+    """Return each site's mix (a weighted sum of the sources) and log-sum-exp (see `interface`).
 
-    The logits and the mixes each take `2 S N T D` FLOPs.
+    For S sites, N sources of D entries and T tokens, the logits and the mixes each take `2 S N T D`
+    FLOPs.
     """
     queries, sources, count, prior = operands
     products, squares = _over_devices(key_axis, *_products(queries, sources))
@@ -86,7 +87,8 @@ def partial(
         log_sums = jnp.logaddexp(log_sums, prior[1])
     weights = _weights(logits, log_sums)
     values = _active_values(sources, count)
-    # The terms are added one by one, because a reduction over an axis is ten times slower on a CPU.
+    # The terms of the mix are added in a loop, because `jnp.sum` over the sources' axis is ten
+    # times slower on a CPU.
     mixed = sum(weights[:, n][..., None] * values[n] for n in range(values.shape[0]))
     if prior is not None:
         mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * wide(prior[0])
@@ -94,7 +96,7 @@ def partial(
 
 
 def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
-    """Return the total softmax weight [S, T] of the sources that a prior represents."""
+    """Return the total softmax weight [S, T] of the sources that a prior (their mix) represents."""
     return jnp.where(prior_log_sums == -jnp.inf, 0, jnp.exp(prior_log_sums - log_sums))
 
 
@@ -105,9 +107,9 @@ def partial_backward(
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Return the gradients of queries and sources of `partial`, as `interface` defines.
+    """Return the gradients of `partial` with respect to queries and sources (see `interface`).
 
-    With a `key_axis`, `delta` is this device's term of a sum over devices.
+    With a `key_axis`, the operand `delta` is this device's term of a sum over devices.
     """
     queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = cotangents
@@ -123,7 +125,8 @@ def partial_backward(
     d_logits = weights * (g - subtracted[:, None])
     d_products = d_logits * rstd
     d_queries = jnp.einsum("snt,ntd->sd", d_products, values, precision="highest")
-    # shrink = rstd^2 / D * sum_s d_logit * logit, where the -inf logits of empty rows count as 0.
+    # `shrink` is rstd^2 / D * sum_s d_logit * logit, where the -inf logits of empty rows count as
+    # 0.
     finite = jnp.where(logits == -jnp.inf, 0, logits)
     shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / D
     queries = wide(queries)
@@ -152,9 +155,9 @@ def merge(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Add the running sum to the mix of one site, as `interface` defines.
+    """Return z: one site's mix with the running sum of a block added, and normed (see `interface`).
 
-    For T tokens, it moves at least `3 T D` elements: it reads a row of `mixed` and `current`, and
+    For T tokens, it moves at least `3 T D` elements: it reads `current` and one row of `mixed`, and
     writes z.
     """
     query, mixed, log_sums, site, current, active, norm_gain = operands
@@ -169,7 +172,7 @@ def merge_at(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Compute `merge` for a few tokens with stacked parameters, as `interface` defines."""
+    """Compute `merge` for a few tokens, with parameters read from the stack of all layers."""
     parameters, layer, mixed, log_sums, site, current, active = operands
     query, gain = jax.lax.dynamic_index_in_dim(parameters, layer, keepdims=False)
     one = Merge(query, mixed, log_sums[site], site, current, active, gain)
@@ -184,7 +187,7 @@ def merge_backward(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> MergeGradients:
-    """Return the gradients of `merge`, as `interface` defines."""
+    """Return the gradients of `merge` with respect to its operands, as `interface` defines."""
     query, mixed, log_sums, site, current, active, norm_gain = operands
 
     def forward(query, mixed, log_sums, current, norm_gain):
