@@ -96,7 +96,10 @@ def store_norm_retrieve(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*local_tokens P V"]]:
-    """Compute a site of an RMT: write vectors to the residual, normalise it and read vectors.
+    """Compute one site of an RMT: write vectors to the residual, normalise it and read vectors.
+
+    A site lies between two sublayers of an RMT (Residual Matrix Transformer). It stores the output
+    vectors of the first and retrieves the input vectors of the second.
 
     With X the residual, w the store keys, y the data and r the read keys, a token's result is
 
@@ -106,9 +109,9 @@ def store_norm_retrieve(
 
     Args:
       residual: X, one `K x V` matrix per token, with any leading token axes. The dtype is any float
-        dtype, or int16 fixed point, for which `undo` recovers X exactly. If a token's int16
-        residual overflows, or the standard deviation (for rmsnorm, the root mean square) of its
-        entries is less than two steps, the token's z is NaN.
+        dtype, or int16 fixed point, for which `undo` recovers X exactly. A token's z is NaN if its
+        int16 residual overflows, or if the standard deviation (for rmsnorm, the root mean square)
+        of its entries is less than two steps.
       store_keys: w, the keys under which the R data vectors are written.
       data: y, the R data vectors per token.
       gain: the norm's gain. The norm is computed over all `K * V` entries of a token together.
@@ -158,19 +161,19 @@ def store_norm_retrieve_at(
     size_major: tuple[bool, bool] = (False, False),
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
-    """Compute `store_norm_retrieve` for a few tokens, with one layer's slice of stacked parameters.
+    """Compute `store_norm_retrieve` for a few tokens, with one layer of stacked parameters.
 
     This op is for decoding. The TPU kernel reads the layer's keys and gain directly from the stacks
     of all layers. Its time grows with every token, so for sequences of 128 tokens or more
     `store_norm_retrieve` is faster. The op is differentiable only with "xla".
 
     Args:
-      layer: the index of the layer, less than L.
+      layer: the index of the layer, from 0 to L - 1.
       residual, data, norm, epsilon: as in `store_norm_retrieve`, but int16 residuals are not
         supported.
       store_keys, gain, read_keys: the parameters of all L layers, stacked.
-      size_major: whether the data and the retrieved vectors are stored in memory as [V, R] and
-        [V, P], as the vectors of a feed-forward network are. This does not change the result.
+      size_major: whether the memory layout of the data and of the retrieved vectors is [V, R] and
+        [V, P], like that of a feed-forward network's vectors. This does not change the result.
       implementation: as in `store_norm_retrieve`, but this op has no GPU kernels.
 
     Raises:
@@ -186,7 +189,9 @@ def store_norm_retrieve_at(
     ):
         check_array(name, x, axes)
         if x.shape[0] != gain.shape[0]:
-            raise ValueError(f"shapes do not fit: {name} [{axes}] is {x.shape}, gain {gain.shape}")
+            raise ValueError(
+                f"shapes do not fit: {name} [{axes}] is {x.shape}, but gain [L K V] is {gain.shape}"
+            )
     one = SiteOperands(residual, store_keys[0], data, gain[0], read_keys[0])
     calls.check(KeyVectorCall(norm, epsilon, implementation), one)
     flat = lambda x: x.reshape(-1, *x.shape[-2:])
@@ -207,7 +212,7 @@ def store(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
-    """Compute the write alone: `X + sum_r w_r (x) y_r` (equations 18 to 23).
+    """Compute only the write of a site: `X + sum_r w_r (x) y_r` (equations 18 to 23).
 
     X is the residual, w the store keys and y the data, as in `store_norm_retrieve`.
     """
@@ -231,7 +236,7 @@ def norm_retrieve(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*local_tokens P V"]:
-    """Compute the read alone: `r_p . (gain * norm(X))` (equations 22, 25, 27).
+    """Compute only the read of a site: `r_p . (gain * norm(X))` (equations 22, 25, 27).
 
     X is the residual and r the read keys, as in `store_norm_retrieve`. The result has the dtype
     `dtype`, or that of the residual if `dtype` is None.
@@ -247,7 +252,7 @@ def norm_retrieve(
     return retrieved.reshape(*residual.shape[:-2], *retrieved.shape[2:])
 
 
-# The ops over two token axes, with their gradients -------------------------------------------
+# The ops and their gradients, for arrays with two token axes ----------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,8 +263,8 @@ def _store_norm_retrieve(call, site):
 
 def _store_norm_retrieve_forward(call, site):
     _refuse_integers(site.residual)
-    # The write is not in place: code that is differentiated often needs the old residual too, so
-    # that a write over it would cost a copy.
+    # The residual is not overwritten in place. Code that is differentiated often needs the old
+    # residual again, and XLA would then have to copy it first.
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
     stored, retrieved, statistics, read = calls.forward(call, False, site)
     return (stored, retrieved), (site._replace(residual=stored), statistics, read)
@@ -272,7 +277,7 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 
 
 def _of_parameters(site, d_residual, d_data, g):
-    """Return the cotangents of `site`; a parameter's cotangent is cast to the parameter's dtype."""
+    """Return the cotangents of `site`, with each parameter's cotangent in the parameter's dtype."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
     return SiteOperands(
         d_residual,
@@ -300,7 +305,7 @@ def _store_all(call, in_place, site):
 def _store_forward(call, site):
     _refuse_integers(site.residual)
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
-    # The write is not in place, for the same reason as in `_store_norm_retrieve_forward`.
+    # The residual is not overwritten in place, because differentiated code often needs the old one.
     return _store_all(call, False, site), site._replace(residual=None)
 
 
@@ -337,8 +342,8 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 def _refuse_integers(residual):
     if not jnp.issubdtype(residual.dtype, jnp.floating):
         raise UnsupportedImplementation(
-            f"jax.grad does not support a residual of {residual.dtype}, because integers have no "
-            "gradients; use `undo`, or remat='reversible' in a model"
+            f"the residual has dtype {residual.dtype}, which jax.grad does not support; legal: a "
+            "float dtype; for int16 use `undo`, or remat='reversible' in a model"
         )
 
 

@@ -12,14 +12,14 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 58
-# Maximum number of elements (rows times tokens) of an intermediate: the code for a whole
-# intermediate is unrolled into one loop body.
+# Maximum number of elements (rows times tokens) of an intermediate array. It is limited because the
+# compiler unrolls the code for a whole array into one loop body.
 _LARGEST_INTERMEDIATE = 2**20
-# Maximum number of elements (rows times tokens) per loop body. A body is unrolled up to this size,
-# because independent matrix products hide each other's latency.
+# Maximum number of elements (rows times tokens) that one loop body processes. Loops are unrolled up
+# to this size, because independent matrix products hide each other's latency.
 _UNROLLED = 2**21
-# Maps the tokens per tile to the cost per token, relative to the best tile. Smaller tiles cost more
-# because shorter matrix products hide less of their latency.
+# Maps the number of tokens per tile to the estimated cost per token, relative to the best number.
+# Smaller tiles cost more because shorter matrix products hide less of their latency.
 _TILES = {512: 1.0, 256: 1.15, 128: 1.5}
 
 Op = Literal["forward", "backward", "rebuild"]
@@ -62,7 +62,7 @@ class Sizes:
 
     @property
     def keeps_operand(self) -> bool:
-        """Whether the store keeps the residual, converted to the data's dtype, for the read.
+        """Whether the store keeps a copy of the residual in the data's dtype for the read.
 
         The store does so for int16 residuals, because converting them a second time is slow.
         """
@@ -91,7 +91,7 @@ class BlockSizes:
 
 
 def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
-    """Return the block sizes for the target device: tuned ones if a table has them, or the default.
+    """Return the block sizes for the target device, from a table of tuned sizes or by default.
 
     Returns None if no block sizes fit in VMEM.
     """
@@ -133,7 +133,8 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
     of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
-    # Bytes of the keys, of the gain, and of a copy of the gain that is transposed to [V, K].
+    # The number of bytes of the keys, of the gain, and of a copy of the gain that is transposed to
+    # [V, K].
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
     if op == "forward":
@@ -147,7 +148,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
 
 
 def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
-    """Return the block sizes for a tile and a slab; None if an intermediate would be too large."""
+    """Return block sizes for `tokens` per tile and `slab` indices along V; None if too large."""
     if tokens * sizes.K > _LARGEST_INTERMEDIATE:
         return None
     unroll = min(64, max(1, _UNROLLED // (sizes.K * tokens)))

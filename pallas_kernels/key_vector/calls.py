@@ -1,9 +1,9 @@
 """Calls of key-vector ops: argument checks, dispatch to an implementation, and communication.
 
 If keys are sharded over a mesh axis (the key axis), devices exchange data and cotangents. In this
-module, `data` holds the batch rows of all devices along that axis, and the retrieved vectors hold
-this device's batch rows. Without a key axis, all batch rows are this device's, and `read`, the
-value that `forward` returns for `backward`, is None.
+module, `data` contains the batch rows of all devices along that axis, and the retrieved vectors
+contain this device's batch rows. Without a key axis, all batch rows are this device's, and `read`,
+the value that `forward` returns for `backward`, is None.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ _IMPLEMENTATIONS = Implementations(
 
 
 class KeyVectorCall(NamedTuple):
-    """The static parameters of a key-vector call, constant during tracing.
+    """The static parameters of a call of a key-vector op, constant during tracing.
 
     Attributes:
       norm, epsilon, implementation, fraction_bits: as in `store_norm_retrieve`.
@@ -51,14 +51,14 @@ class KeyVectorCall(NamedTuple):
 
 
 def run(call: KeyVectorCall, op: str, *operands, **options):
-    """Run `op` with the requested implementation, or with the fastest one if none is requested."""
+    """Run `op` with the implementation that `call` requests; None requests the fastest one."""
     return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
 def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:
-    """Check a call's parameters and operands, and return the call.
+    """Check the parameters and operands of a key-vector op, and return its parameters.
 
-    In the returned call, `key_axis` is None if the axis has only one device.
+    In the returned `call`, `key_axis` is None if that mesh axis has only one device.
     """
     residual, store_keys, data, gain, read_keys = site
     check_norm(call.norm)
@@ -71,8 +71,8 @@ def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> Key
         check_array("read_keys", read_keys, "P K")
         if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
             raise ValueError(
-                f"shapes do not fit: residual [..., K, V] is {residual.shape}, gain [K, V] is "
-                f"{gain.shape}, read_keys [P, K] is {read_keys.shape}"
+                f"shapes do not fit: residual [..., K, V] is {residual.shape}, but gain [K, V] is "
+                f"{gain.shape} and read_keys [P, K] is {read_keys.shape}"
             )
     if store_keys is not None or not reads:
         _check_store(residual, store_keys, data, call.key_axis)
@@ -86,7 +86,7 @@ def _check_axis(residual, key_axis) -> str | None:
     if residual.ndim != 4 or residual.shape[0] % n:
         raise ValueError(
             f"shapes do not fit: with key_axis={key_axis!r} of {n} devices, residual [B, N, K, V] "
-            f"must hold the batch rows of all {n} devices, but is {residual.shape}"
+            f"must contain the batch rows of all {n} devices, but has shape {residual.shape}"
         )
     return key_axis
 
@@ -100,9 +100,8 @@ def _check_store(residual, store_keys, data, key_axis) -> None:
         tokens[0] //= sharded.size(key_axis)
     if residual.shape[-2] != K or data.shape != (*tokens, R, V):
         raise ValueError(
-            "shapes do not fit: residual [..., K, V] is "
-            f"{residual.shape}, store_keys [R, K] is {store_keys.shape}, "
-            f"data [..., R, V] is {data.shape}"
+            f"shapes do not fit: residual [..., K, V] is {residual.shape}, but store_keys [R, K] "
+            f"is {store_keys.shape} and data [..., R, V] is {data.shape}"
         )
 
 
@@ -118,7 +117,7 @@ def of_all_rows(site: SiteOperands, key_axis: str | None) -> SiteOperands:
 
 
 def read_options(call: KeyVectorCall) -> dict:
-    """Return the options to pass to `forward` of an implementation for a call that reads."""
+    """Return the options that an implementation's `forward` needs if the call reads."""
     return {
         "norm": call.norm,
         "epsilon": call.epsilon,
@@ -128,7 +127,7 @@ def read_options(call: KeyVectorCall) -> dict:
 
 
 def forward(call: KeyVectorCall, in_place: bool, site: SiteOperands):
-    """Compute a whole site: write to the residual, normalise it and read from it.
+    """Compute a whole site, that is, write to the residual, normalise it and read from it.
 
     Returns:
       The stored residual, the retrieved vectors, the statistics, and `read`, a value that
@@ -139,7 +138,7 @@ def forward(call: KeyVectorCall, in_place: bool, site: SiteOperands):
 
 
 def read(call: KeyVectorCall, site: SiteOperands):
-    """Compute a read without a store.
+    """Compute a read from the residual without a store.
 
     Returns:
       The retrieved vectors, the statistics, and `read`, a value that `backward` takes (a
@@ -150,7 +149,7 @@ def read(call: KeyVectorCall, site: SiteOperands):
 
 
 def _of_all_slices(call, site, out):
-    """Combine all devices' slices of K, and return retrieved vectors, statistics and `read`."""
+    """Combine what all devices read from their slices of K: vectors, statistics and `read`."""
     if call.key_axis is None:
         return out.retrieved, out.statistics, None
     args = (out.retrieved, out.statistics, site.gain, site.read_keys, call.key_axis)
@@ -163,7 +162,8 @@ def _of_all_slices(call, site, out):
 def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False) -> Gradients:
     """Return the cotangents of a whole site, that is, of a store followed by a read.
 
-    With a key axis, the means that the gradient needs are first computed over all slices of K.
+    With a key axis, the means that the gradient of the norm needs are first computed over all
+    devices' slices of K.
     """
     of_all = to_all_slices(call, operands.site.residual, read, operands.d_retrieved)
     operands = operands._replace(d_retrieved=of_all[0], means=of_all[1])
@@ -173,7 +173,7 @@ def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False
 
 
 def to_all_slices(call: KeyVectorCall, residual, read, d_retrieved):
-    """Return the retrieved vectors' cotangents for all devices' rows, and the `Means` over all K.
+    """Return the retrieved vectors' cotangents of all devices, and the `Means` over all of K.
 
     Without a key axis, the cotangents are returned unchanged and the means are None.
     """

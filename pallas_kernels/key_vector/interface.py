@@ -17,10 +17,10 @@ r the store keys and read keys, y the data, z the retrieved vectors, and dX is t
     dX = dX' + rstd (a - mean(a) - n mean(a n))     dy = w dX         dw = sum y dX^T
     dgain = sum (r^T dz) n                          dr = sum dz (gain n)^T
 
-Halves: a site (a place between two sublayers) consists of a store of R vectors and a read of P
+Parts: a site (a place between two sublayers) consists of a store of R vectors and a read of P
 vectors. If the store keys are None, the site is a read alone; if the read keys are None, it is a
-store alone. The operands and results of the missing half are None. The backward pass of a store
-alone needs no residual.
+store alone. The operands and results of the part that is missing are None. The backward pass of a
+store alone needs no residual.
 
 Statistics: a read alone can be passed statistics from an earlier read of the same residual, which
 are then not computed again. The read of the residual that a backward pass rebuilds (`Reread`) has
@@ -29,7 +29,7 @@ compute its means from them.
 
 Memory: with `in_place`, a kernel may write the new residual over the old one. Plain JAX ignores
 `in_place`, because XLA makes this decision itself. If a store alone is passed `empty` and that
-scalar is true, the old residual is treated as zeros, whatever it holds.
+scalar is true, the old residual is treated as zeros, whatever it contains.
 
 Sharded keys: if keys, gain and residual are one device's slices along K, the read is computed with
 `scale=False`: the retrieved vectors then lack the factor rstd, and the caller sums them over the
@@ -44,19 +44,19 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments import StackSlice
 
-# The default number of fraction bits of an int16 residual, which holds X * 2^fraction_bits rounded
-# to integers. With 9 bits the step is 1/512 and the range is from -64 to 64. Writes are then sums
-# of integers, which can be undone without error.
+# The default number of fraction bits of an int16 residual. Its integers are X * 2^fraction_bits,
+# rounded. With 9 bits the step is 1/512 and the range is from -64 to 64. Writes are then sums of
+# integers, which can be undone without error.
 FRACTION_BITS = 9
-# Minimum standard deviation of the entries of a token's int16 residual, in steps. Below it, the
-# rounding error dominates the retrieved vectors, so they are NaN instead.
+# Minimum standard deviation of the entries of a token's int16 residual, in steps. Below this
+# minimum, rounding errors would dominate the retrieved vectors, so these are NaN instead.
 LEAST_STEPS = 2.0
 
 
 class SiteOperands(NamedTuple):
     """The operands of a site, which writes to ("stores") and then reads from a residual matrix.
 
-    A site may lack either the store or the read. The operands of the missing half are then None.
+    A site may lack either the store or the read. The operands of the missing part are then None.
     """
 
     residual: Shaped[Array, "B N K V"] | None
@@ -79,11 +79,11 @@ class SiteOperands(NamedTuple):
 class Statistics(NamedTuple):
     """The mean and the reciprocal standard deviation of each token's stored residual.
 
-    A backward pass needs them in addition to the forward pass's operands, and nothing else. `mean`
-    is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, in units of X also for an int16
-    residual. It is NaN for a token whose int16 residual has overflowed, or (with `scale`) whose
-    standard deviation is less than LEAST_STEPS steps. The two are stored in one array because
-    kernels write and read them together.
+    A backward pass needs only the statistics and the forward pass's operands. `mean` is 0 for
+    rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, in units of X also for an int16 residual. It
+    is NaN for a token whose int16 residual has overflowed, or (with `scale`) whose standard
+    deviation is less than LEAST_STEPS steps. Mean and rstd are stored in one array because kernels
+    write and read them together.
     """
 
     both: Float[Array, "B 2 N"] | StackSlice
@@ -119,7 +119,7 @@ class SiteResults(NamedTuple):
 
 
 class Means(NamedTuple):
-    """The two means over a token's `K * V` entries that the residual's gradient contains.
+    """The two means in the gradient of a norm, each over a token's `K * V` entries.
 
     With `a = gain * r^T dz` and `n = norm(X')`, the gradient is
     `dX = dX' + rstd (a - mean(a) - n mean(a n))`.
@@ -145,7 +145,7 @@ class Reread(NamedTuple):
 
 
 class SiteBackward(NamedTuple):
-    """The operands of a site's backward pass; the module's docstring says which may be None.
+    """The operands of a site's backward pass. The module's docstring states which may be None.
 
     Attributes:
       site: the site's operands, with the stored residual X' as residual.
@@ -154,8 +154,8 @@ class SiteBackward(NamedTuple):
       d_retrieved: the cotangent of the retrieved vectors.
       means: the means over all of K, if the keys are sharded.
       again: the operands of a read from the rebuilt residual, or None.
-      retrieved: the vectors that the forward pass retrieved, or None; they can be used to compute
-        the means.
+      retrieved: the vectors that the forward pass retrieved, or None; an implementation can compute
+        the means from them.
     """
 
     site: SiteOperands

@@ -1,9 +1,10 @@
 """GPU kernels of the key-vector ops, in Pallas Mosaic GPU, for compute capability 9.0.
 
-A program is one warpgroup. It processes a sequence of tokens, one at a time, while the copy engine
-fetches the next tokens to shared memory and writes the results of the last one. A residual is read
-from memory once and written once. All products run on tensor cores (`wgmma`), with operands in the
-data's dtype, bfloat16, and sums in float32. The costs for T tokens, apart from the statistics, are:
+A program is one warpgroup. It processes a sequence of tokens, one at a time. Meanwhile the copy
+engine fetches the next tokens to shared memory and writes the previous token's results. A residual
+is read from memory once and written once. All products run on tensor cores (`wgmma`), with operands
+in the data's dtype, bfloat16, and sums in float32. The costs for T tokens, apart from the
+statistics, are:
 
     pass       FLOPs               elements moved to or from memory
     forward    2 T (R + P) K V     T (2 K V + R V + P V)
@@ -48,9 +49,9 @@ from pallas_kernels.key_vector.sharded import key_sums
 from pallas_kernels.mosaic_gpu import mosaic_gpu_call, no_mosaic_gpu
 from pallas_kernels.platform import UnsupportedImplementation
 
-_MOST = 64  # the maximum number of key vectors
+_MOST = 64  # The maximum number of key vectors per store or read.
 _COLUMNS = (32, 64)
-# Bytes of shared memory of a multiprocessor, less what two programs take for themselves.
+# Bytes of a multiprocessor's shared memory that the buffers of two programs can use.
 _SHARED = 228 * 1024 - 2 * 1280
 
 
@@ -59,7 +60,8 @@ class Blocks(NamedTuple):
 
     Attributes:
       programs: the number of programs. Each processes every `programs`-th token.
-      stages: the number of tokens per program whose operands are in shared memory, at least 2.
+      stages: the number of tokens whose operands a program keeps in shared memory at a time, at
+        least 2.
     """
 
     programs: int
@@ -100,7 +102,7 @@ def _is_legal(count: int) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether `op` is the backward pass of a store alone or a read alone: plain JAX."""
+    """Return whether to use plain JAX: for the backward pass of a store alone or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 
@@ -113,17 +115,17 @@ def _name(site: SiteOperands) -> str:
 def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
     """Return launch parameters for the 132 multiprocessors of an H100.
 
-    They all run at once with the compiler of jax 0.11.2. That of jax 0.10.2 gives the forward
-    kernel for int16 too many registers for three programs on a multiprocessor.
+    With the compiler of jax 0.11.2, all programs run at once. The compiler of jax 0.10.2 gives the
+    forward kernel for int16 too many registers for three programs per multiprocessor.
     """
     if kernel != "key_vector_backward":
         return Blocks(min(132 * 3, sizes.T), 3)
-    # Registers suffice for two programs on each multiprocessor, which share its shared memory.
+    # The registers of a multiprocessor suffice for two programs, which divide its shared memory.
     fits = backward_bytes(sizes, 3) <= _SHARED // 2
     return Blocks(min(132 * 2, sizes.T), 3 if fits else 2)
 
 
-# The ops ---------------------------------------------------------------------------------------
+# The ops: operands and kernel calls -----------------------------------------------------------
 
 
 def forward(
@@ -149,7 +151,9 @@ def forward(
       UnsupportedImplementation: a read alone has a `dtype` other than bfloat16.
     """
     if not site.stores and dtype != jnp.bfloat16:
-        raise UnsupportedImplementation(f"dtype={dtype} of a read; legal: bfloat16")
+        raise UnsupportedImplementation(
+            f"dtype={dtype} is not supported for a read without a store; legal: bfloat16"
+        )
     residual, store_keys, data, gain, read_keys = read_slices(site)
     if empty is not False:
         residual = jnp.where(empty, 0, residual)
@@ -272,7 +276,7 @@ def _reread(rebuilt, again: Reread, *, norm, fraction_bits, interpret):
 
 
 def _padded(keys, rows: int, dtype):
-    """Return `keys` [n, K] in `dtype`, with zeros up to `rows` x ROWS."""
+    """Return `keys` [n, K] in `dtype`, padded with zeros to [rows, ROWS]."""
     n, K = keys.shape
     return jnp.pad(keys.astype(dtype), ((0, rows - n), (0, ROWS - K)))
 

@@ -10,7 +10,7 @@ from pallas_kernels.call import round_up
 from pallas_kernels.key_vector.interface import LEAST_STEPS
 from pallas_kernels.mosaic_gpu import PROGRAMS, buffer, load_matrix, plgpu
 
-# The number of rows of a matrix instruction. Residuals with fewer rows are padded on chip.
+# The number of rows of a matrix instruction's result. Residuals with fewer rows are padded on chip.
 ROWS = 64
 _LARGEST = 2**15 - 1
 
@@ -49,32 +49,34 @@ class Sizes(NamedTuple):
 
 
 def width_of(count: int, V: int) -> int:
-    """Return the width in bytes of the tiles of the operands of a product over `count` vectors.
+    """Return the width in bytes of the operands' tiles, for a product over `count` vectors.
 
-    A product sums over a multiple of `width / 2` vectors, and a row of a tile is at most V numbers.
-    The width is the largest for which `count` is such a multiple, or else the largest.
+    The legal widths are 128, 64 and 32 bytes, up to the 2 V bytes of a row. A product sums over a
+    multiple of `width / 2` vectors. The result is the largest legal width for which `count` is such
+    a multiple, or the largest of all if there is none.
     """
     widths = [width for width in (128, 64, 32) if width <= 2 * V]
     return next((width for width in widths if count % (width // 2) == 0), widths[0])
 
 
 def padded_count(count: int, V: int) -> int:
-    """Return the number of vectors, with those that are zeros, that a product sums over.
+    """Return the number of vectors that a product sums over, including zeros as padding.
 
-    It is `count`, or else ROWS, because only that many rows of zeros can be filled in.
+    The number is `count` if a product can sum over exactly that many vectors, and otherwise ROWS,
+    because a kernel can only clear buffers of ROWS rows.
     """
     return count if count % (width_of(count, V) // 2) == 0 else ROWS
 
 
-# Steps of a program ----------------------------------------------------------------------------
+# Parts that several kernels use ---------------------------------------------------------------
 
 
 def _each_token(sizes, prefetch, body, carry=None):
     """Run `carry = body(slot, t, ahead, carry)` for each token t, and return the last carry.
 
-    `prefetch` is a pair (stages, start), where `start(slot, t)` starts the copies of token t to a
-    slot of the buffers. The copies of the program's first tokens are started here. `body` must call
-    `ahead()` once, which starts the copies of a later token.
+    `prefetch` is a pair (stages, start), where `start(slot, t)` starts the copies of token t to one
+    slot of the buffers in shared memory. This function starts the copies of the program's first
+    tokens. `body` must call `ahead()` once, which starts the copies of a later token.
     """
     program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
     count = (sizes.T - program + programs - 1) // programs
@@ -96,7 +98,7 @@ def _each_token(sizes, prefetch, body, carry=None):
 
 
 def _product(a, b, *, add_to=None):
-    """Return `a @ b` in float32, of matrices in shared memory."""
+    """Return the product `a @ b` in float32 of two matrices in shared memory."""
     shape = a.shape[0], b.shape[1]
 
     def multiply(sums):
@@ -112,7 +114,7 @@ def _total(values):
 
 
 def _inside(sizes, values, other=0.0):
-    """Return `values`, with `other` in the rows that pad a residual."""
+    """Return `values` with `other` in the padding, the rows from K onwards."""
     if sizes.K == ROWS:
         return values
     rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -127,12 +129,12 @@ def _clear(ref):
 
 
 def _copy_rows(source, target, rows, barrier):
-    """Start to copy a matrix to the first rows of a buffer in shared memory."""
+    """Start to copy a matrix to the first `rows` rows of a buffer in shared memory."""
     plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], barrier)
 
 
 def _values(sizes, x):
-    """Return a residual in float32, multiplied by the step if it is int16."""
+    """Return the residual `x` in float32, multiplied by the fixed-point step if it is int16."""
     values = x.astype(jnp.float32)
     return values * (1 / sizes.steps) if x.dtype == jnp.int16 else values
 
@@ -200,7 +202,7 @@ def forward_kernel(sizes, stages, epsilon, scale, ref):
     def token(slot, t, prefetch, _):
         plgpu.barrier_wait(ref.ready.at[slot])
         x, overflows = _stored(sizes, ref, slot)
-        # The buffers of the token before are free once its results have been copied from them.
+        # The previous token's buffers can be reused once its results have been copied from them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         prefetch()
         if sizes.R:
@@ -222,7 +224,7 @@ def forward_kernel(sizes, stages, epsilon, scale, ref):
 
 
 def _stored(sizes, ref, slot):
-    """Return a token's residual after the store, and a mask of the int16 entries that overflow."""
+    """Return a token's residual after the store, and a mask of overflowing int16 entries."""
     x = ref.x[slot]
     if not sizes.R:
         return x, None
@@ -235,9 +237,10 @@ def _stored(sizes, ref, slot):
 
 
 def _normalised_anew(sizes, ref, t, values, overflows, epsilon, scale):
-    """Compute and write the statistics of a token, and return its normalised residual.
+    """Compute a token's statistics, write them, and return the token's normalised residual.
 
-    The rstd is NaN if int16 entries overflow, or with `scale` if they are too small.
+    For int16, the rstd is NaN if an entry overflows, or with `scale` if the entries' standard
+    deviation is less than LEAST_STEPS steps. Without `scale`, only the mean is subtracted.
     """
     size = sizes.K * sizes.V
     mean = jnp.float32(0)
@@ -274,7 +277,8 @@ def backward_scratch(sizes, stages):
         "dx": buffer((stages, ROWS, V), bf16),
         "y": buffer((stages, R, V), bf16, of_R),
         "dz": buffer((stages, P, V), bf16, of_P),
-        # The store keys as rows for the data's cotangent, and as few columns to undo the store.
+        # The store keys are needed in two forms: `w`, padded to ROWS keys, for the data's
+        # cotangent; and `few_w`, with less padding, to undo the store.
         "w": buffer((ROWS, ROWS), bf16, min(128, 2 * V)),
         "few_w": buffer((R, ROWS), bf16, of_R),
         "r": buffer((P, ROWS), bf16, of_P),
@@ -286,7 +290,7 @@ def backward_scratch(sizes, stages):
 
 
 def backward_bytes(sizes, stages):
-    """Return the bytes of shared memory of a program of `backward_kernel`, without its barriers."""
+    """Return the bytes of shared memory that a program of `backward_kernel` uses for buffers."""
     of_a_token = 2 * ROWS + padded_count(sizes.R, sizes.V) + padded_count(sizes.P, sizes.V)
     keys = ROWS + padded_count(sizes.R, sizes.V) + padded_count(sizes.P, sizes.V)
     return 2 * sizes.V * (stages * of_a_token + 3 * ROWS) + 2 * ROWS * keys
@@ -295,8 +299,8 @@ def backward_bytes(sizes, stages):
 def backward_kernel(sizes, stages, rebuild, ref):
     """Compute the backward pass for every token of a program.
 
-    The program's sums of the parameters' gradients are written to `ref.sums`: dgain [K, V], then dw
-    [K, R] and dr [K, P], side by side.
+    The program's sums of the parameters' gradients are written side by side to `ref.sums`: those of
+    the gain [K, V], of the store keys [K, R] and of the read keys [K, P].
     """
     rows = {"x": sizes.K, "dx": sizes.K, "y": sizes.R, "dz": sizes.P}
     for name, count in rows.items():
@@ -326,7 +330,7 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
     def token(slot, t, prefetch, carry):
         d_gain, mean, rstd = carry
-        # The buffers of the token before are free once its results have been copied from them.
+        # The previous token's buffers can be reused once its results have been copied from them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         prefetch()
         of_next = statistics_of(t + jax.lax.axis_size(PROGRAMS))
@@ -374,7 +378,7 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
 
 def _through_norm(sizes, ref, t, a, n):
-    """Return `a - mean(a) - n mean(a n)`; the means are over all of K, or those that are passed."""
+    """Return `a - mean(a) - n mean(a n)`, with the passed means or else means over all of K."""
     size, passed = sizes.K * sizes.V, hasattr(ref, "mean_an")
     of_residual = a - n * (ref.mean_an[t] if passed else _total(a * n) * (1 / size))
     if sizes.norm == "layernorm":

@@ -6,10 +6,11 @@ residual [B, V, K, N], data [B, V, R, N], retrieved [B, V, P, N]. XLA itself giv
 padded, no sum crosses lanes, and every matrix product contracts over rows.
 
 - For each index v along V, the store and the read are matrix products with the keys. The matrix
-  unit holds the product's [rows, tokens] operand, and the few keys stream through it. Combining
-  several v in a block-diagonal operand would not help: as many rows would stream, half of them 0.
-- The statistics are summed during the store, as differences from a shift per token, so that they do
-  not lose precision to cancellation if the mean is large compared to the standard deviation.
+  unit keeps the product's [rows, tokens] operand, and the few keys stream through it. Combining
+  several v in a block-diagonal operand would not help, because as many rows would stream, and half
+  of their entries would be 0.
+- The statistics are summed during the store, as differences from a shift per token, so that
+  cancellation does not cost precision if the mean is large compared to the standard deviation.
 - The gain is folded into the read keys r, and the norm is applied to the result: with
   `G[v] = r * gain[:, v]`, rounded to the data's dtype,
   `z = rstd (G (X' - s) - (mean - s) sum_k G)` for any shift s.
@@ -85,7 +86,8 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) ->
         dtype = operands.d_retrieved.dtype
     sizes = _sizes_of(site, residual, dtype, operands.again if op == "backward" else None)
     needed = ("forward",)
-    if op == "backward":  # In slabs, it also runs a forward read, whose blocks must fit too.
+    # A backward pass that processes V in slabs also runs a forward read, whose blocks must fit too.
+    if op == "backward":
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return (
@@ -110,9 +112,10 @@ def forward(
 ) -> SiteResults:
     """Write to a residual matrix, normalise it and read from it, as `interface` defines.
 
-    For T tokens with E bytes per entry, the kernel takes `2 T (R + P) K V` FLOPs and moves
-    `E T V (2 K + R + P)` bytes; a read alone moves `E T V (K + P)`. `in_place` writes X' over X,
-    which costs a copy if a caller still uses X.
+    For T tokens with K x V entries of E bytes, and R stored and P read vectors, the kernel takes
+    `2 T (R + P) K V` FLOPs and moves `E T V (2 K + R + P)` bytes; a read alone moves
+    `E T V (K + P)`. With `in_place`, the kernel overwrites the residual, which costs a copy if a
+    caller still uses the old one.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sizes = _sizes_of(site, site.residual, compute)
@@ -136,13 +139,14 @@ def backward(
     The gradients of the gain and of the read keys both follow from `dG[v] = sum dz n`, summed over
     tokens, with dz the cotangent of the retrieved vectors and n = norm(X').
 
-    For T tokens with E bytes per entry, the pass takes `4 T (R + P) K V` FLOPs and moves
-    `E T V (3 K + 2 R + P)` bytes; a read alone moves `E T V (2 K + P)` and a store alone
-    `E T V (K + 2 R)`. Rebuilding the residual adds `2 T R K V` FLOPs and `E T K V` bytes, and
-    reading A vectors from it adds `2 T A K V` FLOPs and `E T A V` bytes.
+    For T tokens with K x V entries of E bytes, and R stored and P read vectors, the pass takes
+    `4 T (R + P) K V` FLOPs and moves `E T V (3 K + 2 R + P)` bytes; a read alone moves
+    `E T V (2 K + P)` and a store alone `E T V (K + 2 R)`. Rebuilding the residual adds `2 T R K V`
+    FLOPs and `E T K V` bytes, and reading A vectors from it adds `2 T A K V` FLOPs and `E T A V`
+    bytes.
 
-    If `means` are passed, the intermediate `a` of `interface` is used only once, so it is not kept
-    in VMEM.
+    If `means` are passed, the intermediate `a` (see `interface`) is used only once, so it is not
+    kept in VMEM.
     """
     site = operands.site
     if site.residual is None:
@@ -161,7 +165,7 @@ def backward(
 
 
 def _sizes_of(site: SiteOperands, residual, dtype, again: Reread | None = None) -> Sizes:
-    """Return the `Sizes` of a site.
+    """Return the `Sizes` for the operands of a site.
 
     `dtype` is the dtype of the retrieved vectors if the site stores nothing. Otherwise, the
     retrieved vectors have the data's dtype.
@@ -177,7 +181,9 @@ def _sizes_of(site: SiteOperands, residual, dtype, again: Reread | None = None) 
 def _blocks(requested: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
     blocks = requested or choose_block_sizes(op, sizes, residual.shape[1])
     if blocks is None:
-        raise UnsupportedImplementation(f"no block sizes fit in VMEM for {sizes}; use 'xla'")
+        raise UnsupportedImplementation(
+            f"the TPU kernel does not support {sizes}: no block sizes fit in VMEM; use 'xla'"
+        )
     if interpret:  # In the interpreter, unrolled loops compile slowly and run no faster.
         return dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
     return blocks
@@ -191,7 +197,7 @@ def _forward(
     *,
     in_place: bool = True,
 ) -> SiteResults:
-    """Run the kernel for a store, for a read, or for both, depending on the site's operands."""
+    """Run the forward kernel for a store, a read or both, depending on the site's operands."""
     s, blocks = call.sizes, call.blocks
     residual, store_keys, data, gain, read_keys = site
     B, N = residual.shape[:2]
@@ -247,7 +253,7 @@ def _forward(
 
 
 def _store_operands(call: KeyVectorKernelCall, by_slab, store_keys, data):
-    """Return the kernel's input operands and scratch shapes for a store."""
+    """Return the inputs and the scratch shapes that a kernel needs for a store."""
     s, blocks = call.sizes, call.blocks
     inputs = {
         "store_keys": store_operand(call, store_keys),
@@ -341,7 +347,7 @@ def _backward(call: KeyVectorKernelCall, rebuild: bool, operands: SiteBackward) 
 def _reread_operands(
     call: KeyVectorKernelCall, again: Reread, token: pl.BlockSpec
 ) -> tuple[dict, dict]:
-    """Return the input operands and scratch shapes for a read from the rebuilt residual."""
+    """Return the inputs and the scratch shapes for a read from the rebuilt residual."""
     of_read, of_keys = read_operands(call, again.gain, again.read_keys)
     of_read["statistics"] = (again.statistics.both, token)
     named = lambda operands: {f"{name}_again": x for name, x in operands.items()}
@@ -349,7 +355,7 @@ def _reread_operands(
 
 
 def _gradients_of(call: KeyVectorKernelCall, out: dict[str, Array]) -> Gradients:
-    """Return the gradients in the layout of the op's arguments, whose first axis is tokens."""
+    """Return the kernel's gradients in the layout of the op's arguments, with tokens first."""
     d_store_keys = d_gain = d_read_keys = None
     if "d_store_keys" in out:
         d_store_keys = jnp.sum(out["d_store_keys"], axis=0)[: call.sizes.R]
@@ -368,7 +374,7 @@ def _gradients_of(call: KeyVectorKernelCall, out: dict[str, Array]) -> Gradients
 
 
 def _means(call: KeyVectorKernelCall, operands: SiteBackward) -> Means:
-    """Compute the `Means` of a backward pass in slabs, before its kernel runs.
+    """Compute the `Means` for a backward pass that processes V in slabs, before its kernel runs.
 
     `mean(a n)` equals `<dz, z> / (K V)`, where z are the retrieved vectors and dz their cotangent.
     If the retrieved vectors were not passed in, they are read from the residual here.
@@ -391,7 +397,7 @@ def _means(call: KeyVectorKernelCall, operands: SiteBackward) -> Means:
     return Means(mean_a, mean_an)
 
 
-# Blocks --------------------------------------------------------------------------------------
+# Block specs and layout -----------------------------------------------------------------------
 
 
 def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:

@@ -1,4 +1,4 @@
-"""Static parameters of the key-vector TPU kernels, and the order in which they process tiles."""
+"""Static parameters of the key-vector TPU kernels, and the order in which tiles are processed."""
 
 import dataclasses
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class KeyVectorKernelCall:
 
     @property
     def unit(self) -> float:
-        """The value that a stored 1 represents: the step of an int16 residual, otherwise 1."""
+        """The value that a 1 in the residual's array represents: 1, or one step for int16."""
         return 2.0**-self.fraction_bits if self.integer else 1.0
 
     @property
@@ -48,8 +48,9 @@ class KeyVectorKernelCall:
     def shifted(self) -> bool:
         """Whether a shift is subtracted from the residual before it enters matrix products.
 
-        This keeps precision if the residual is rounded to bfloat16 for the products. A bfloat16
-        residual needs no rounding, so its mean is instead subtracted from the products' results.
+        Subtraction keeps precision if the residual is rounded to bfloat16 for the products. A
+        bfloat16 residual is not rounded. The mean's part is then subtracted from the products'
+        results.
         """
         return self.centred and self.sizes.residual_dtype != "bfloat16"
 
@@ -60,11 +61,11 @@ class KeyVectorKernelCall:
 
 
 class Tail(NamedTuple):
-    """The last tile along N, if it is only partly filled.
+    """The last tile of a sequence of N tokens, if it is only partly filled.
 
     Attributes:
       tokens: the number of tokens in the tile.
-      core: the TPU core that processes the tile; None if every core has such a tile.
+      core: the TPU core that processes the tile; None if every core has a last tile of its own.
       tile: the index of the tile among the tiles of its core.
     """
 
@@ -76,9 +77,9 @@ class Tail(NamedTuple):
 class Walk(NamedTuple):
     """The order in which a backward pass processes the tiles of tokens [B, N].
 
-    If a chip has two cores and the sequences, or else the tiles of a sequence, can be divided
-    evenly between them, each core processes half of the tiles and sums its own share of the
-    parameters' gradients.
+    On a chip with two cores, each core processes half of the tiles and sums its own share of the
+    parameters' gradients. This requires an even number of sequences, or of tiles per sequence.
+    Otherwise one core processes all tiles.
 
     Attributes:
       cores: the number of cores that are used.
@@ -94,7 +95,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def over(cls, B: int, tiles: int) -> "Walk":
-        """Return the order for B sequences of `tiles` tiles on the target's cores."""
+        """Return the order for B sequences of `tiles` tiles each on the target device's cores."""
         if target().chip.cores == 1:
             return cls(1, B, tiles, True)
         if B % 2 == 0:
@@ -102,7 +103,7 @@ class Walk(NamedTuple):
         return cls(2, B, tiles // 2, False) if tiles % 2 == 0 else cls(1, B, tiles, False)
 
     def tile(self, c, i, j):
-        """Return the indices of the sequence and of the tile in it, for step (i, j) of core c."""
+        """Return the index of the sequence, and of the tile in it, for step (i, j) of core c."""
         if self.by_batch:
             return c * self.batches + i, j
         return i, c * self.tiles_each + j

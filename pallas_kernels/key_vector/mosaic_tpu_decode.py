@@ -1,10 +1,10 @@
 """A TPU kernel that computes `store_norm_retrieve` for a few tokens, for use in decoding.
 
-The kernels in `mosaic_tpu` hold tokens in the lanes, so they would compute 128 tokens even if there
-is only one. In this kernel, a token's matrix has the layout that it has in the model: [K, V], with
-V in the lanes. The whole site is computed while the matrix is in VMEM. The keys and gains of all
-layers are passed as stacks, from which the kernel reads one layer's slice. If XLA sliced them
-instead, copying a few KB would take as long as the computation itself.
+In the kernels of `mosaic_tpu` the lanes are tokens, so these kernels would compute 128 tokens even
+if there is only one. In this kernel, a token's matrix has the layout that it has in the model: [K,
+V], with V in the lanes. The whole site (store, norm and read) is computed while the matrix is in
+VMEM. The keys and gains of all layers are passed as stacks, from which the kernel reads one layer's
+slice. If XLA sliced the stacks instead, copying a few KB would take as long as the computation.
 
 For T tokens with E bytes per entry, the kernel takes `2 T (R + P) K V` FLOPs and moves
 `E T V (2 K + R + P)` bytes.
@@ -26,7 +26,8 @@ from pallas_kernels.target import target
 
 # Maximum VMEM for a grid step's input and output matrices, in sixtieths of the VMEM limit.
 _LARGEST = 8
-# Number of tokens per loop iteration. Several independent tokens hide each other's latency.
+# Number of tokens per loop iteration. It is more than 1 because independent tokens hide each
+# other's latency.
 _TOGETHER = 8
 
 
@@ -61,11 +62,15 @@ def at_layer(
     size_major: tuple[bool, bool] = (False, False),
     interpret: bool = False,
 ) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
-    """Compute `xla.at_layer` with the TPU kernel. The new residual overwrites the old one.
+    """Compute `xla.at_layer` with the TPU kernel, and overwrite the residual.
 
-    For a single token, vectors that are stored size-major are transposed in the kernel, because
-    transposing them in XLA would take longer than the kernel itself. For several tokens they are
-    transposed outside of the kernel, because XLA copies them to a new layout in either case.
+    `xla.at_layer` computes a site (a store, a norm and a read) with one layer of stacked
+    parameters.
+
+    `size_major` states for the data and for the retrieved vectors whether their memory layout is
+    [V, R] or [V, P] instead of [R, V] or [P, V]. For a single token, the kernel transposes such
+    vectors, because XLA would take longer to do so than the kernel itself. For several tokens, XLA
+    transposes them, because it copies them to a new layout in either case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

@@ -17,18 +17,19 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import ReadKeys, store_columns, s
 from pallas_kernels.products import dot, dot_columns, dot_rows
 
 _LARGEST = 2**15 - 1
-# A float32 of this size has no bits for a fraction. If it is added to a float32 x, the low bits of
-# the sum are therefore x rounded to an integer. `_ROUND_BITS` is the bit pattern of `_ROUND`.
+# A float32 as large as `_ROUND` has no bits for a fraction. If it is added to a float32 x, the low
+# bits of the sum are therefore x rounded to an integer. `_ROUND_BITS` is the bit pattern of
+# `_ROUND`.
 _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 
 
 def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
-    """Compute the forward pass of a tile.
+    """Compute the forward pass (store, norm and read) for one tile of tokens.
 
     The kernel stores if the inputs include `store_keys`, and then normalises and reads if the
-    inputs include `read_keys`. If they include `statistics`, the read does not compute its
-    statistics.
+    inputs include `read_keys`. If the inputs include `statistics`, the read uses them and does not
+    compute its own.
     """
     s, blocks = call.sizes, call.blocks
     stores, reads = "store_keys" in inputs, "read_keys" in inputs
@@ -112,9 +113,10 @@ def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
 
 
 def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
-    """Store the residual at index v if there is a write, and add it to the sums if there is a read.
+    """Store the residual's rows at index v along V, and add them to the sums of the statistics.
 
-    For an int16 residual, the sums also hold the smallest and the largest value.
+    The rows are stored only if there is a write, and added only if there is a read. For an int16
+    residual, `sums` also contains the smallest and the largest value.
     """
     stores = write is not None
     steps = stores and call.integer
@@ -124,8 +126,8 @@ def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
     if stores:
         x = x + _written(call, *write, v)
     if steps:
-        # The integers have an offset of `_ROUND_BITS` here. Reinterpreted as float32, they are
-        # the residual's values with an offset of `_ROUND`.
+        # The integers in x have an offset of `_ROUND_BITS`. If their bits are read as float32, they
+        # are the residual's values with an offset of `_ROUND`.
         value = jax.lax.bitcast_convert_type(x, jnp.float32)
         if not reads:
             x = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
@@ -147,13 +149,15 @@ def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
 
 
 def backward(inputs, outputs, scratch, *, call: KeyVectorKernelCall, tail: Tail | None):
-    """Compute the cotangents of a tile, for a store and a read if their keys are among the inputs.
+    """Compute the cotangents of a store, a read or both for one tile of tokens.
 
-    With dz the retrieved vectors' cotangents times rstd, a = G^T dz and n = norm(X'):
-    `dX = dX' + a - mean(a) - n mean(a n)`. The two means are over all entries of a token, so they
-    must be known before dX is computed. They are either passed as `means`, without the factor rstd,
-    or computed by a first pass over the tile, which keeps `a` in VMEM if it fits. `tail` is the
-    last tile if it is only partly filled; it is None if every tile is full.
+    Store keys among the inputs select the store, and read keys select the read. With dz the
+    retrieved vectors' cotangents times rstd, a = G^T dz and n = norm(X'), the residual's cotangent
+    is `dX = dX' + a - mean(a) - n mean(a n)`, where G are the read keys times the gain. The two
+    means are over all entries of a token, so they must be known before dX is computed. The means
+    are either passed as `means`, without the factor rstd, or computed by a first pass over the
+    tile, which keeps `a` in VMEM if it fits. `tail` is the last tile if it is only partly filled;
+    it is None if every tile is full.
     """
     s, blocks = call.sizes, call.blocks
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
@@ -194,7 +198,7 @@ def backward(inputs, outputs, scratch, *, call: KeyVectorKernelCall, tail: Tail 
 
     def undo_write(v, _):
         x = _values(inputs["residual"], v, jnp.int32 if call.integer else jnp.float32)
-        # The cast to int16 removes `_ROUND_BITS`, whose low 16 bits are 0.
+        # The cast to int16 removes the offset `_ROUND_BITS`, whose low 16 bits are 0.
         _put(outputs["rebuilt"], v, x - _written(call, columns, data, v))
 
     _loop(blocks.slab, undo_write, None, blocks.store_unroll)
@@ -211,7 +215,7 @@ def _of_reread(refs):
 def _reread(statistics, keys: ReadKeys, residual, retrieved, first):
     """Read from a residual whose statistics are known.
 
-    The vectors' entries are written to `retrieved` starting at index `first` along V.
+    The retrieved vectors are written to `retrieved`, starting at index `first` along V.
     """
     call = keys.call
     mean, rstd = statistics[0, 0:1] / call.unit, statistics[0, 1:2]
@@ -235,7 +239,7 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
     keys = ReadKeys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
-    # The mean is converted to the units of the residual's array, which are steps for int16.
+    # The mean is divided by the unit of the residual's array, which is one step for int16.
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
     shift = mean if call.shifted else None
@@ -255,11 +259,11 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
 
     def folded_and_sums(v, sums):
         dz = d_scaled[0, v]
-        # The operand and the sums below both use these shifted values, so they are computed once.
+        # Both the matrix operand and the sums use these shifted values, so they are computed once.
         x = None if as_it_is else _shifted(call, residual, v, shift)
         d_folded = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
-            # After this subtraction, d_folded is sum_tokens dz (x - mean).
+            # After this subtraction, d_folded is the sum of dz (x - mean) over tokens.
             d_folded = d_folded - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
         keys.add_gradients(outputs, v, d_folded)
         if "means" in inputs:
@@ -300,11 +304,11 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
     return through_read
 
 
-# Values written to a token's residual, and its statistics -----------------------------------
+# The write to a token's residual, and the residual's statistics -------------------------------
 
 
 def _written(call, keys, data, v):
-    """Compute the write `sum_r w_r (x) y_r` at index v, in the units of the residual's array.
+    """Compute the write `sum_r w_r (x) y_r` at index v along V, in units of the residual's array.
 
     w are the store keys and y the data. For an int16 residual, the result is the sum rounded to an
     int32, plus an offset of `_ROUND_BITS`.
@@ -318,16 +322,17 @@ def _written(call, keys, data, v):
     if y.dtype == jnp.bfloat16:
         return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))
     # The compiler computes a float32 product as a sum of several bfloat16 products. If the tile has
-    # only 128 tokens, it would add `_ROUND` to the first of these and so round every partial sum.
-    # Writing the addition as a subtraction prevents this.
+    # only 128 tokens, the compiler would add `_ROUND` to the first of these products, so that every
+    # partial sum would be rounded. Writing the addition as a subtraction prevents this.
     parts = [_ROUND - dot(-keys, part) for part in of_tokens]
     return jax.lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), jnp.int32)
 
 
 def _shift(call, residual, write):
-    """Return a number near each token's mean, [1, tokens]: the mean of the stored rows at v = 0.
+    """Return a number near each token's mean, [1, tokens]: its mean over the rows at v = 0.
 
-    For an int16 residual it is rounded to an integer.
+    The number includes the write. It is rounded to an integer for an int16 residual, and is 0 for
+    rmsnorm.
     """
     x = _values(residual, 0)
     if not call.centred:
@@ -358,8 +363,9 @@ def _statistics(call, sums, shift):
     variance = jnp.maximum(spread, 0) * call.unit**2
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
-        # A NaN fails both comparisons. It is tested here because `jnp.maximum` above may have
-        # removed it from the variance: on some chips, the maximum of NaN and a number is not NaN.
+        # A NaN fails both comparisons. The variance cannot be used to detect it, because
+        # `jnp.maximum` may have removed the NaN: on some chips, the maximum of NaN and a number is
+        # not NaN.
         valid = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
         if len(sums) > 2:
             valid &= sums[2] == 0
@@ -379,11 +385,12 @@ def _shifted(call, ref, v, shift):
 
 
 def _operand(call, ref, v, shift, exists=None, x=None):
-    """Return the rows at v as an operand of a matrix product: [K, tokens] in the data's dtype.
+    """Return the residual's rows at index v as a matrix operand: [K, tokens] in the data's dtype.
 
     Args:
-      call, ref, v, shift: as in `_shifted`.
-      exists: a mask of the tokens that exist, to zero the others; None if all exist.
+      call, ref, v, shift: the arguments of `_shifted`.
+      exists: a mask of the tokens that exist; the others are set to 0. None means that all tokens
+        exist.
       x: the result of `_shifted`, if it is already computed.
     """
     if exists is None and _is_operand(call, ref):
@@ -392,17 +399,17 @@ def _operand(call, ref, v, shift, exists=None, x=None):
     return (x if exists is None else jnp.where(exists, x, 0)).astype(call.sizes.data_dtype)
 
 
-# Rows at a v ---------------------------------------------------------------------------------
+# Access to the rows at one index v along V ----------------------------------------------------
 
 
 def _values(ref, v, dtype=jnp.float32):
-    """Return the rows at v of a block [1, V, rows, tokens], converted to a 32-bit dtype."""
+    """Return the rows at index v of a block [1, V, rows, tokens], converted to a 32-bit dtype."""
     rows = ref[0, v]
     return (rows.astype(jnp.int32) if rows.dtype == jnp.int16 else rows).astype(dtype)
 
 
 def _put(ref, v, value):
-    """Write `value` to the rows at v of a block; rows of `value` beyond the block are dropped.
+    """Write `value` to a block's rows at index v, without the rows that the block lacks.
 
     A float32 value is rounded if the block is int16.
     """
@@ -424,8 +431,8 @@ def _low_bits(x):
 def _aligned(ref, padded):
     """Copy the block `ref` to the scratch buffer `padded`, with zeros in the additional rows.
 
-    The buffer's number of rows is a multiple of the register tile's. If `padded` is None, `ref`
-    needs no padding and is returned.
+    The buffer has as many rows as whole register tiles. If `padded` is None, `ref` needs no padding
+    and is returned.
     """
     if padded is None:
         return ref
@@ -438,8 +445,9 @@ def _aligned(ref, padded):
 def _zero_tail(call, inputs, tail, core, j):
     """Zero the inputs beyond the last token, and return a mask of the tokens that exist.
 
-    The memory beyond the last token holds arbitrary values, which sums over tokens would include.
-    Inputs whose buffers are also outputs are not zeroed, because that would change the outputs.
+    The memory beyond the last token contains arbitrary values, which sums over tokens would
+    include. Inputs whose buffers are also outputs are not zeroed, because that would change the
+    outputs.
     """
     last = j == tail.tile
     if tail.core is not None:
@@ -461,7 +469,7 @@ def _zero_tail(call, inputs, tail, core, j):
 def _fold(x):
     """Sum the rows in groups so that 8 partial sums remain, without crossing sublanes.
 
-    If the number of rows is not a multiple of 8, the result is a single row, the total.
+    If the number of rows is not a multiple of 8, all rows are summed to a single row.
     """
     if x.shape[0] % 8:
         return jnp.sum(x, axis=0, keepdims=True)
@@ -469,7 +477,7 @@ def _fold(x):
 
 
 def _by_eight(x):
-    """Split rows into groups of eight, or into single rows if eight does not divide them."""
+    """Split the rows into groups of 8, or into single rows if there is no multiple of 8 rows."""
     rows = 1 if x.shape[0] % 8 else 8
     return [x[i : i + rows] for i in range(0, x.shape[0], rows)]
 

@@ -1,4 +1,4 @@
-"""Keys and gain in the key-vector TPU kernels.
+"""The keys and the gain of a norm, as operands in the key-vector TPU kernels.
 
 For each index v along V, a read multiplies by `G[v] = r * gain[:, v]`, rounded once to the data's
 dtype, where r are the read keys. The kernels receive r and the gain and compute `G[v]` where it is
@@ -28,18 +28,18 @@ def store_operand(
 
 
 def store_rows(call: KeyVectorKernelCall, store_keys):
-    """Return the store keys w [R, K] in the data's dtype, the dtype of products' operands."""
+    """Return the store keys [R, K] in the data's dtype, which matrix products use."""
     return store_keys[...].astype(call.sizes.data_dtype)
 
 
 def store_columns(call: KeyVectorKernelCall, store_keys):
-    """Return the transposed store keys [K, R], divided by the step of an int16 residual."""
+    """Return the transposed store keys [K, R], divided by the step if the residual is int16."""
     columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 
 
 def read_operands(call: KeyVectorKernelCall, gain, read_keys):
-    """Return the kernel's input operands and scratch shapes for a read."""
+    """Return the inputs and the scratch shapes that a kernel needs for a read."""
     s = call.sizes
     inputs = {
         "gain": operand.constant(_padded_rows(gain, s.K)),
@@ -71,14 +71,14 @@ class ReadKeys:
         return (self.read_keys[...] * self.of_gain(v)).astype(self.call.sizes.data_dtype)
 
     def sums(self, v):
-        """Return the sums over K of `G[v]` (see `folded`), for index v of the slab: [P, 1]."""
+        """Return the sums over K of `G[v]`, the read keys times the gain at index v: [P, 1]."""
         return jnp.sum(self.folded(v).astype(jnp.float32), axis=1, keepdims=True)
 
     def add_gradients(self, outputs, v, d_folded):
         """Accumulate the gradients of the read keys r and of the gain from `d_folded`.
 
-        With dG[v] = `d_folded` in units of X: `dr += dG[v] * gain[:, v]` and
-        `dgain[:, v] += sum_p dG[v] * r`.
+        `d_folded` is the gradient dG[v] of the read keys times the gain. The update is
+        `dr += dG[v] * gain[:, v]` and `dgain[:, v] += sum_p dG[v] * r`, with dG[v] in units of X.
         """
         d = d_folded * self.call.unit
         outputs["d_read_keys"][0] += d * self.of_gain(v)
@@ -87,7 +87,7 @@ class ReadKeys:
 
 
 def gradient_outputs(call: KeyVectorKernelCall, cores: int) -> Blocked:
-    """Return the output operands for the gradients of gain and read keys, one slice per core.
+    """Return the outputs for the gradients of the gain and the read keys, with one sum per core.
 
     The gain's gradient is transposed: [cores, V, K].
     """

@@ -33,11 +33,11 @@ def store_forward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N K V"]:
-    """Compute `store` with data that may be a `StackSlice`; `store_backward` is its backward pass.
+    """Compute `store` with data that may be a `StackSlice`. `store_backward` is the backward pass.
 
     Args:
       residual, store_keys, data, key_axis, implementation: as in `store`.
-      empty: whether to treat the residual as zeros, whatever it holds.
+      empty: whether to treat the residual as zeros, whatever it contains.
       in_place: whether a kernel may overwrite the residual. This costs a copy if the caller still
         uses the residual afterwards.
     """
@@ -111,11 +111,11 @@ def norm_retrieve_again(
 
     Args:
       residual, statistics: the stored residual and its statistics, both as returned by the first
-        read's op. With these statistics, the read saves a pass over the residual. They are not used
-        with a `key_axis`, because they belong to the whole residual, whereas each device reads its
-        slice of K relative to the slice's mean.
+        op. With these statistics, the read saves a pass over the residual. With a `key_axis` the
+        statistics are not used: they describe the whole residual, but each device reads its slice
+        of K relative to the mean of that slice.
       gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to the
-        first read's op.
+        first op.
       dtype: the dtype of the result.
 
     Returns:
@@ -150,9 +150,9 @@ def undo(
 ) -> Gradients:
     """Compute the backward pass of `store_norm_retrieve`, and rebuild the residual before it.
 
-    Both happen in one pass over the residual, so a caller's backward pass needs no saved residuals.
-    With a `key_axis`, the data are all-gathered again, and for layernorm a float32 array [P, V] is
-    summed over devices.
+    Both are computed in one pass over the residual, so a caller's backward pass needs no saved
+    residuals. With a `key_axis`, the data are all-gathered again, and for layernorm a float32 array
+    [P, V] is summed over devices.
 
     Args:
       residual: X', the residual *after* the store.
@@ -167,9 +167,9 @@ def undo(
       again: the operands of a read from the rebuilt residual, or None.
 
     Returns:
-      The cotangents, with `rebuilt` set to `X = X' - w^T y`, w being the store keys and y the data;
-      it is exact for an int16 residual. `retrieved` holds the vectors that `again` reads for this
-      device's batch rows.
+      The cotangents, with `rebuilt` set to `X = X' - w^T y`, where w are the store keys and y the
+      data. `rebuilt` is exact for an int16 residual. `retrieved` contains the vectors that `again`
+      reads for this device's batch rows.
 
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
@@ -179,7 +179,7 @@ def undo(
         KeyVectorCall(norm, 0.0, implementation, None, key_axis, fraction_bits), site
     )
     if retrieved is None and call.key_axis is not None:
-        raise ValueError("with a key_axis, undo needs the argument `retrieved`")
+        raise ValueError("retrieved is None; with a key_axis, undo needs the argument `retrieved`")
     if again is not None:
         calls.check(call, SiteOperands(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
@@ -189,8 +189,7 @@ def undo(
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)
     operands = SiteBackward(site, statistics, d_residual, d_retrieved, None, again)
-    # With a key axis, `calls.backward` itself computes the means from the retrieved vectors, which
-    # it takes from `read`.
+    # With a key axis, `calls.backward` computes the means from the retrieved vectors in `read`.
     if key_axis is None:
         operands = operands._replace(retrieved=retrieved)
     g = calls.backward(call, operands, read, rebuild=True)

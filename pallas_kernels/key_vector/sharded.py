@@ -2,8 +2,8 @@
 
 Each device holds K / n rows of the residual matrix of every token of all n devices, and the same
 slice of every key and of the gain. A write needs no communication once the device has the data of
-all tokens. Let r be the read keys, X the residual, `G = r * gain`, and let d number the devices.
-The retrieved vectors are a sum over the devices' slices of K:
+all tokens. Let r be the read keys, X the residual, `G = r * gain`, and let d be the index of a
+device. The retrieved vectors are a sum over the devices' slices of K:
 
     z = rstd sum_k G_k (X_k - mean) = rstd (sum_d A_d + sum_d (mean_d - mean) B_d)
 
@@ -19,8 +19,8 @@ The backward pass needs the means of `a` and of `a n` over all of K, with `a = G
 `<dz, z> / (K V)`. Each device computes them for its own tokens, without the residual, and the
 results are all-gathered.
 
-If the key axis is None, K is not sharded and these functions do not communicate. If there is an
-axis, they must run in `jax.shard_map`.
+If the key axis is None, K is not sharded, and the functions of this module do not communicate.
+Otherwise they must run in `jax.shard_map`.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,8 @@ class Read(NamedTuple):
 
     Attributes:
       retrieved: the vectors retrieved for this device's batch rows.
-      sums: `sum_k r_pk gain_kv` over all of K, or None for rmsnorm, which does not need it.
+      sums: the sums `sum_k r_pk gain_kv` over all of K, or None for rmsnorm, which does not need
+        them.
     """
 
     retrieved: Float[Array, "b N P V"]
@@ -51,7 +52,7 @@ def size(key_axis: str | None) -> int:
 
 
 def gather(x: Shaped[Array, "b *rest"], key_axis: str | None) -> Shaped[Array, "B *rest"]:
-    """All-gather x, which holds this device's batch rows, and return the rows of all devices."""
+    """All-gather x, this device's batch rows, and return the batch rows of all devices."""
     if key_axis is None:
         return x
     every = lambda x: jax.lax.all_gather(x, key_axis, axis=0, tiled=True)
@@ -88,9 +89,9 @@ def all_slices(
     """Combine the devices' reads of their slices of K into the read of the whole residual.
 
     Args:
-      retrieved: A_d of the module's docstring: the vectors that are read from this device's slice
-        of K for the batch rows of all devices, relative to the slice's mean and without the factor
-        rstd.
+      retrieved: A_d of the module's docstring: the vectors read from this device's slice of K, for
+        the batch rows of all devices. The slice's mean is subtracted, and the factor rstd is
+        missing.
       statistics: the statistics of this device's slice, with the epsilon of the whole read.
       gain, read_keys: this device's slices of the parameters.
       key_axis: the mesh axis over which K is sharded.
@@ -110,8 +111,8 @@ def all_slices(
     if centred:
         sent += [mean, key_sums(gain, read_keys).astype(mean.dtype)]
     slices = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in sent]), key_axis)
-    # The mean over slices of `variance + epsilon`, or for rmsnorm of the mean square plus epsilon.
-    # Each slice's number contains epsilon, so their mean contains it exactly once.
+    # This is the mean over slices of `variance + epsilon`, or of `mean square + epsilon` for
+    # rmsnorm. Each slice's term contains epsilon, so their mean contains it exactly once.
     square = jnp.mean(slices[:, :tokens], axis=0).reshape(shape)
     if centred:
         means = slices[:, tokens : 2 * tokens].reshape(-1, *shape)
@@ -129,8 +130,8 @@ def all_slices(
     if centred:
         each = slices[:, 2 * tokens :].reshape(-1, *total.shape[2:])
         sums = jnp.sum(each, axis=0)
-        # The terms are added one by one, because XLA fuses additions, whereas it would write the
-        # result of a matrix product over so few terms to memory.
+        # The terms are added in a loop, because XLA fuses additions. It would write the result of a
+        # matrix product to memory.
         for above_d, sums_d in zip(own(above), each, strict=True):
             read = read + above_d * sums_d
     read = (own(rstd) * read).astype(retrieved.dtype)
@@ -138,7 +139,7 @@ def all_slices(
 
 
 def key_sums(gain: Float[Array, "K V"], read_keys: Float[Array, "P K"]) -> Float[Array, "P V"]:
-    """Compute `sum_k r_pk gain_kv`, r being the read keys, over this device's slice of K.
+    """Compute `sum_k r_pk gain_kv`, with r the read keys, over this device's slice of K.
 
     The result is at least float32.
     """
@@ -149,7 +150,8 @@ def key_sums(gain: Float[Array, "K V"], read_keys: Float[Array, "P K"]) -> Float
 def means(d_retrieved: Float[Array, "b N P V"], read: Read, K: int, key_axis: str) -> Means:
     """Compute the backward pass's `Means` over all `K * V` entries of each token.
 
-    Each device computes them for its own batch rows; the result holds the rows of all devices.
+    Each device computes the means for its own batch rows. The result contains those for the rows of
+    all devices.
     """
     dtype = jnp.result_type(jnp.float32, d_retrieved)
     dz, count = d_retrieved.astype(dtype), K * d_retrieved.shape[3]

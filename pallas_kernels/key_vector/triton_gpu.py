@@ -1,10 +1,10 @@
 """GPU kernels of the key-vector ops, in Pallas Triton, for compute capability 8.0 and above.
 
 Each program processes a sequence of tokens, one at a time. It keeps a token's residual in registers
-between store and read, so that the residual is read and written only once. A residual that is too
-large for registers is processed in chunks of rows along K. The program then reads each chunk again
-for the read, usually from the cache, because it has just written it. The parameters stay on chip.
-The costs for T tokens, apart from the statistics, are:
+between the store and the read, so the residual is read and written only once. A residual that is
+too large for registers is processed in chunks of rows along K. The program then loads each chunk a
+second time for the read, usually from the cache, because it has just stored the chunk. The
+parameters stay on chip. The costs for T tokens, apart from the statistics, are:
 
     pass       FLOPs               elements moved to or from memory
     forward    2 T (R + P) K V     T (2 K V + R V + P V)
@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
 
     Attributes:
       keys: the number of rows (along K) of a residual that are in a tile: a power of two, at least
-        16. If it is less than K, residuals are processed in chunks.
+        16. If this number is less than K, residuals are processed in chunks.
       warps: the number of warps (of 32 threads) per program.
       stages: the number of stages of the software pipeline for loads.
       programs: the number of programs in the grid. Each processes every `programs`-th token.
@@ -107,7 +107,8 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str 
         if not 0 < count <= 256:
             return f"the number of key vectors is {count}, not 1 to 256"
     for array in data:
-        # Bytes per element on chip. A float32 is split into three bfloat16 terms of 2 bytes.
+        # The number of bytes per element on chip. A float32 is split into three bfloat16 terms of 2
+        # bytes each.
         width = 2 if array.dtype == jnp.bfloat16 else 6
         size = sum(map(padded, counts)) * padded(V) * width
         if size > _MOST_BYTES:
@@ -133,7 +134,7 @@ def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether `op` is the backward pass of a store alone or a read alone: plain JAX."""
+    """Return whether to use plain JAX: for the backward pass of a store alone or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 
@@ -148,10 +149,10 @@ def default_blocks(
 ) -> Blocks:
     """Return block sizes that compile without register spills, by a fixed rule.
 
-    Forward kernels hold 32 elements of a tile per thread. Backward kernels hold only 16, because
-    they also hold sums and cotangents. A forward grid has up to 1056 programs, several for each
-    multiprocessor of current GPUs (up to about 150). A backward grid has up to 264, because every
-    program writes its own sums of parameter gradients to memory.
+    A thread of a forward kernel keeps 32 elements of a tile in registers. A thread of a backward
+    kernel keeps only 16, because it also keeps sums and cotangents. A forward grid has up to 1056
+    programs, several for each multiprocessor of current GPUs (up to about 150). A backward grid has
+    up to 264, because every program writes its own sums of parameter gradients to memory.
     """
     columns, narrow = padded(V), jnp.dtype(dtype) == jnp.bfloat16
     backward_ = kernel.startswith("key_vector_backward")
@@ -162,13 +163,13 @@ def default_blocks(
         largest, wide = largest // 2, columns + padded(R) + padded(P)
     keys = max(16, min(padded(K), pl.next_power_of_2(largest // wide + 1) // 2))
     warps = 4 if narrow and not backward_ else 8
-    # The next token's vectors are prefetched if shared memory can hold the vectors of two tokens.
+    # The next token's vectors are prefetched if the vectors of two tokens fit in shared memory.
     vectors = (padded(R) + padded(P)) * columns * (2 if narrow else 6)
     stages = 2 if vectors <= 80 * 1024 else 1
     return Blocks(keys, warps, stages, min(264 if backward_ else 1056, tokens))
 
 
-# The ops ---------------------------------------------------------------------------------------
+# The ops: operands and kernel calls -----------------------------------------------------------
 
 
 def forward(
@@ -194,7 +195,9 @@ def forward(
       UnsupportedImplementation: a read alone has a `dtype` other than bfloat16 and float32.
     """
     if not site.stores and dtype not in _DATA:
-        raise UnsupportedImplementation(f"dtype={dtype} of a read; legal: bfloat16 or float32")
+        raise UnsupportedImplementation(
+            f"dtype={dtype} is not supported for a read without a store; legal: bfloat16 or float32"
+        )
     residual, store_keys, data, gain, read_keys = read_slices(site)
     if empty is not False:
         residual = jnp.where(empty, 0, residual)

@@ -12,7 +12,7 @@ from pallas_kernels.triton import dot, plgpu
 
 _LARGEST = 2**15 - 1
 
-# Tiles -----------------------------------------------------------------------------------------
+# Sizes, tiles and loops -----------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):
@@ -95,7 +95,7 @@ def _save(ref, lead, rows, columns, block):
 
 
 def _each_token(site, body):
-    """Return a function that maps an initial carry to the final carry of a loop over tokens.
+    """Return a function that runs a loop over tokens: it maps an initial carry to the last carry.
 
     The loop runs `carry = body(token, carry)` for each token that this program processes.
     """
@@ -117,13 +117,13 @@ def _each_chunk(chunks, body, carry):
 
 
 def _values(site, block):
-    """Return a block of a residual in float32, multiplied by the step if it is int16."""
+    """Return a residual's `block` in float32, multiplied by the fixed-point step if it is int16."""
     values = block.astype(jnp.float32)
     return values / site.steps if block.dtype == jnp.int16 else values
 
 
 def _written(store_keys, data):
-    """Compute the write `sum_r w_r (x) y_r` for one chunk of K, w being the keys and y the data.
+    """Compute the write `sum_r w_r (x) y_r` for one chunk of K, with w the keys and y the data.
 
     The forward pass and the rebuilding of the residual sum the same products in the same order, so
     that an int16 residual is rebuilt exactly.
@@ -149,7 +149,7 @@ def _steps(site, written):
 
 
 def forward_kernel(site, blocks, epsilon, scale, ref):
-    """Store, normalise and retrieve for a group of tokens.
+    """Store vectors, normalise the residual and retrieve vectors, for a group of tokens.
 
     A store writes `ref.stored`; a read writes `ref.mean`, `ref.rstd` and `ref.retrieved`. With
     `scale`, the retrieved vectors are multiplied by rstd.
@@ -217,7 +217,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            ref.barrier()  # Wait, because threads next read elements that others have stored.
+            ref.barrier()  # Each thread next reads elements that other threads have stored.
 
         def scaled(c):
             values = single if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -242,9 +242,9 @@ def _always(value):
 def _add_moments(site, moments, values, c, rows):
     """Update a token's `moments` with the values of one chunk.
 
-    The moments are a shift, the sum of differences from it, and the sum of their squares. The shift
-    is the mean of the first chunk, or 0 for rmsnorm. Without a shift, E[x^2] - E[x]^2 would lose
-    precision to cancellation if the mean is large.
+    The moments are a shift, the sum of the values' differences from the shift, and the sum of the
+    squares of these differences. The shift is the mean of the first chunk, or 0 for rmsnorm.
+    Without a shift, E[x^2] - E[x]^2 would lose precision to cancellation if the mean is large.
     """
     shift, total, squares = moments
     if site.norm == "layernorm":
@@ -281,12 +281,12 @@ def _normalised(site, ref, t, rows, columns, mean, rstd):
 
 
 def _passed_means(site, ref, t):
-    """Return the means of `a` (None for rmsnorm) and of `a n` that were passed for token t."""
+    """Return the passed means of token t: those of `a` (None for rmsnorm) and of `a n`."""
     return (ref.mean_a[t] if site.norm == "layernorm" else None), ref.mean_an[t]
 
 
 def _d_stored(site, d_stored, a, n, rstd, means):
-    """Compute the residual's cotangent, `dX' + rstd (a - mean(a) - n mean(a n))`."""
+    """Compute the residual's cotangent, `dX' + rstd (a - mean(a) - n mean(a n))`, for one block."""
     mean_a, mean_an = means
     through_norm = a - n * mean_an
     if site.norm == "layernorm":
@@ -301,7 +301,7 @@ def _undone(site, stored, written):
 
 
 def backward_kernel(site, blocks, ref):
-    """Compute the whole backward pass, with each token's whole residual in registers."""
+    """Compute the backward pass of a store and a read, with whole residuals in registers."""
     rows, columns = (0, blocks.keys), (0, padded(site.V))
     stores, reads = (0, padded(site.R)), (0, padded(site.P))
     store_keys = _load(ref.store_keys, (), stores, rows)
@@ -343,7 +343,7 @@ def backward_kernel(site, blocks, ref):
 
 
 def _d_scaled(ref, t, reads, rows, columns):
-    """Compute `r^T dz` for one chunk of K, r being the read keys and dz the cotangent of z."""
+    """Compute `r^T dz` for one chunk of K: r are the read keys, dz is the cotangent of z."""
     return sum(
         dot(
             _load(ref.read_keys, (), rows, group, transposed=True),
@@ -354,7 +354,7 @@ def _d_scaled(ref, t, reads, rows, columns):
 
 
 def backward_tokens_kernel(site, blocks, ref):
-    """Compute the backward pass except for the parameters' gradients, in chunks along K.
+    """Compute the backward pass, except the parameters' gradients, in chunks along K.
 
     The kernel is for residuals that are too large for registers; `backward_sums_kernel` computes
     the parameters' gradients.
@@ -393,7 +393,7 @@ def backward_tokens_kernel(site, blocks, ref):
                 _save(ref.rebuilt, (t,), rows(c), columns, _undone(site, x, _written(keys, data)))
 
         _each_chunk(chunks, write, None)
-        ref.barrier()  # Wait, because threads next read elements that others have stored.
+        ref.barrier()  # Each thread next reads elements that other threads have stored.
         for group in stores:
 
             def add(c, dy, group=group):

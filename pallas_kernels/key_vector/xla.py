@@ -6,8 +6,8 @@ Three choices keep the traffic of the large residual low:
 - The backward pass needs only the stored residual and two numbers per token.
 
 For T = 8192 tokens, K = V = 64, R = 16 and P = 48 in bfloat16, a forward op takes 4.3 GFLOP and
-moves at least 201 MB. The TPU compiler turns it into two fusions that move 268 MB, because the
-second reads X' again.
+moves at least 201 MB. The TPU compiler turns the op into two fusions that move 268 MB, because the
+second one reads the stored residual again.
 """
 
 import functools
@@ -75,8 +75,8 @@ def forward(
     stored = _store(residual, store_keys, data, fraction_bits)
     if not site.reads:
         return SiteResults(stored.residual)
-    # The shift, a number near the mean, is computed from a slice of the inputs, because computing
-    # it from the stored residual would need another pass over the residual.
+    # The shift, a number near the mean, is computed from a slice of the inputs. Computing the shift
+    # from the stored residual would need another pass over the residual.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
     return SiteResults(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 
@@ -89,10 +89,10 @@ def at_layer(
     epsilon: int | float,
     size_major: tuple[bool, bool] = (False, False),
 ) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
-    """Compute a site for T tokens with one layer's slice of stacked parameters.
+    """Compute a site (store, norm and read) for T tokens, with one layer of stacked parameters.
 
-    The residual of `site` is [T, K, V] and the data are [T, R, V]. Keys and gain have an additional
-    first axis, over the layers.
+    The residual of `site` is [T, K, V] and the data are [T, R, V]. The keys and the gain have an
+    additional first axis, which counts the layers.
     """
     of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
     residual, store_keys, data, *of_read = site
@@ -171,8 +171,8 @@ def _norm_backward(
     mean, rstd = both[:, 0], both[:, 1]
     n = (_values(residual, accumulator, fraction_bits) - mean) * rstd
     gain = gain.astype(accumulator)
-    # `d_scaled` is rounded to the data's dtype, because two passes read this array, and in float32
-    # it would be the largest array.
+    # `d_scaled` is rounded to the data's dtype to save memory traffic: two passes read this array,
+    # and in float32 it would be the largest array.
     d_scaled = _einsum("pk,bnpv->bnkv", read_keys.astype(dtype), d_retrieved).astype(dtype)
     a = d_scaled * gain
     mean_a, mean_an = means or (None, None)
@@ -216,9 +216,10 @@ def _written(residual, store_keys, data, fraction_bits):
     written = _einsum("rk,bnrv->bnkv", store_keys.astype(data.dtype), data)
     if residual.dtype != jnp.int16:
         return written
-    # The steps are clipped because converting a number that overflows int32 is undefined.
+    # The number of steps is clipped, because converting a float that overflows int32 is undefined.
     steps = jnp.clip(jnp.round(2.0**fraction_bits * written), -(2.0**24), 2.0**24)
-    # A NaN must be detected too. Integers have no NaN, so it becomes a number that overflows int16.
+    # A NaN must be detected too. Integers have no NaN, so a NaN becomes a number that overflows
+    # int16.
     return jnp.where(jnp.isnan(steps), 2**24, steps).astype(jnp.int32)
 
 
@@ -226,8 +227,8 @@ def _read(
     stored: _StoredResidual, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits
 ):
     values, count = stored.values, gain.size
-    # The sums are of differences from a shift near the mean, because E[x^2] - E[x]^2 would lose
-    # precision to cancellation if the mean is large.
+    # The statistics are computed from differences from a shift near the mean, because E[x^2] -
+    # E[x]^2 would lose precision to cancellation if the mean is large.
     shift = shift if norm == "layernorm" else jnp.zeros_like(shift)
     shifted = values - shift[..., None, None]
     total = jnp.sum(shifted, axis=(-2, -1))
@@ -256,7 +257,7 @@ def _retrieved(values, mean, rstd, gain, read_keys, dtype):
 def least_variance(fraction_bits: int) -> float:
     """Return the minimum variance of a token's int16 residual, in units of X squared.
 
-    Below it, the token's retrieved vectors are NaN.
+    Below this variance, the token's retrieved vectors are NaN.
     """
     return (LEAST_STEPS / 2.0**fraction_bits) ** 2
 
