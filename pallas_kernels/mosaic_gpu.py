@@ -22,16 +22,16 @@ try:
 except ImportError:
     plgpu = None
 
-# The name of the grid's only axis.
+# The name of the only axis of a kernel's grid.
 PROGRAMS = "programs"
 
 
-# The slugs of NVIDIA GPUs of compute capability 9.0, which is the only one with `wgmma`.
+# The slugs of NVIDIA GPUs of compute capability 9.0, the only capability with `wgmma` instructions.
 _HOPPER = re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|$)")
 
 
 def no_mosaic_gpu() -> str | None:
-    """Return the reason why the kernels are unavailable, or None if they are available.
+    """Return the reason why Mosaic GPU kernels are unavailable, or None if they are available.
 
     A program that is traced on a machine without a GPU may be compiled for one that has `wgmma`.
     """
@@ -53,16 +53,18 @@ def mosaic_gpu_call(
     programs: int,
     interpret: bool | Any = False,
 ) -> dict[str, Array]:
-    """Run `kernel(refs)` in a number of programs and return the outputs by name.
+    """Run `kernel(refs)` in several programs on a GPU, and return the outputs by name.
 
     Args:
       kernel: the function that each program runs. `refs.<name>` is the whole array `name`, in
         global memory, or a scratch buffer.
       name: the kernel's name in the compiled program.
-      inputs, outputs: the arrays, and the shapes of the results.
+      inputs, outputs: two dicts that map names to the input arrays, and to the shapes and dtypes of
+        the results.
       scratch: maps the name of each scratch buffer to its type.
       programs: the number of programs. A program has one warpgroup, which is 128 threads.
-      interpret: whether to run the kernel in JAX's interpreter for GPUs; or its parameters.
+      interpret: whether to run the kernel in JAX's interpreter for GPU kernels, or the
+        interpreter's parameters.
     """
     names = (*inputs, *outputs)
 
@@ -91,8 +93,8 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
       shape: the shape. The last two axes are rows and columns; the number of rows is a multiple
         of 8.
       dtype: the dtype.
-      width: the number of bytes of a row that are stored together: 32, 64 or 128. It is narrowed to
-        the bytes of a row. Both operands of a product must have the same width.
+      width: the number of bytes of a row that are stored together: 32, 64 or 128. If a row has
+        fewer bytes, the width is that number. Both operands of a product must have the same width.
     """
     size = jnp.dtype(dtype).itemsize
     width = min(width, shape[-1] * size)
@@ -101,8 +103,8 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
 
 
 def load_matrix(ref: Any) -> Array:
-    """Return a matrix of 64 rows in global memory, in the layout of the products' results."""
-    # Older versions of jax require an index, and newer ones deprecate it.
+    """Load a matrix of 64 rows from global memory, in the layout of the results of `wgmma`."""
+    # Older versions of jax require the argument `idx`, and newer versions deprecate it.
     required = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
     index = [()] if required else []
     return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)

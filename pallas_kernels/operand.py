@@ -1,4 +1,4 @@
-"""Helpers that build a TPU kernel's operands as `call.tpu_call` takes them: (array, block spec)."""
+"""Helpers that build the operands of `call.tpu_call`: pairs of an array and its block spec."""
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -9,7 +9,7 @@ from pallas_kernels.call import Shaped
 
 
 def constant(x: Shaped | StackSlice) -> tuple[Shaped | StackSlice, pl.BlockSpec]:
-    """Pair `x` with a spec of one block that holds all of `x` and is copied to VMEM only once."""
+    """Pair `x` with the spec of a single block: all of `x`, which is copied to VMEM only once."""
     spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
     return x, spec
 
@@ -25,13 +25,13 @@ def in_smem(x: Array) -> tuple[Array, pl.BlockSpec]:
 def anywhere(x: Shaped) -> tuple[Shaped, pl.BlockSpec]:
     """Pair `x` with a spec that leaves it where it is (memory space ANY).
 
-    This is for arrays that a kernel copies with its own DMAs or overwrites.
+    Use this spec for arrays that a kernel copies with its own DMAs, or overwrites.
     """
     return x, pl.BlockSpec(memory_space=pl.ANY)
 
 
 def of_stack(spec: pl.BlockSpec) -> pl.BlockSpec:
-    """Adapt `spec`, the block spec for one slice, to a stack of such slices.
+    """Convert `spec`, the block spec for one slice, to a spec for a stack of such slices.
 
     The call's only prefetched array holds the index of the slice that the kernel uses.
     """

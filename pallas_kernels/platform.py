@@ -1,7 +1,7 @@
 """Selection of an op's implementation, per platform that the program is lowered for.
 
 The selection depends on the platform that the program is *lowered for*, never on the machine that
-traces it. A step that is compiled for a TPU on a machine without TPUs contains the TPU kernels.
+traces it. A program that is compiled for a TPU on a machine without TPUs contains the TPU kernels.
 
 If `jax.export` lowers a program for several platforms at once, the result contains the kernels for
 each of them. JAX refuses to export GPU kernels unless `disabled_checks` names their custom calls.
@@ -9,7 +9,7 @@ With `implementation="xla"` or `taking_plain`, a program contains no kernels.
 
 An op supports first-order differentiation in reverse mode. Kernels themselves cannot be
 differentiated, so a gradient that a kernel may have computed cannot be differentiated again. A
-gradient computed in plain JAX (`implementation="xla"`) can.
+gradient that plain JAX computed (`implementation="xla"`) can be differentiated again.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_kernels.arguments import read_slices
 from pallas_kernels.target import only_platform, target
 
-Platform = str  # "tpu" or "cuda"
+Platform = str  # A platform is "tpu" or "cuda".
 
 
 class UnsupportedImplementation(ValueError):
@@ -90,7 +90,7 @@ _preferred = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def preferring(implementation: str) -> Iterator[None]:
-    """Make `implementation` the default in this context, for every op that has it.
+    """Make `implementation` the default in this context, for every op that has this implementation.
 
     The default is what `implementation=None` selects. If `implementation` is one of the
     `Implementations.on_request`, it is the default only for calls that it supports. Other calls of
@@ -105,11 +105,11 @@ _plain = jax.make_user_context(default_value=())
 
 @contextlib.contextmanager
 def taking_plain(ops: Iterable[str]) -> Iterator[None]:
-    """Make "xla" the default in this context for the given groups of ops.
+    """Make plain JAX ("xla") the default in this context for the given groups of ops.
 
     Args:
-      ops: the groups, each by its `Implementations.name`. For these groups `preferring` has no
-        effect.
+      ops: the groups, each by its `Implementations.name`. The context manager `preferring` has no
+        effect on these groups.
     """
     with _plain(tuple(sorted({*_plain.value, *ops}))):
         yield
@@ -123,8 +123,8 @@ def taking_kernels(ops: Iterable[str]) -> Iterator[None]:
     """Make kernels the default in this context for the given groups of ops.
 
     Args:
-      ops: the groups, each by its `Implementations.name`. `taking_plain` and `preferring` take
-        precedence.
+      ops: the groups, each by its `Implementations.name`. The context managers `taking_plain` and
+        `preferring` take precedence.
     """
     with _kernels(tuple(sorted({*_kernels.value, *ops}))):
         yield
@@ -174,7 +174,7 @@ _interpreted = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Run TPU kernels in Pallas's interpreter on this machine while in the context, to test them.
+    """Run TPU kernels in Pallas's interpreter in this context, to test them without a TPU.
 
     A backward pass is traced when the gradient is computed, so `jax.grad` must be called in the
     context too.
@@ -195,9 +195,9 @@ class Implementations:
         `wins(op, *args)`, which returns whether a table or an estimate says that it is faster than
         `portable`.
       by_default: the platforms whose kernels are known to be faster and are used by default.
-      name: the name of the group, which `taking_plain` takes.
-      on_request: maps names to further kernel implementations, which only their names select. Each
-        has a function `unsupported` as those in `kernels` do.
+      name: the name of the group, which is an argument of `taking_plain`.
+      on_request: maps names to further kernel implementations. They are used only if they are
+        requested by name. Each has a function `unsupported`, like those in `kernels`.
     """
 
     portable: Any
@@ -208,13 +208,13 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """Maps each implementation name to the platforms of the kernels that it selects."""
+        """A dict from each implementation name to the platforms of the kernels that it selects."""
         single = {name: (_PLATFORMS[name],) for name in (*self.kernels, *self.on_request)}
         return {"xla": (), **single, "pallas": tuple(self._on)}
 
     @property
     def _on(self) -> dict[Platform, Any]:
-        """The kernel implementation of each platform."""
+        """A dict from each platform to its kernel implementation."""
         return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
     def run(self, implementation: str | None, op: str, *args: Any, **options: Any) -> Any:
@@ -277,13 +277,13 @@ class Implementations:
         return choose(kernels, portable, *args, refused=refused)
 
     def _with(self, name: str) -> "Implementations":
-        """Return the group with `on_request[name]` as the kernels of its platform."""
+        """Return this group with `on_request[name]` as the kernels of that kernel's platform."""
         others = {k: x for k, x in self.kernels.items() if _PLATFORMS[k] != _PLATFORMS[name]}
         kernels = others | {name: self.on_request[name]}
         return dataclasses.replace(self, kernels=kernels, on_request={})
 
     def chosen(self, op: str, *args: Any) -> dict[Platform, tuple[str, str | None]]:
-        """Return what `run(None, op, *args)` uses on each platform for which there is a kernel.
+        """Return which implementation `run(None, op, *args)` uses on each platform with a kernel.
 
         Contexts such as `preferring` are not taken into account. Nothing is computed.
 
@@ -302,7 +302,7 @@ class Implementations:
     def _refused(
         self, platforms: Iterable[Platform], op: str, args: tuple
     ) -> dict[Platform, str | None]:
-        """Return the reason why the kernel of each platform does not support a call, or None."""
+        """Return, per platform, the reason why its kernel does not support a call, or None."""
         on, unknown = self._on, {"tpu": target().unknown}
         return {
             p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
@@ -317,9 +317,10 @@ class Implementations:
                 calls.append(called)
 
     def _default_platforms(self, op: str, args: tuple) -> tuple[Platform, ...]:
-        """Return the platforms on which to use a kernel if no implementation is requested.
+        """Return the platforms that use a kernel if no implementation is requested.
 
-        They are the platforms in `by_default`, and those whose kernel `wins`.
+        These are the platforms in `by_default`, and those whose kernel is listed or estimated as
+        faster (its `wins` returns True).
         """
         by_default = _possible(self.by_default)
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
@@ -348,7 +349,7 @@ def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return `kernel` wrapped to be traced with `jax_enable_x64` off.
 
     Kernels count and shift in 32 bits. The wrapper also marks the results as varying over the same
-    mesh axes as the arguments, because a kernel from a library does not do so itself.
+    mesh axes as the arguments, because a kernel from a library does not mark its results itself.
     """
 
     def narrow(x: Any) -> Any:
@@ -380,7 +381,8 @@ def _identity(name: str) -> Primitive:
     return primitive
 
 
-# An identity that warns when it is lowered for a platform whose kernel does not support the call.
+# An identity primitive that emits a warning when it is lowered for a platform whose kernel does not
+# support the call.
 _fallback_p = _identity("kernel_fallback")
 
 
@@ -398,7 +400,7 @@ def _warn_on(platform: Platform):
 _warn_on("tpu")
 _warn_on("cuda")
 
-# An identity that can only be lowered for the platform of the requested implementation.
+# An identity primitive that can only be lowered for the platform of the requested implementation.
 _only_p = _identity("kernel_platform")
 
 
@@ -434,7 +436,7 @@ def _refuse_platform(context, x, *, platform, implementation):
 
 mlir.register_lowering(_only_p, _refuse_platform)
 
-# An identity whose differentiation raises a TypeError.
+# An identity primitive whose differentiation raises a TypeError.
 _operand_p = _identity("kernel_operand")
 
 
@@ -444,17 +446,17 @@ def _not_differentiated(op: str, x: Any) -> Any:
 
 def _refuse_derivative(primals, tangents, *, op):
     raise TypeError(
-        f"the kernels' results for {op!r} cannot be differentiated: an op supports reverse mode "
-        "only, once (jax.grad, jax.vjp); with implementation='xla', gradients can be "
-        "differentiated again"
+        f"the kernels' results for {op!r} cannot be differentiated; legal: one derivative in "
+        "reverse mode (jax.grad, jax.vjp), or implementation='xla' for gradients of gradients"
     )
 
 
 ad.primitive_jvps[_operand_p] = _refuse_derivative
 
 
-# A kernel call that is lowered only for its own platform, also in a program that is lowered for
-# several platforms. JAX itself would lower each platform's branch for all platforms.
+# A primitive that runs a kernel and is lowered only for the kernel's platform, even in a program
+# that is lowered for several platforms. Without this primitive, JAX would lower each platform's
+# branch for all platforms.
 _kernel_p = Primitive("kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_abstract_eval(lambda *_, jaxpr, platform: jaxpr.out_avals)
@@ -468,7 +470,7 @@ def _run_kernel(*args, jaxpr, platform):
 def _for_one(platform: Platform, kernel: Callable[..., Any], *args: Any) -> Any:
     """Run `kernel(*args)` as a call that is lowered only for `platform`.
 
-    This is for the branch that `platform_dependent` takes on that platform.
+    The call is for the branch of `jax.lax.platform_dependent` that runs on that platform.
     """
     leaves, tree = jax.tree.flatten(args)
     flat = lambda *leaves: kernel(*tree.unflatten(leaves))
@@ -486,8 +488,8 @@ def _map_kernel(args, axes, *, jaxpr, platform):
 def _lower_kernel(context, *args, jaxpr, platform):
     module = context.module_context
     if len(module.platforms) > 1:
-        # The cache is replaced by an empty one, because it holds lowerings for all platforms of
-        # equal calls outside of this branch.
+        # JAX caches lowered calls. Those from outside of this branch are lowered for all platforms,
+        # so the cache is replaced by an empty one.
         module = module.replace(cached_primitive_lowerings={})
         context = context.replace(module_context=module, platforms=(platform,))
     return mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr))(context, *args)
@@ -500,7 +502,7 @@ mlir.register_lowering(_kernel_p, _lower_kernel)
 def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an op that uses `jax.custom_vjp`, so that forward mode raises a clear TypeError.
 
-    The wrapper also makes the gradients correct in a `jax.shard_map` with `check_vma=True`; see
+    The wrapper also makes gradients correct in a `jax.shard_map` with `check_vma=True`, by calling
     `vary_alike`.
     """
 
@@ -515,7 +517,7 @@ def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def reverse_mode_alone(name: str) -> Iterator[None]:
-    """Replace JAX's error about forward mode by a one-line error that names the op `name`."""
+    """Replace JAX's error about forward mode, in this context, by one line that names the op."""
     try:
         yield
     except TypeError as error:
@@ -530,10 +532,10 @@ def reverse_mode_alone(name: str) -> Iterator[None]:
 def vary_alike(tree: Any) -> Any:
     """Make all floating-point arrays in a tree vary over the same mesh axes.
 
-    These are all mesh axes over which any array of the tree varies. A result that is computed from
-    several arrays varies over the axes of all of them, but a custom gradient must return cotangents
-    that vary over the same axes as their primals. JAX sums the gradient of an array over the axes
-    that this function adds.
+    After the call, each of these arrays varies over all mesh axes over which any array of the tree
+    varies. A result that is computed from several arrays varies over the axes of all of them, but a
+    custom gradient must return cotangents that vary over the same axes as their primals. JAX sums
+    the gradient of an array over the axes that this function adds.
     """
     varies = varies_in(tree)
     if not varies:
@@ -548,7 +550,7 @@ def vary_alike(tree: Any) -> Any:
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Return `x`, marked as varying over the mesh axes `axes` as well as over its own."""
+    """Return `x`, marked as varying over the mesh axes `axes` in addition to its own axes."""
     missing = tuple(sorted(axes - varies_in(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -556,7 +558,7 @@ def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 def varies_in(tree: Any) -> frozenset[str]:
     """Return the mesh axes over which any array of a tree varies.
 
-    The result is empty unless in a `jax.shard_map` that tracks this (`check_vma=True`).
+    The result is empty outside of a `jax.shard_map` with `check_vma=True`, which tracks these axes.
     """
     of = lambda x: jax.typeof(x).manual_axis_type.varying
     return frozenset().union(*(of(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)))

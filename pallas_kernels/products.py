@@ -1,4 +1,4 @@
-"""Matrix products of tiles, and softmax constants, for the TPU kernels."""
+"""Matrix products of tiles, and constants of the softmax, for the TPU kernels."""
 
 import functools
 import math
@@ -30,5 +30,5 @@ def dot(a, b, over=(1, 0), of_each=()):
     )
 
 
-dot_rows = functools.partial(dot, over=(0, 0))  # [k, m] [k, n] -> [m, n]
-dot_columns = functools.partial(dot, over=(1, 1))  # [m, k] [n, k] -> [m, n]
+dot_rows = functools.partial(dot, over=(0, 0))  # The shapes are [k, m], [k, n] -> [m, n].
+dot_columns = functools.partial(dot, over=(1, 1))  # The shapes are [m, k], [n, k] -> [m, n].

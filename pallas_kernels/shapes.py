@@ -1,7 +1,7 @@
-"""Operand shapes of the ops for given sizes, and the sizes that named models use.
+"""Shapes of the ops' operands for given sizes, and the sizes of well-known models.
 
 Reports, the search for block sizes and the tests use these shapes. The methods return
-`ShapeDtypeStruct`s by default; a caller that needs arrays on a device passes its own
+`ShapeDtypeStruct`s by default; a caller that needs arrays on a device passes its own function
 `array(dtype, *shape)`.
 """
 
@@ -19,18 +19,18 @@ from pallas_kernels.depth_attention.interface import (
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-# The batch size and sequence length of a step: 8192 tokens, in sequences as long as the RMT
-# paper's.
+# The batch size and sequence length of one training step. The sequences are as long as in the RMT
+# (Residual Matrix Transformer) paper.
 TOKENS = (16, 512)
 
 
 def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array, without its values."""
+    """Return a `jax.ShapeDtypeStruct`, the shape and dtype of an array without values."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class KeyVector(NamedTuple):
-    """The sizes of a key-vector op: a K x V residual, R stored and P retrieved vectors.
+    """The sizes of a key-vector op: K x V residual matrices, R stored and P retrieved vectors.
 
     R or P may be 0.
     """
@@ -42,11 +42,11 @@ class KeyVector(NamedTuple):
 
     @property
     def before_feed_forward(self) -> "KeyVector":
-        """The sizes of the site before a feed-forward layer, which reads R vectors."""
+        """The sizes of an op that reads R vectors, as the input of a feed-forward layer."""
         return self._replace(P=self.R)
 
     def site(self, tokens, data="bfloat16", residual=None, array: Array = array) -> SiteOperands:
-        """Return the operands of the forward pass for `tokens`, a batch size and a length.
+        """Return the operands of the forward pass for `tokens` = (batch size, sequence length).
 
         The residual has the data's dtype if `residual` is None. The store's operands are None if R
         is 0, and the read's operands are None if P is 0.
@@ -59,7 +59,7 @@ class KeyVector(NamedTuple):
     def backward(
         self, tokens, data="bfloat16", residual=None, array: Array = array
     ) -> SiteBackward:
-        """Return the operands of the backward pass.
+        """Return the operands of the backward pass of a key-vector op.
 
         The store's operands are None if R is 0, and the read's operands are None if P is 0.
         """
@@ -110,15 +110,15 @@ class Depth(NamedTuple):
     def partial_cotangents(
         self, tokens, dtype="bfloat16", *, array: Array = array
     ) -> PartialCotangents:
-        """Return the operands that the backward pass of phase one has in addition to `partial`.
+        """Return the operands of phase one's backward pass, in addition to those of `partial`.
 
-        They include an array to which the gradients of the sources are added.
+        The operands include an array to which the gradients of the sources are added.
         """
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
         return PartialCotangents(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
 
     def merge(self, tokens, dtype="bfloat16", *, array: Array = array) -> Merge:
-        """Return the operands of a merge at one of the S sites."""
+        """Return the operands of phase two (`merge`) for one of the S sites."""
         parameter, token = array("float32", self.D), array(dtype, *tokens, self.D)
         mixed, sums = array(dtype, self.S, *tokens, self.D), array("float32", *tokens)
         site, active = array("int32"), array("bool")
@@ -130,8 +130,8 @@ class Depth(NamedTuple):
         return merge, MergeCotangents(merge.current, merge.mixed, merge.current)
 
 
-# The sites before attention of the models in the RMT paper's Table 9, and a size with four times as
-# many key entries (K) as the largest of them.
+# The sizes of the reads and writes before attention layers, for the models in Table 9 of the RMT
+# paper; and sizes with four times the K (key entries) of the largest model.
 RMT_46M = KeyVector(32, 32, 12, 36)
 RMT_134M = KeyVector(32, 64, 12, 36)
 RMT_206M = KeyVector(48, 64, 14, 42)
@@ -140,8 +140,9 @@ RMT_LARGE = KeyVector(256, 64, 16, 48)
 
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
 
-# Sizes for a single site that reads the outputs of all blocks (at two widths) or of all sublayers,
-# and sizes for the sites of one block, which are computed together.
+# The first three sizes are for a single site (a place that attends over earlier outputs): over all
+# blocks at two widths, and over all sublayers. The last size is for all sites of one block, which
+# are computed together.
 OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS = Depth(1, 9, 2048), Depth(1, 9, 7168), Depth(1, 33, 1024)
 ONE_SITE = OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS
 ALL_SITES = Depth(8, 9, 2048)

@@ -11,11 +11,11 @@ import jax
 
 Platform = Literal["tpu", "cuda"]
 
-# 64 MiB in bytes, the VMEM of a TPU v5p. On chips with more VMEM, too, kernels use at most this
-# much, less a share that is left to XLA.
+# The maximum VMEM in bytes that kernels and XLA share: 64 MiB, the VMEM of a TPU v5p. Kernels use
+# no more than this on chips with more VMEM either.
 _MOST_VMEM = 2**26
 
-# Maps other names that JAX has for a chip to the chip's slug.
+# Maps alternative slugs of a chip, from other names that JAX uses for it, to the chip's slug.
 _ALIASES = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
 
 
@@ -24,7 +24,7 @@ class Chip(NamedTuple):
 
     Attributes:
       peak_flops: the peak dense bfloat16 rate in FLOP/s.
-      bandwidth: the HBM bandwidth in bytes/s; 0 if nothing in this package needs it.
+      bandwidth: the HBM bandwidth in bytes/s; 0 if this package does not need it.
       clock: the clock frequency in Hz at which a TPU's matrix units reach `peak_flops`.
       vmem: bytes of VMEM per TPU core.
       cores: the number of TPU cores that share a program's work.
@@ -39,8 +39,8 @@ class Chip(NamedTuple):
     unit: int = 0
 
 
-# Maps the start of a device kind's slug (see `slug`) to the device's figures. All code that needs
-# figures of a device takes them from this table.
+# Maps the start of a device kind's slug (see `slug`) to the device's figures. All code that needs a
+# device's figures looks them up in this table.
 CHIPS = {
     "tpu_v4": Chip(275e12, 1228e9, 1.05e9, 2**24, 2, 128),
     "tpu_v5_lite": Chip(197e12, 819e9, 1.5e9, 2**27, 1, 128),
@@ -55,12 +55,12 @@ CHIPS = {
     "nvidia_b200": Chip(2250e12),
 }
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
-# The largest value of each figure among all TPUs.
+# A chip with the largest value of each figure among all TPUs. It replaces an unknown kind of TPU.
 _MOST = Chip(*map(max, zip(*_TPUS.values(), strict=True)))
 
 
 def slug(device_kind: str) -> str:
-    """Return the slug of a device kind: its name in tables and file names.
+    """Return the slug of a device kind, which is its name in tables and file names.
 
     For example, both "TPU v5 lite" and "TPU v5e" become "tpu_v5_lite".
     """
@@ -91,7 +91,7 @@ class Target(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """The kind's name in tables and file names."""
+        """The slug of the kind, which is its name in tables and file names."""
         return slug(self.kind)
 
     @property
@@ -118,7 +118,7 @@ class Target(NamedTuple):
 
     @property
     def vmem_limit(self) -> int:
-        """Bytes of VMEM that a kernel may use. The remaining VMEM is left to XLA."""
+        """Bytes of VMEM that a kernel may use. XLA uses the remaining VMEM."""
         return min(self.chip.vmem, _MOST_VMEM) // 64 * 60
 
     def vmem_part(self, mib: int) -> int:
@@ -129,14 +129,15 @@ class Target(NamedTuple):
         return self.vmem_limit * mib // 60
 
 
-# The device kind that `target` returns, whatever devices exist; None for the actual device. It is a
-# user context because the value of a user context is part of the cache key of jitted functions.
+# The device kind that `target` returns, whatever devices exist; None for the actual device. The
+# value is stored in a user context because JAX includes user contexts in the cache keys of jitted
+# functions.
 _kind = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def lowering_for(device_kind: str) -> Iterator[None]:
-    """Make `target` return this kind of device in the context.
+    """Make `target` return the kind `device_kind` in this context.
 
     No device of this kind needs to exist or to be in the mesh.
     """
@@ -144,7 +145,8 @@ def lowering_for(device_kind: str) -> Iterator[None]:
         yield
 
 
-# The kind of the only devices that the current trace is lowered for, or None if it is not known.
+# The device kind that the current trace is lowered for, if there is only one and it is known;
+# otherwise None.
 _only = jax.make_user_context(default_value=None)
 
 
@@ -152,8 +154,9 @@ _only = jax.make_user_context(default_value=None)
 def lowering_only_for(device_kind: str) -> Iterator[None]:
     """Declare that all code traced in the context is lowered for this kind of device and no other.
 
-    An op then traces only the implementation for this kind, instead of one for each platform. Use
-    it for code whose devices are known, such as the code that each device of a mesh runs.
+    An op then traces only the implementation for this kind, instead of one implementation for each
+    platform. Use it for code whose devices are known, such as the code that each device of a mesh
+    runs.
     """
     with _only(device_kind):
         yield
@@ -162,8 +165,8 @@ def lowering_only_for(device_kind: str) -> Iterator[None]:
 def only_platform() -> str | None:
     """Return the platform that `lowering_only_for` declares, or None if it is not known.
 
-    The result is "other" for devices for which this package has no kernels, and None within
-    `lowering_for`, which asks what would be chosen for devices other than those of the mesh.
+    The result is "other" for devices for which this package has no kernels. It is None within
+    `lowering_for`, where the device may differ from the mesh's devices.
     """
     if _only.value is None or _kind.value is not None:
         return None
@@ -173,9 +176,9 @@ def only_platform() -> str | None:
 def target() -> Target:
     """Return the kind of device that the current trace is expected to be compiled for.
 
-    The result is the kind passed to `lowering_for`, or else the kind of the devices in the current
-    mesh, which need not exist on this machine, or else that of the default device. The call is
-    cheap.
+    The result is the first of these that exists: the kind passed to `lowering_for`, the kind of the
+    current mesh's devices (which need not exist on this machine), and the kind of the default
+    device. The call is cheap.
     """
     if _kind.value is not None:
         return Target(_kind.value)

@@ -18,7 +18,7 @@ except ImportError:
 else:
 
     class CompilerParams(plgpu.CompilerParams):
-        """Triton's compiler parameters, with which lowering emits no deprecation warning."""
+        """Triton's compiler parameters, as a class whose lowering emits no deprecation warning."""
 
     def _lower(ctx, *operands, **params):
         from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
@@ -40,7 +40,7 @@ def dot(a, b, *, transpose_a=False, transpose_b=False):
     """Multiply `a` and `b` on tensor cores, accumulating in float32.
 
     Float32 operands are each split into three bfloat16 terms, and six of the nine products of terms
-    are summed, smallest first. The three products that are left out are no larger than float32's
+    are summed, smallest first. The three products that are omitted are no larger than float32's
     rounding error.
     """
     dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))

@@ -1,10 +1,10 @@
 """A TPU kernel that computes `store_norm_retrieve` for a few tokens, for use in decoding.
 
 In the kernels of `mosaic_tpu` the lanes are tokens, so these kernels would compute 128 tokens even
-if there is only one. In this kernel, a token's matrix has the layout that it has in the model: [K,
-V], with V in the lanes. The whole site (store, norm and read) is computed while the matrix is in
-VMEM. The keys and gains of all layers are passed as stacks, from which the kernel reads one layer's
-slice. If XLA sliced the stacks instead, copying a few KB would take as long as the computation.
+if there is only one. In this kernel, a token's matrix keeps the layout of the model, [K, V], with V
+in the lanes. The whole site (store, norm and read) is computed while the matrix is in VMEM. The
+keys and gains of all layers are passed as stacks, from which the kernel reads one layer's slice. If
+XLA sliced the stacks instead, copying a few KB would take as long as the computation.
 
 For T tokens with E bytes per entry, the kernel takes `2 T (R + P) K V` FLOPs and moves
 `E T V (2 K + R + P)` bytes.

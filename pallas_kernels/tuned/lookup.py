@@ -1,9 +1,9 @@
 """Selection of a kernel's block sizes for the device that a program is compiled for.
 
-The sizes come from the first table with a usable entry, or else from the kernel's own rule (its
-heuristic). Tables are searched in this order: tables of `with tuned(table)`, innermost first; the
-user's file; the table that is shipped with the package. This module never searches for better
-sizes. A table that cannot be read causes a warning, not an error.
+The block sizes are those of the first table with a usable entry, or else those of the kernel's own
+rule (its heuristic). Tables are searched in this order: tables of `with tuned(table)`, innermost
+first; the user's file; the table that is shipped with the package. This module never searches for
+better sizes. A table that cannot be read causes a warning, not an error.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ Blocks = Any
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that can be tuned.
+    """A kernel whose block sizes can be tuned.
 
     Attributes:
       platform: the platform that the kernel is for.
       name: the kernel's name, unique on its platform.
-      version: a number that changes when the kernel is rewritten or its blocks change meaning.
+      version: a number that changes when the kernel is rewritten or its block sizes change meaning.
         Table entries with a different version are ignored.
-      blocks: the class that holds the kernel's block sizes.
+      blocks: the class of the kernel's block sizes.
       key: the names of the sizes and options that the kernel is specialised to, without the number
         of tokens.
-      refused: a function of `(key, tokens, blocks)` that returns in a few words why these blocks
-        cannot be compiled or would change the results, or None if they can be used.
+      refused: a function of `(key, tokens, blocks)`. If these block sizes cannot be compiled or
+        would change the results, it returns the reason in a few words; otherwise it returns None.
     """
 
     platform: Platform
@@ -53,7 +53,7 @@ class Kernel:
     refused: Callable[[dict[str, Value], int, Blocks], str | None]
 
     def build_blocks(self, values: Mapping[str, Value]) -> Blocks:
-        """Return an instance of the class of blocks with these field values.
+        """Return the kernel's block sizes with these field values, as an instance of `blocks`.
 
         Raises:
           ValueError: the names or types do not match the fields, or an integer is less than 1.
@@ -61,26 +61,29 @@ class Kernel:
         kinds = field_types(self.blocks)
         if values.keys() != kinds.keys():
             raise ValueError(
-                f"its blocks have the fields {', '.join(values)}; legal: {', '.join(kinds)}"
+                f"the entry's blocks have the fields {', '.join(values)}; legal: {', '.join(kinds)}"
             )
         for name, value in values.items():
             if type(value) is not kinds[name] or (kinds[name] is int and value < 1):
                 least = ", at least 1" if kinds[name] is int else ""
-                raise ValueError(f"{name}={value!r}; legal: {kinds[name].__name__}{least}")
+                raise ValueError(
+                    f"the block size {name}={value!r} is not legal; legal: "
+                    f"{kinds[name].__name__}{least}"
+                )
         return self.blocks(**values)
 
 
 def field_types(blocks: type) -> dict[str, type]:
-    """Return a dict that maps the field names of a class of blocks to their types."""
+    """Return a dict that maps the field names of a class of block sizes to their types."""
     return dict(blocks.__annotations__)
 
 
 def fields(blocks: Blocks) -> dict[str, Value]:
-    """Return blocks as a dict from field names to values, the form that tables store."""
+    """Return block sizes as a dict from field names to values, as tables store them."""
     return {name: getattr(blocks, name) for name in field_types(type(blocks))}
 
 
-# Maps (platform, name) to each tunable kernel whose package has been imported.
+# Maps (platform, name) to a kernel that can be tuned, for each kernel whose package is imported.
 KERNELS: dict[tuple[str, str], Kernel] = {}
 
 
@@ -93,10 +96,10 @@ def register(
     *,
     version: int = 1,
 ) -> dict[str, Kernel]:
-    """Register the tunable kernels of one package, and return them by name.
+    """Register the kernels of one package whose block sizes can be tuned; return them by name.
 
-    The arguments are as in `Kernel`, except that `refused` takes the kernel's name as an additional
-    first argument.
+    The arguments are the fields of `Kernel`, for all kernels named in `names`. `refused` has the
+    kernel's name as an additional first argument.
     """
     made = {
         name: Kernel(platform, name, version, blocks, tuple(key), functools.partial(refused, name))
@@ -108,13 +111,13 @@ def register(
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A look-up of a kernel's blocks during tracing, and its result.
+    """A look-up of a kernel's block sizes during tracing, and its result.
 
     Attributes:
       device: the slug of the device kind that the program is compiled for.
       kernel, key, tokens: the kernel, its key and its number of tokens.
-      default: the blocks that the kernel's heuristic selects.
-      chosen: the blocks that the look-up returned.
+      default: the block sizes that the kernel's own rule (heuristic) selects.
+      chosen: the block sizes that the look-up returned.
       source: the source of `chosen`, as in `Entry`; "heuristic" if no table had a usable entry.
       table: the name of the table that lists `chosen`, or "" if there is none.
     """
@@ -142,16 +145,17 @@ class Look:
         )
 
 
-# This is a user context because its value is part of the cache key of jitted functions: a function
-# that was traced without a table is traced again when a table is added.
+# The tables of `tuned` are in a user context because JAX includes user contexts in the cache keys
+# of jitted functions. A function that was traced without a table is traced again when a table is
+# added.
 _overlays = jax.make_user_context(default_value=())
 
 
 @contextlib.contextmanager
 def tuned(*tables: Table) -> Iterator[None]:
-    """Search these tables before all others for kernels that are traced in the context.
+    """Search the given tables before all others, for kernels that are traced in this context.
 
-    If several tables have a usable entry, the last one of them is used.
+    If several of the tables have a usable entry, the last such table is used.
     """
     with _overlays((*(_overlays.value or ()), *tables)):
         yield
@@ -164,8 +168,8 @@ _collectors = threading.local()
 def collecting() -> Iterator[list[Look]]:
     """Yield a list that collects this thread's look-ups, without duplicates and in order.
 
-    Look-ups are collected until the context ends. They happen during tracing, so a jitted function
-    that is already traced adds none.
+    Look-ups are collected until the context ends. Look-ups happen during tracing, so a jitted
+    function that is already traced adds none.
     """
     looks: list[Look] = []
     _collectors.lists = (*getattr(_collectors, "lists", ()), looks)
@@ -176,14 +180,14 @@ def collecting() -> Iterator[list[Look]]:
 
 
 def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Blocks) -> Blocks:
-    """Return the blocks to compile a kernel with.
+    """Return the block sizes for a kernel: those of the best table entry, or else `default`.
 
     Args:
       kernel: the kernel to compile.
       key: the sizes and options that the kernel is specialised to.
       tokens: the number of tokens. If the tables have no entry for this number, an entry for a
-        similar number is used, provided that its blocks can be compiled for this one.
-      default: the blocks to use if there is no usable entry.
+        similar number is used, provided that its block sizes can be compiled for `tokens`.
+      default: the block sizes to use if there is no usable entry.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -211,7 +215,7 @@ def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
     """Return the implementation that a table lists as the fastest on the target device.
 
     The result is None if no table has such an entry. If the kernel supports the device, a message
-    then explains how to measure which implementation is faster. It is logged once per device kind.
+    is then logged, once per device kind. It explains how to measure which implementation is faster.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -234,10 +238,10 @@ def _tell_how(kind: str) -> None:
 
 
 def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | None:
-    """Return the entry's blocks if the kernel can be compiled with them for `tokens`, or else None.
+    """Return the entry's block sizes if they can be used for `tokens` tokens, or else None.
 
-    If the kernel cannot be compiled with them even for the entry's own number of tokens, the entry
-    is invalid, and one warning says so.
+    If the kernel cannot use the block sizes even for the entry's own number of tokens, the entry is
+    invalid, and one warning states the reason.
     """
     if not entry.blocks:
         return None
@@ -262,12 +266,12 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
 
 
 def tables(device: str, kernel: str) -> list[Table]:
-    """Return all tables to search for a kernel's blocks on a device, in search order."""
+    """Return all tables that may have a kernel's block sizes for a device, in search order."""
     within = tuple(reversed(_overlays.value or ()))
     return [*within, user_table(), package_table(device, kernel)]
 
 
-# The user's file and the package's ---------------------------------------------------------------
+# The user's table, and the tables that the package ships --------------------------------------
 
 
 def user_path() -> str | None:
@@ -282,26 +286,25 @@ def user_path() -> str | None:
 
 
 def user_table() -> Table:
-    """Return the user's table, which is read at the first request; it is empty without a file.
+    """Return the user's table, which is read at the first call; it is empty if there is no file.
 
-    A file that cannot be read causes one warning, and so does a missing file if `RMT_TPU_TUNED`
-    names it. The table is then empty.
+    If the file cannot be read, the table is empty and one warning is emitted. A missing file causes
+    a warning only if `RMT_TPU_TUNED` names it.
     """
     path = user_path()
     return Table("") if path is None else _read_table(path)
 
 
 def clear_caches() -> None:
-    """Clear the caches, so that files are read again and warnings may be emitted again."""
+    """Clear the caches of this module, so that table files are read again and warnings repeated."""
     _read_table.cache_clear()
     package_table.cache_clear()
     _warn.cache_clear()
     _tell_how.cache_clear()
 
 
-# Maps a URL scheme to the function that reads its files: it takes the URL and returns the content,
-# or None if there is no such file. If the function raises an OSError or a ValueError, a warning is
-# emitted.
+# Maps a URL scheme to a function that reads the file at a URL. The function returns the content, or
+# None if there is no such file. If it raises an OSError or a ValueError, a warning is emitted.
 READERS: dict[str, Callable[[str], bytes | None]] = {}
 
 
@@ -312,7 +315,7 @@ def _read_table(path: str) -> Table:
         if separator:
             reader = READERS.get(scheme)
             if reader is None:
-                raise OSError(f"{scheme}:// paths need rmt_tpu to be imported")
+                raise OSError(f"{scheme}:// paths can be read only if rmt_tpu is imported")
             content = reader(path)
         else:
             file = Path(path).expanduser()
@@ -354,7 +357,8 @@ def shipped() -> Iterator[tuple[str, str]]:
 def fingerprint() -> str:
     """Return a hash of the package's tables and the user's table.
 
-    If the hash is equal, equal look-ups return equal blocks, unless `with tuned(table)` is used.
+    As long as the hash does not change, equal look-ups return equal block sizes, except within
+    `with tuned(table)`.
     """
     texts = [package_table(*where).text() for where in sorted(shipped())]
     return hashlib.sha256("".join((*texts, user_table().text())).encode()).hexdigest()[:12]

@@ -16,7 +16,7 @@ Source = Literal["measured", "estimated", "heuristic"]
 
 _FORMAT = 1
 # Maximum ratio between an entry's number of tokens and the requested number. At a larger ratio, the
-# entry is not used, because its blocks say little about the best blocks for the requested number.
+# entry is not used, because its block sizes may be far from the best ones for the requested number.
 _NEAR = 4
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
@@ -28,25 +28,28 @@ def items(values: Mapping[str, Value]) -> Items:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The best known blocks of one kernel on one device at one size.
+    """The best known block sizes (blocks) of one kernel, on one device and for one input size.
 
     Attributes:
       device: the slug of the device kind.
-      kernel, kernel_version: the kernel's name and version. In a different version, the same blocks
-        may have a different meaning.
+      kernel, kernel_version: the kernel's name and version. In a different version, the same block
+        sizes may have a different meaning.
       key: the sizes and options that the kernel is specialised to, without the number of tokens.
-      tokens: the number of tokens that the blocks were selected for.
-      blocks: the fields of the blocks and their values.
-      source: how the blocks were found: "measured" on a device, "estimated" from compiled programs,
-        or selected by the kernel's own rule, its "heuristic".
-      seconds: the times of a call with `blocks`, in seconds: all measurements, or one estimate.
-      default_seconds: the times of a call with `default_blocks`, in the same form.
-      default_blocks: the blocks that the heuristic selected when this entry was made.
-      implementation: the fastest implementation, if it is not this entry's kernel. Only entries
-        for GPUs have it.
-      versions: maps the names of the software that compiled and measured to their versions.
+      tokens: the number of tokens for which the block sizes were selected.
+      blocks: the names and values of the block sizes.
+      source: how the block sizes were found: "measured" on a device, "estimated" from compiled
+        programs, or selected by the kernel's own rule, its "heuristic".
+      seconds: the time of a call with `blocks`, in seconds: a list of all measurements, or of one
+        estimate.
+      default_seconds: the time of a call with `default_blocks`, in the form of `seconds`.
+      default_blocks: the block sizes that the heuristic selected when this entry was made.
+      implementation: the fastest implementation, if it is not this entry's kernel. Only entries for
+        GPUs have this field.
+      versions: maps the names of the software that compiled and measured the kernel to its
+        versions.
       date: the date of the search, as YYYY-MM-DD.
-      table: the name of the table that the entry was copied from, if it was recorded for a run.
+      table: the name of the table from which the entry was copied, if the entry is a record of a
+        run.
     """
 
     device: str
@@ -85,7 +88,7 @@ class Table:
     """A table of entries from one file or other source.
 
     Attributes:
-      name: the name of the source, for messages.
+      name: the name of the file or other source, for messages.
       entries: the entries, at most one per identity.
       exact: whether an entry is used only for exactly its own number of tokens.
       faults: for each entry that was skipped, a one-line message that says why it is invalid.
@@ -97,10 +100,10 @@ class Table:
     faults: tuple[str, ...] = ()
 
     def candidates(self, device: str, kernel: str, key: Items, tokens: int) -> list[Entry]:
-        """Return a kernel's entries for a device, a key and a similar number of tokens.
+        """Return a kernel's entries for a device, a key and a number of tokens near `tokens`.
 
-        The entries with the most similar number come first. If the table is `exact`, only entries
-        with the same number are returned.
+        The entries whose number of tokens is nearest come first. If the table is `exact`, only
+        entries with the same number are returned.
         """
         found = [e for e in self.entries if (e.device, e.kernel, e.key) == (device, kernel, key)]
         if self.exact:
@@ -109,7 +112,7 @@ class Table:
         return sorted((e for e in found if distance(e) <= math.log2(_NEAR)), key=distance)
 
     def merged(self, entries: Iterable[Entry]) -> "Table":
-        """Return the table with `entries` added, replacing entries that have the same identity."""
+        """Return the table with `entries` added; each replaces an entry with the same identity."""
         of = {e.identity: e for e in (*self.entries, *entries)}
         return dataclasses.replace(self, entries=tuple(sorted(of.values(), key=_order)))
 
@@ -126,11 +129,11 @@ def _order(entry: Entry) -> tuple[str, str, str, int]:
 
 
 def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
-    """Parse a file's content into a table. Invalid parts are listed in `faults` and never raise."""
+    """Parse a file's content into a table. Invalid parts raise no error but are in `faults`."""
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise ValueError(f'it is not a JSON object with "format": {_FORMAT}')
+            raise ValueError(f'the file is not a JSON object with "format": {_FORMAT}')
         listed = values.get("entries")
         if not isinstance(listed, list):
             raise ValueError('the file has no list "entries"')
@@ -142,36 +145,43 @@ def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
             entry = _entry(value)
             entries[entry.identity] = entry
         except (ValueError, TypeError, KeyError) as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            why = f"the entry has no field {error}" if isinstance(error, KeyError) else error
             faults.append(f"{name}: entry {number} is ignored: {why}")
     return Table(name, tuple(sorted(entries.values(), key=_order)), exact, tuple(faults))
 
 
 def _entry(value: Any) -> Entry:
     if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
+        raise ValueError("the entry is not a JSON object")
     names = {f.name for f in dataclasses.fields(Entry)}
     if extra := sorted(value.keys() - names):
-        raise ValueError(f"{extra[0]!r} is not a field of an entry")
+        raise ValueError(
+            f"{extra[0]!r} is not a field of an entry; legal: {', '.join(sorted(names))}"
+        )
     for name, kind in (("device", str), ("kernel", str), ("kernel_version", int), ("tokens", int)):
         if type(value[name]) is not kind or (kind is int and value[name] < 1):
             legal = "text" if kind is str else "a whole number, at least 1"
-            raise ValueError(f"{name}={value[name]!r}; legal: {legal}")
+            raise ValueError(f"the field {name}={value[name]!r} is not legal; legal: {legal}")
     if not _SLUG.fullmatch(value["device"]):
-        raise ValueError(f"device={value['device']!r} is not a device kind in lower case")
+        raise ValueError(
+            f"the field device={value['device']!r} is not legal; legal: a device kind in lower case"
+        )
     if value["source"] not in get_args(Source):
-        raise ValueError(f"source={value['source']!r}; legal: {', '.join(get_args(Source))}")
+        legal = ", ".join(get_args(Source))
+        raise ValueError(f"the field source={value['source']!r} is not legal; legal: {legal}")
     made = {name: _items(name, value.get(name, {})) for name in _MAPPINGS}
     if not made["blocks"] and not value.get("implementation"):
-        raise ValueError("it has neither blocks nor an implementation")
+        raise ValueError("the entry has neither blocks nor implementation; legal: one or both")
     for name in ("seconds", "default_seconds"):
         times = value.get(name, [])
         if not isinstance(times, list) or not all(_is_time(t) for t in times):
-            raise ValueError(f"{name}={times!r}; legal: a list of positive numbers")
+            raise ValueError(
+                f"the field {name}={times!r} is not legal; legal: a list of positive numbers"
+            )
         made[name] = tuple(times)
     for name in ("implementation", "date", "table"):
         if name in value and not isinstance(value[name], str):
-            raise ValueError(f"{name}={value[name]!r}; legal: text")
+            raise ValueError(f"the field {name}={value[name]!r} is not legal; legal: text")
     return Entry(**(value | made))
 
 
@@ -182,6 +192,7 @@ def _is_time(value: Any) -> bool:
 def _items(name: str, value: Any) -> Items:
     if not isinstance(value, dict) or not all(type(v) in (str, int, bool) for v in value.values()):
         raise ValueError(
-            f"{name}={value!r}; legal: an object whose values are integers, text or booleans"
+            f"the field {name}={value!r} is not legal; legal: a JSON object whose values are "
+            "integers, text or booleans"
         )
     return items(value)

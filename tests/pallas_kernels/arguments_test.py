@@ -209,7 +209,7 @@ def test_derivatives_but_one_in_reverse_mode_are_refused_in_a_line(op):
         jax.jvp(loss, (x,), (x,))
     for again in (jax.grad(twice), jax.jit(jax.grad(jax.jit(twice)))):
         with pytest.raises(
-            TypeError, match="supports reverse mode only, once .* implementation='xla'"
+            TypeError, match="legal: one derivative in reverse mode .* implementation='xla'"
         ):
             again(x)
 

@@ -133,8 +133,8 @@ def test_a_table_is_what_it_was_written_as():
         ("[" * 100_000, "mine is ignored"),
         ('{"format": 2, "entries": []}', 'not a JSON object with "format": 1'),
         ('{"format": 1}', 'no list "entries"'),
-        ('{"format": 1, "entries": [1]}', "entry 1 is ignored: it is not a JSON object"),
-        ('{"format": 1, "entries": [{}]}', "entry 1 is ignored: it has no 'device'"),
+        ('{"format": 1, "entries": [1]}', "entry 1 is ignored: the entry is not a JSON object"),
+        ('{"format": 1, "entries": [{}]}', "entry 1 is ignored: the entry has no field 'device'"),
     ],
 )
 def test_what_is_no_table_is_an_empty_one(content, fault):
@@ -196,7 +196,7 @@ def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
 def test_files_elsewhere_are_read_by_who_can(monkeypatch):
     monkeypatch.setenv("RMT_TPU_TUNED", "gs://bucket/table.json")
     monkeypatch.setattr(tuned.lookup, "READERS", {})
-    with pytest.warns(UserWarning, match="gs:// paths need rmt_tpu"):
+    with pytest.warns(UserWarning, match="gs:// paths can be read only if rmt_tpu is imported"):
         assert chosen() == default()
     read = {"gs": lambda url: Table("", (entry(),)).text().encode()}
     monkeypatch.setattr(tuned.lookup, "READERS", read)
