@@ -79,26 +79,26 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
       ValueError: `x` is not an array, or its number of axes or its dtype is not legal.
     """
     names = axes.split()
-    rule = f"{name} [{', '.join(names)}] must be an array of floats"
-    rule += " or int16" if or_int16 else ""
+    argument = f"{name} [{', '.join(names)}]"
+    legal = f"an array of floats{' or int16' if or_int16 else ''}"
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise ValueError(f"{rule}, but {name} is a {type(x).__name__}")
+        raise ValueError(f"{argument} must be {legal}, but is a {type(x).__name__}")
     if isinstance(x, jax.ShapeDtypeStruct):
         raise ValueError(
-            f"{rule}, but {name} is a ShapeDtypeStruct; use jax.eval_shape(op, ...) for "
-            "arrays without values"
+            f"{argument} must be {legal}, but is a ShapeDtypeStruct; use jax.eval_shape(op, ...) "
+            "for arrays without values"
         )
     least = len(names) - ("..." in names)
     if x.ndim < least or ("..." not in names and x.ndim > least):
         count = f"{least} {'axis' if least == 1 else 'axes'}"
         count = f"at least {count}" if "..." in names else count
-        raise ValueError(f"{rule} with {count}, but {name} has shape {x.shape}")
+        raise ValueError(f"{argument} must be {legal} with {count}, but has shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
-        raise ValueError(f"{rule}, but {name} has dtype {x.dtype}")
+        raise ValueError(f"{argument} must be {legal}, but is {x.dtype}")
     # Narrower floats are not legal, because JAX does not promote them with other dtypes.
     if x.dtype.itemsize < 2:
         raise ValueError(
-            f"{rule}, but {name} has dtype {x.dtype}; legal: floats of 16 bits or more"
+            f"{argument} must be {legal}, but is {x.dtype}; legal: floats of 16 bits or more"
         )
 
 

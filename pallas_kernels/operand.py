@@ -33,7 +33,7 @@ def anywhere(x: Shaped) -> tuple[Shaped, pl.BlockSpec]:
 def of_stack(spec: pl.BlockSpec) -> pl.BlockSpec:
     """Convert `spec`, the block spec for one slice, to a spec for a stack of such slices.
 
-    The call's only prefetched array holds the index of the slice that the kernel uses.
+    The call's only prefetched array contains the index of the slice that the kernel uses.
     """
 
     def index(*ids_and_chosen):

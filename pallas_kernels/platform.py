@@ -223,8 +223,8 @@ class Implementations:
         If `implementation` is None, the fastest implementation is selected for each platform.
 
         Raises:
-          UnsupportedImplementation: the implementation is unknown, does not support this call, or
-            (raised during lowering) belongs to a platform other than the one lowered for.
+          UnsupportedImplementation: the implementation is unknown or does not support this call; or
+            (raised during lowering) it is for a different platform than the program.
           TypeError: the result is differentiated, although a kernel may have computed it.
         """
         if implementation in self.on_request:
@@ -277,7 +277,7 @@ class Implementations:
         return choose(kernels, portable, *args, refused=refused)
 
     def _with(self, name: str) -> "Implementations":
-        """Return this group with `on_request[name]` as the kernels of that kernel's platform."""
+        """Return a copy of this group in which `on_request[name]` is the kernel of its platform."""
         others = {k: x for k, x in self.kernels.items() if _PLATFORMS[k] != _PLATFORMS[name]}
         kernels = others | {name: self.on_request[name]}
         return dataclasses.replace(self, kernels=kernels, on_request={})
@@ -348,8 +348,8 @@ def _symbolic(args: tuple) -> str | None:
 def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return `kernel` wrapped to be traced with `jax_enable_x64` off.
 
-    Kernels count and shift in 32 bits. The wrapper also marks the results as varying over the same
-    mesh axes as the arguments, because a kernel from a library does not mark its results itself.
+    Kernels use 32-bit integers. The wrapper also marks the results as varying over the same mesh
+    axes as the arguments, because a kernel from a library does not mark its results itself.
     """
 
     def narrow(x: Any) -> Any:

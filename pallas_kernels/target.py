@@ -12,7 +12,7 @@ import jax
 Platform = Literal["tpu", "cuda"]
 
 # The maximum VMEM in bytes that kernels and XLA share: 64 MiB, the VMEM of a TPU v5p. Kernels use
-# no more than this on chips with more VMEM either.
+# no more than this, even on chips with more VMEM.
 _MOST_VMEM = 2**26
 
 # Maps alternative slugs of a chip, from other names that JAX uses for it, to the chip's slug.
@@ -155,8 +155,8 @@ def lowering_only_for(device_kind: str) -> Iterator[None]:
     """Declare that all code traced in the context is lowered for this kind of device and no other.
 
     An op then traces only the implementation for this kind, instead of one implementation for each
-    platform. Use it for code whose devices are known, such as the code that each device of a mesh
-    runs.
+    platform. Use the context for code whose devices are known, such as the code that each device of
+    a mesh runs.
     """
     with _only(device_kind):
         yield

@@ -16,24 +16,24 @@ current block as one more source at each site.
 
 Implementations have the same names as in `key_vector`. Every op except
 `depth_attention_partial_backward` supports reverse-mode differentiation with respect to its
-floating-point arrays. Second derivatives are supported only by "xla". Forward mode is not
-supported; a TypeError says so.
+floating-point arrays. Second derivatives are supported only by "xla". Forward mode raises a
+TypeError.
 
 A source may be a residual matrix `K x V` instead of a vector. Queries are then [S, K, V] and
 sources are [N, ..., K, V], and the mean and the inner product are over all entries of a matrix. The
-result is the same as for matrices reshaped to vectors, but on a TPU it is faster, because there the
-lanes of a matrix array hold tokens (see `mosaic_tpu_matrices`). `depth_attention_merge_read` also
-reads vectors from the mix with keys, as an RMT does.
+result is the same as for matrices reshaped to vectors, but on a TPU it is faster, because there
+tokens are in the lanes of a matrix array (see `mosaic_tpu_matrices`). `depth_attention_merge_read`
+also reads vectors from the mix with keys, as an RMT does.
 
-Sharded sources: `depth_attention`, `depth_attention_partial` and its backward pass take a
+Sharded sources: `depth_attention`, `depth_attention_partial` and its backward pass accept a
 `key_axis`, a mesh axis of n devices over which D is sharded. The op then runs on each device within
 `jax.shard_map(.., check_vma=False)`. Every device has the same tokens. Its sources, mixes, queries
 and gains, and their cotangents, are its own slices [.., D / n] along D, and its gradients of
 queries and gains are complete for its slice. The log-sum-exps are the same on all devices, but
 their cotangents, as inputs and as outputs, are terms of a sum over the axis, one per device. This
-is also what JAX's transposes produce if each device differentiates its own term of a loss. These
-calls use plain JAX. They communicate one all-reduce of `(S + 1) N` float32 numbers per token in the
-forward pass, and one of `2 S N + N + S` in the backward pass.
+is also what JAX's transposes produce if each device differentiates its own term of a loss. Calls
+with a `key_axis` use plain JAX. They communicate one all-reduce of `(S + 1) N` float32 numbers per
+token in the forward pass, and one of `2 S N + N + S` in the backward pass.
 """
 
 import functools
@@ -177,7 +177,8 @@ def depth_attention_partial(
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, count is not an integer or exceeds the number of
         sources, or epsilon is negative.
-      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
+      TypeError: the op is differentiated in forward mode, or twice although a kernel may compute
+        it.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     operands, *_ = _checked(queries, sources, gains, count, prior, epsilon)
@@ -205,9 +206,9 @@ def depth_attention_partial_backward(
 ) -> PartialGradients:
     """Compute the backward pass of `depth_attention_partial`.
 
-    The op adds the gradients that the sources receive from all S sites of a block to an accumulator
-    at once. JAX's own differentiation would add them once per site. The op is for backward passes
-    that are written by hand.
+    The op is for backward passes that are written by hand. It computes the sources' gradients from
+    all S sites of a block together, and adds them to an accumulator once. JAX's own differentiation
+    would add gradients once per site.
 
     Args:
       mixed, log_sums: the results of `depth_attention_partial`.
@@ -324,7 +325,7 @@ def depth_attention_merge_at(
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
-      TypeError: the op is differentiated where it may be a kernel.
+      TypeError: the op is differentiated although a kernel may compute it.
     """
     *tokens, D = current.shape
     check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)

@@ -72,9 +72,9 @@ NaN, their weight and gradient are 0.
     unsupported(op, *operands) -> the reason, in one line, why the implementation does not support
         these operands, or None; it is called before the other functions
 
-In plain JAX, `partial` and `partial_backward` also take a `key_axis`, the mesh axis over which D is
-sharded. Arrays with an axis D are then this device's slices along D, and `delta` is this device's
-term of a sum over devices. d_logit is computed from the whole sources.
+In plain JAX, `partial` and `partial_backward` also accept a `key_axis`, the mesh axis over which D
+is sharded. Arrays with an axis D are then this device's slices along D, and `delta` is this
+device's term of a sum over devices. d_logit is computed from the whole sources.
 """
 
 from typing import NamedTuple

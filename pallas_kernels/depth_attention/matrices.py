@@ -21,7 +21,7 @@ from pallas_kernels.depth_attention.interface import (
 
 
 class MatricesAsVectors:
-    """An implementation of depth attention for matrices, made from one for vectors.
+    """An implementation of depth attention for matrices that runs the ops for vectors.
 
     The methods are the functions of `interface`.
     """

@@ -59,7 +59,8 @@ def depth_attention_merge_read(
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
-      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
+      TypeError: the op is differentiated in forward mode, or twice although a kernel may compute
+        it.
     """
     check_norm(norm)
     check_epsilon("epsilon", epsilon)

@@ -198,7 +198,7 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return z: one site's mix with the running sum of a block added, and normed (see `interface`).
+    """Return z: one site's mix with a block's running sum added, normalised (see `interface`).
 
     For T tokens with D entries of E bytes, the kernel moves `E 3 T D` bytes and takes about
     `15 T D` FLOPs.
@@ -316,7 +316,7 @@ def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """Return `blocks` with at most as many tokens per tile as the T tokens, in whole groups.
+    """Return `blocks` with at most T tokens per tile, rounded up to whole groups.
 
     In the interpreter, loops are not unrolled, because unrolling would only cost compile time.
     """
@@ -479,8 +479,8 @@ KERNELS = tuned.register(
 def _queries(call: VectorsCall, queries):
     """Return the queries as the left operand of a matrix product.
 
-    If the operands are bfloat16, each query is split into three pieces. The rows are then the first
-    pieces of all queries, followed by all second pieces and all third pieces.
+    If the operands are bfloat16, each query is split into three bfloat16 terms ("pieces"). The rows
+    are then the first pieces of all queries, followed by all second pieces and all third pieces.
     """
     rows = pieces(queries) if call.narrow else [queries]
     return _rows_padded(call, rows, call.query_rows)

@@ -116,7 +116,7 @@ class VectorsCall:
 
     @property
     def narrow(self) -> bool:
-        """Whether the sources are bfloat16, so that matrix operands are split into pieces."""
+        """Whether the sources are bfloat16 and matrix operands are split into bfloat16 pieces."""
         return self.dtype == "bfloat16"
 
     @property
@@ -160,7 +160,7 @@ def pieces(x, count: int = 3):
     return out
 
 
-# Forward --------------------------------------------------------------------------------------
+# Forward pass ---------------------------------------------------------------------------------
 
 
 def partial(inputs, outputs, scratch, *, call: VectorsCall):
@@ -316,7 +316,7 @@ def _mix(call, count, bank, scratch, write):
     each_group(call, finish)
 
 
-# Backward -------------------------------------------------------------------------------------
+# Backward pass --------------------------------------------------------------------------------
 
 
 def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
@@ -482,7 +482,7 @@ class Tile:
 
     Attributes:
       slot: the index of the buffer that contains the tile: 0 or 1.
-      first, last: whether the tile is the first, and the last, that its core processes.
+      first, last: whether the tile is the first (or the last) of the tiles that its core processes.
     """
 
     def __init__(self, call: VectorsCall):
@@ -560,8 +560,8 @@ def _when_any(call, c, count, body):
 def each_group(call, body):
     """Run `body(group)` for each group of tokens in a tile, in a partly unrolled loop.
 
-    The unrolled count is the largest one that divides the number of groups and is at most the block
-    size `unroll`.
+    The number of unrolled iterations is the largest divisor of the number of groups that is at most
+    the block size `unroll`.
     """
     unroll = min(call.blocks.unroll, call.groups)
     while call.groups % unroll:

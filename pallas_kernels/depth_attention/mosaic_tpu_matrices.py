@@ -1,9 +1,9 @@
 """TPU kernels of depth attention over residual matrices, which need no transposes around them.
 
-The key-vector kernels leave residuals in the memory layout [B, V K, T]: the lanes hold tokens, and
-V is the slowest axis of a matrix. The array of all sources, the bank [N, B, T, K, V], therefore has
-the layout [N, B, V K, T], and the kernels of this module use it directly. The kernels of
-`mosaic_tpu`, whose lanes hold D, would need every array to be transposed twice.
+The key-vector kernels leave residuals in the memory layout [B, V K, T]: tokens are in the lanes,
+and V is the slowest axis of a matrix. The array of all sources, the bank [N, B, T, K, V], therefore
+has the layout [N, B, V K, T], and the kernels of this module use it directly. The kernels of
+`mosaic_tpu`, which have D in the lanes, would need every array to be transposed twice.
 
 - `partial` keeps one tile of every source in VMEM. Each source is a separate operand. An empty
   source's operand selects the same block at every grid step, so that it moves almost no bytes. If

@@ -52,7 +52,7 @@ class MatricesCall:
 
     @property
     def narrow(self) -> bool:
-        """Whether the sources are bfloat16, so that matrix operands are split into pieces."""
+        """Whether the sources are bfloat16 and matrix operands are split into bfloat16 pieces."""
         return self.dtype == "bfloat16"
 
     @property
@@ -95,7 +95,7 @@ class MatricesCall:
         return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
 
 
-# Forward --------------------------------------------------------------------------------------
+# Forward pass ---------------------------------------------------------------------------------
 
 
 def partial(inputs, outputs, scratch, *, call: MatricesCall):
@@ -171,7 +171,7 @@ def mix(call: MatricesCall, inputs, write, step: int = STEP):
     return p, logit, rstd
 
 
-# Backward -------------------------------------------------------------------------------------
+# Backward pass --------------------------------------------------------------------------------
 
 
 def measure(inputs, outputs, scratch, *, call: MatricesCall):
@@ -230,9 +230,10 @@ def partial_backward(inputs, outputs, scratch, *, call: MatricesCall):
 
         _each_chunk(call, differentiate)
 
-    # The gradient of an empty row is zero. If gradients are accumulated, an empty row's block is
-    # that of the last active row, which is already written. If no row is active, that block is row
-    # 0, and it must be copied from the accumulator.
+    # The gradient of an empty row of the bank (a row without a source) is zero. If gradients are
+    # accumulated, the output block of an empty row is the last active row, which is already
+    # written. If no row is active, the output block is row 0, which must be copied from the
+    # accumulator.
     @pl.when((n >= count) & ((n == 0) if adds else True))
     def _():
         zeros = jnp.zeros(d_values.shape, d_values.dtype)
@@ -261,7 +262,7 @@ def differentiate_merge(call: MatricesCall, inputs, outputs, d_h, shared, exists
     Args:
       call, inputs, outputs: the static parameters and the refs of the kernel.
       d_h: the cotangent of h.
-      shared: the result of `share`.
+      shared: the weight p, the logit and the rstd of the running sum, from `share`.
       exists: a mask of the tile's tokens that exist (the last tile may be only partly filled), or
         None if all exist.
     """

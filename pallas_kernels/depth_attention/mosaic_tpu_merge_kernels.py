@@ -46,9 +46,9 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     A parameter's cotangent has 8 rows of partial sums, which the caller adds up. With n the
     normalised h and a = norm_gain * d_z, the cotangent of h is
     `d_h = h_rstd (a - mean(a) - n mean(a n))`, where h_rstd is the rstd of h, and the term mean(a)
-    is absent for rmsnorm. The gradient of `mixed` is (1 - p) d_h. With d_logit = p (1 - p) <d_h,
-    current - mixed>, the gradient of `current`, which is added to its cotangent, is
-    `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
+    is absent for rmsnorm. The gradient of `mixed` is (1 - p) d_h. With
+    `d_logit = p (1 - p) <d_h, current - mixed>`, the gradient of `current`, which is added to its
+    cotangent, is `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
     """
     tile = Tile(call)
 

@@ -140,8 +140,8 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
     if kernel == "depth_attention_backward":
         return Blocks(rows, S, group(1), width, of_mix)
     if kernel == "depth_attention_gradients":
-        # The threads of a program span exactly one row of a part, so that sums over rows need no
-        # communication between threads.
+        # The threads of a program cover exactly one row of a tile, and each thread has the same
+        # entries of every row. Sums over rows therefore need no communication between threads.
         part = min(width, 512 if S <= 8 else 256)
         entries = 4 if S <= 8 else 2
         return Blocks(1, S, group(pl.cdiv(D, part)), part, max(1, part // (32 * entries)), 3)
@@ -292,7 +292,7 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return z: one site's mix with the running sum of a block added, and normed (see `interface`).
+    """Return z: one site's mix with a block's running sum added, normalised (see `interface`).
 
     For T tokens with D entries, the kernel takes about `20 T D` FLOPs and moves `3 T D` elements.
     """

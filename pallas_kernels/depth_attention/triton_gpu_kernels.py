@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 
     @property
     def inside(self):
-        """A mask of the entries that exist in the vector; None if no range extends beyond it."""
+        """A mask of the entries within the vector; None if no range extends beyond the vector."""
         return self.index < self.size if self.size % self.width else None
 
     def only(self, values):

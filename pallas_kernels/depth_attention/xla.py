@@ -155,7 +155,7 @@ def merge(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Return z: one site's mix with the running sum of a block added, and normed (see `interface`).
+    """Return z: one site's mix with a block's running sum added, normalised (see `interface`).
 
     For T tokens, it moves at least `3 T D` elements: it reads `current` and one row of `mixed`, and
     writes z.

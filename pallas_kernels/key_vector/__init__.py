@@ -3,8 +3,8 @@
 Mak and Flanigan (2025), "Residual Matrix Transformers" (RMT), equations 12, 13 and 18 to 27.
 Between two sublayers, the output vectors of the first are written ("stored") to each token's
 residual matrix, and the input vectors of the second are read ("retrieved") from it. This package
-calls such a place a *site*. `store_norm_retrieve` computes a whole site at once, so that an
-implementation can read and write the large residual only once.
+calls the place between two sublayers a *site*. `store_norm_retrieve` computes a whole site at once,
+so that an implementation can read and write the large residual only once.
 
 Implementations: "xla" is plain JAX and runs on every platform; "mosaic_tpu" has TPU kernels;
 "triton" has GPU kernels; "mosaic_gpu" has kernels for GPUs of compute capability 9.0; "pallas" uses
@@ -14,8 +14,8 @@ GPU kernels must be requested.
 
 `store_norm_retrieve`, `store` and `norm_retrieve` support reverse-mode differentiation (jax.grad,
 jax.vjp, jax.jacrev) with respect to all array arguments. Second derivatives are supported only by
-"xla". Forward mode (jax.jvp, jax.jacfwd) raises a TypeError that says so. The other ops have no
-gradients; the ops in `rebuilding` are building blocks for a caller's own backward pass.
+"xla". Forward mode (jax.jvp, jax.jacfwd) raises a TypeError. The other ops have no gradients; the
+ops in `rebuilding` are building blocks for a caller's own backward pass.
 
 Sharded keys: if `key_axis` names a mesh axis of n devices, an op runs on each device within
 `jax.shard_map(.., check_vma=False)`, and K is sharded over that axis. Each device passes its own
@@ -135,7 +135,8 @@ def store_norm_retrieve(
         is differentiated with an int16 residual. JAX has no gradients with respect to integers;
         use `undo` instead.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
-      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
+      TypeError: the op is differentiated in forward mode, or twice although a kernel may compute
+        it.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     site = SiteOperands(residual, store_keys, data, gain, read_keys)
@@ -172,14 +173,15 @@ def store_norm_retrieve_at(
       residual, data, norm, epsilon: as in `store_norm_retrieve`, but int16 residuals are not
         supported.
       store_keys, gain, read_keys: the parameters of all L layers, stacked.
-      size_major: whether the memory layout of the data and of the retrieved vectors is [V, R] and
-        [V, P], like that of a feed-forward network's vectors. This does not change the result.
+      size_major: two booleans: whether the memory layout of the data is [V, R], and that of the
+        retrieved vectors [V, P], as for the vectors of a feed-forward network. They do not change
+        the result.
       implementation: as in `store_norm_retrieve`, but this op has no GPU kernels.
 
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
-      TypeError: the op is differentiated where it may be a kernel.
+      TypeError: the op is differentiated although a kernel may compute it.
     """
     check_array("residual", residual, "... K V")
     for name, x, axes in (

@@ -148,7 +148,10 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
 
 
 def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
-    """Return block sizes for `tokens` per tile and `slab` indices along V; None if too large."""
+    """Return block sizes with `tokens` tokens per tile and `slab` indices along V per slab.
+
+    Returns None if an intermediate array would be too large.
+    """
     if tokens * sizes.K > _LARGEST_INTERMEDIATE:
         return None
     unroll = min(64, max(1, _UNROLLED // (sizes.K * tokens)))

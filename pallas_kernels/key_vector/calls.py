@@ -131,7 +131,7 @@ def forward(call: KeyVectorCall, in_place: bool, site: SiteOperands):
 
     Returns:
       The stored residual, the retrieved vectors, the statistics, and `read`, a value that
-      `backward` takes (a `sharded.Read`, or None without a key axis).
+      `backward` needs (a `sharded.Read`, or None without a key axis).
     """
     out = run(call, "forward", site, in_place=in_place, **read_options(call))
     return out.residual, *_of_all_slices(call, site, out)
@@ -141,7 +141,7 @@ def read(call: KeyVectorCall, site: SiteOperands):
     """Compute a read from the residual without a store.
 
     Returns:
-      The retrieved vectors, the statistics, and `read`, a value that `backward` takes (a
+      The retrieved vectors, the statistics, and `read`, a value that `backward` needs (a
       `sharded.Read`, or None without a key axis).
     """
     out = run(call, "forward", site, dtype=call.dtype, **read_options(call))

@@ -12,7 +12,7 @@ implementation and define the derivatives.
 
 Symbols are as in `store_norm_retrieve`: X and X' are the residual before and after the store, w and
 r the store keys and read keys, y the data, z the retrieved vectors, and dX is the cotangent of X.
-`backward` takes X'. With n = norm(X'), rstd its scale factor and a = gain * r^T dz:
+`backward` receives X'. With n = norm(X'), rstd its scale factor and a = gain * r^T dz:
 
     dX = dX' + rstd (a - mean(a) - n mean(a n))     dy = w dX         dw = sum y dX^T
     dgain = sum (r^T dz) n                          dr = sum dz (gain n)^T

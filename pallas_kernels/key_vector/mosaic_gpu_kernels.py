@@ -150,7 +150,7 @@ def _steps(sizes, written):
     return jnp.round(jnp.where(jnp.abs(steps) <= limit, steps, outside)).astype(jnp.int32)
 
 
-# Forward ---------------------------------------------------------------------------------------
+# Forward pass ---------------------------------------------------------------------------------
 
 
 def forward_scratch(sizes, stages):
@@ -264,7 +264,7 @@ def _write_statistics(sizes, ref, t, mean, rstd):
     ref.statistics[row, 1, column] = rstd
 
 
-# Backward --------------------------------------------------------------------------------------
+# Backward pass --------------------------------------------------------------------------------
 
 
 def backward_scratch(sizes, stages):

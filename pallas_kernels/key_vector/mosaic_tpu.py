@@ -1,6 +1,6 @@
 """TPU kernels of the key-vector ops, which read and write the residual in HBM only once.
 
-Layout: inside the kernels, the lanes hold tokens, and V is the slowest axis after the batch:
+Layout: inside the kernels, tokens are in the lanes, and V is the slowest axis after the batch:
 residual [B, V, K, N], data [B, V, R, N], retrieved [B, V, P, N]. XLA itself gives this layout to a
 [B, N, K, V] array that a loop carries, so the transposes around a kernel cost nothing. No array is
 padded, no sum crosses lanes, and every matrix product contracts over rows.

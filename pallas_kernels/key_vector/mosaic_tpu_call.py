@@ -49,8 +49,8 @@ class KeyVectorKernelCall:
         """Whether a shift is subtracted from the residual before it enters matrix products.
 
         Subtraction keeps precision if the residual is rounded to bfloat16 for the products. A
-        bfloat16 residual is not rounded. The mean's part is then subtracted from the products'
-        results.
+        bfloat16 residual is not rounded, so there the mean's contribution is subtracted from the
+        products' results.
         """
         return self.centred and self.sizes.residual_dtype != "bfloat16"
 

@@ -409,7 +409,7 @@ def _values(ref, v, dtype=jnp.float32):
 
 
 def _put(ref, v, value):
-    """Write `value` to a block's rows at index v, without the rows that the block lacks.
+    """Write `value` to a block's rows at index v; additional rows of `value` are dropped.
 
     A float32 value is rounded if the block is int16.
     """
@@ -477,7 +477,7 @@ def _fold(x):
 
 
 def _by_eight(x):
-    """Split the rows into groups of 8, or into single rows if there is no multiple of 8 rows."""
+    """Split the rows into groups of 8, or of 1 if their number is not a multiple of 8."""
     rows = 1 if x.shape[0] % 8 else 8
     return [x[i : i + rows] for i in range(0, x.shape[0], rows)]
 

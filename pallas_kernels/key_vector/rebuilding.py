@@ -110,12 +110,11 @@ def norm_retrieve_again(
     """Repeat the read of `store_norm_retrieve_with_statistics`.
 
     Args:
-      residual, statistics: the stored residual and its statistics, both as returned by the first
-        op. With these statistics, the read saves a pass over the residual. With a `key_axis` the
+      residual, statistics: the stored residual and its statistics, both as that op returned them.
+        With these statistics, the read saves a pass over the residual. With a `key_axis` the
         statistics are not used: they describe the whole residual, but each device reads its slice
         of K relative to the mean of that slice.
-      gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to the
-        first op.
+      gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to that op.
       dtype: the dtype of the result.
 
     Returns:
@@ -148,11 +147,11 @@ def undo(
     again: Reread | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
-    """Compute the backward pass of `store_norm_retrieve`, and rebuild the residual before it.
+    """Compute the backward pass of `store_norm_retrieve`, and undo its write to the residual.
 
-    Both are computed in one pass over the residual, so a caller's backward pass needs no saved
-    residuals. With a `key_axis`, the data are all-gathered again, and for layernorm a float32 array
-    [P, V] is summed over devices.
+    The op makes one pass over the residual. A caller's backward pass needs no saved residuals. With
+    a `key_axis`, the data are all-gathered again, and for layernorm a float32 array [P, V] is
+    summed over devices.
 
     Args:
       residual: X', the residual *after* the store.

@@ -1,6 +1,6 @@
 """Communication for key-vector ops whose keys are sharded along K over a mesh axis of n devices.
 
-Each device holds K / n rows of the residual matrix of every token of all n devices, and the same
+Each device has K / n rows of the residual matrix of every token of all n devices, and the same
 slice of every key and of the gain. A write needs no communication once the device has the data of
 all tokens. Let r be the read keys, X the residual, `G = r * gain`, and let d be the index of a
 device. The retrieved vectors are a sum over the devices' slices of K:
@@ -130,8 +130,8 @@ def all_slices(
     if centred:
         each = slices[:, 2 * tokens :].reshape(-1, *total.shape[2:])
         sums = jnp.sum(each, axis=0)
-        # The terms are added in a loop, because XLA fuses additions. It would write the result of a
-        # matrix product to memory.
+        # The terms are added in a loop, because XLA fuses additions, but would write the result of
+        # a matrix product to memory.
         for above_d, sums_d in zip(own(above), each, strict=True):
             read = read + above_d * sums_d
     read = (own(rstd) * read).astype(retrieved.dtype)

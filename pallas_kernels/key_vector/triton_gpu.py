@@ -134,7 +134,7 @@ def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether to use plain JAX: for the backward pass of a store alone or a read alone."""
+    """Return whether to use plain JAX, as for the backward pass of a store or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 

@@ -145,7 +145,7 @@ def _steps(site, written):
     return ((steps + shifter) - shifter).astype(jnp.int32)
 
 
-# Forward ---------------------------------------------------------------------------------------
+# Forward pass ---------------------------------------------------------------------------------
 
 
 def forward_kernel(site, blocks, epsilon, scale, ref):
@@ -265,7 +265,7 @@ def _mean_and_variance(site, moments):
     return shift + rest, jnp.maximum(squares / size - jnp.square(rest), 0)
 
 
-# Backward --------------------------------------------------------------------------------------
+# Backward pass --------------------------------------------------------------------------------
 
 
 def _normalised(site, ref, t, rows, columns, mean, rstd):
@@ -306,7 +306,8 @@ def backward_kernel(site, blocks, ref):
     stores, reads = (0, padded(site.R)), (0, padded(site.P))
     store_keys = _load(ref.store_keys, (), stores, rows)
     read_keys = _load(ref.read_keys, (), reads, rows)
-    # The gain is loaded again (from the cache) for every token, because registers cannot hold it.
+    # The gain is loaded again (from the cache) for every token, because it does not fit in
+    # registers.
     load_gain = lambda: _load(ref.gain, (), rows, columns).astype(jnp.float32)
 
     def token(t, sums):

@@ -91,7 +91,7 @@ class Table:
       name: the name of the file or other source, for messages.
       entries: the entries, at most one per identity.
       exact: whether an entry is used only for exactly its own number of tokens.
-      faults: for each entry that was skipped, a one-line message that says why it is invalid.
+      faults: for each entry that was skipped, a one-line message that states why it is invalid.
     """
 
     name: str

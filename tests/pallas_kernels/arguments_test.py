@@ -46,9 +46,7 @@ def bank(**changes):
 )
 def test_key_vector_ops_take_floats(name, axes, dtype, unannotated):
     arrays = site()
-    with pytest.raises(
-        ValueError, match=rf"{name} \[{axes}\] must be .* floats.*but {name} has dtype {dtype}"
-    ):
+    with pytest.raises(ValueError, match=rf"{name} \[{axes}\] must be .* floats.*but is {dtype}"):
         pallas_kernels.store_norm_retrieve(**arrays | {name: arrays[name].astype(dtype)})
 
 
@@ -56,20 +54,18 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
     fixed = site(residual=jnp.zeros((B, N, K, V), jnp.int16))
     stored, _ = jax.eval_shape(lambda x: pallas_kernels.store_norm_retrieve(**x), fixed)
     assert stored.dtype == jnp.int16
-    with pytest.raises(
-        ValueError, match=r"data .* must be an array of floats, but data has dtype int16"
-    ):
+    with pytest.raises(ValueError, match=r"data .* must be an array of floats, but is int16"):
         pallas_kernels.store_norm_retrieve(**site(data=jnp.zeros((B, N, R, V), jnp.int16)))
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"read_keys": ones(K)}, r"read_keys \[P, K\] .* with 2 axes, but \w+ has shape \(4,\)"),
-        ({"store_keys": ones(K)}, r"store_keys \[R, K\] .* 2 axes, but \w+ has shape \(4,\)"),
-        ({"gain": ones((1, K, V))}, r"gain \[K, V\] .* 2 axes, but \w+ has shape \(1, 4, 5\)"),
+        ({"read_keys": ones(K)}, r"read_keys \[P, K\] .* with 2 axes, but has shape \(4,\)"),
+        ({"store_keys": ones(K)}, r"store_keys \[R, K\] .* 2 axes, but has shape \(4,\)"),
+        ({"gain": ones((1, K, V))}, r"gain \[K, V\] .* 2 axes, but has shape \(1, 4, 5\)"),
         ({"residual": ones(V)}, r"residual \[\.\.\., K, V\] .* at least 2 axes"),
-        ({"data": [1.0]}, r"data \[\.\.\., R, V\] must be an array of floats, but data is a list"),
+        ({"data": [1.0]}, r"data \[\.\.\., R, V\] must be an array of floats, but is a list"),
         ({"gain": ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] is \(4, 6\)"),
         ({"epsilon": -100}, "epsilon=-100 must be a finite number, at least 0"),
         ({"epsilon": float("nan")}, "epsilon=nan must be a finite number"),
@@ -80,7 +76,7 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
         ),
         (
             {"gain": jax.ShapeDtypeStruct((K, V), np.float32)},
-            r"gain is a ShapeDtypeStruct; use jax.eval_shape\(op",
+            r"is a ShapeDtypeStruct; use jax.eval_shape\(op",
         ),
         ({"data": ones((B, N, R, V), "float8_e4m3fn")}, "float8_e4m3fn; legal: floats of 16 bits"),
         ({"gain": ones((K, V), "float8_e5m2")}, "float8_e5m2; legal: floats of 16 bits or more"),
@@ -94,14 +90,11 @@ def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"query": ones((1, 8))}, r"query \[D\] .* with 1 axis, but \w+ has shape \(1, 8\)"),
+        ({"query": ones((1, 8))}, r"query \[D\] .* with 1 axis, but has shape \(1, 8\)"),
         ({"query": ones(7)}, r"shapes do not fit: queries \[S, D\] have shape \(1, 7\)"),
         ({"gain": ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), but gain \[D\] is \(7,\)"),
-        ({"gain": ones((3, 8))}, r"gain \[D\] .* with 1 axis, but \w+ has shape \(3, 8\)"),
-        (
-            {"sources": ones((3, B, N, 8), np.int32)},
-            "sources .* floats, but sources has dtype int32",
-        ),
+        ({"gain": ones((3, 8))}, r"gain \[D\] .* with 1 axis, but has shape \(3, 8\)"),
+        ({"sources": ones((3, B, N, 8), np.int32)}, "sources .* floats, but is int32"),
         ({"sources": ones((0, B, N, 8))}, "legal: N of at least 1"),
         ({"count": 2.5}, "count=2.5 must be an integer"),
         ({"count": ones((2,), np.int32)}, "count=.* must be an integer"),
