@@ -13,8 +13,8 @@ parameters stay on chip. The costs for T tokens, apart from the statistics, are:
 The backward pass sums parameter gradients in each program's registers, and then sums over programs
 in a fixed order. It uses no atomics, so results are bitwise reproducible. If a residual is too
 large for registers, the backward pass reads the stored residual X' and its cotangent dX a second
-time, and moves 5 T K V elements of residuals and cotangents instead of 3 T K V. The backward passes
-of a store alone and of a read alone are plain JAX.
+time. It then moves 5 T K V elements of residuals and cotangents instead of 3 T K V. The backward
+passes of a store alone and of a read alone are plain JAX.
 
 Operands of matrix products have the data's dtype, and sums are float32: bfloat16 products use
 tensor cores, and float32 products have full precision. Triton multiplies blocks whose sides are
