@@ -114,9 +114,9 @@ def test_depth_attention_names_what_does_not_fit(changes, message, unannotated):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"query": ones(7)}, r"query \[D\] is \(7,\)"),
+        ({"query": ones(7)}, r"query \[D\] has shape \(7,\)"),
         ({"norm_gain": ones((1, 8))}, r"norm_gain \[D\] .* 1 axis"),
-        ({"mixed": ones((2, 4, 8))}, r"mixed \[S, \.\.\., D\] is \(2, 4, 8\)"),
+        ({"mixed": ones((2, 4, 8))}, r"mixed \[S, \.\.\., D\] has shape \(2, 4, 8\)"),
         ({"norm_epsilon": -1}, "norm_epsilon=-1"),
         ({"norm": "batch"}, "norm='batch' is unknown; legal: layernorm, rmsnorm"),
     ],
