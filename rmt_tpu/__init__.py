@@ -7,7 +7,7 @@ import importlib
 
 from rmt_tpu.config.presets import preset, presets
 
-__version__ = "0.1.0"  # setup.py also reads this line.
+__version__ = "0.1.0"  # setup.py reads the version from this line.
 
 __all__ = ["Decoder", "load", "preset", "presets"]
 

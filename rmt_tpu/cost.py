@@ -21,7 +21,8 @@ def peak_flops(device_kind: str) -> float | None:
 
     If a chip appears as two devices, the peak of each is half of the chip's peak.
     """
-    from pallas_kernels.target import chip_of  # loads jax, which the other functions do not need
+    # This import loads jax, which the other functions of this module do not need.
+    from pallas_kernels.target import chip_of
 
     device = chip_of(device_kind)
     return device and device.peak_flops
@@ -39,7 +40,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     for core, read, count in _cores(config):
         added = count * core.parameters(width, read)
         core_parameters[core.kind] = core_parameters.get(core.kind, 0) + added
-    # The number of norms, which are applied to the residual before it is read.
+    # A norm is applied to the residual before each sublayer that reads a normed residual.
     normed = sum(core.reads.normed for core in config.sublayers)
     sites = normed + 1 if config.mixer.adds_up else 1
     return {
@@ -142,7 +143,10 @@ def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
 
 
 def _cores(config: ModelConfig) -> Iterator[tuple[Core, int, int]]:
-    """Yield, for each sublayer in a stack's period, its core, input width and number of repeats."""
+    """Yield the core, the input width and the number of repeats of the sublayers in all stacks.
+
+    A stack repeats a pattern of sublayers. Each sublayer of the pattern is yielded once.
+    """
     first = 0
     for stack in config.stacks:
         for k, core in enumerate(stack.cores):

@@ -19,7 +19,7 @@ from rmt_tpu.layers.parameters import Seed
 
 
 class Cache(NamedTuple):
-    """The decoding cache. It holds what cores need from earlier tokens, but no residuals.
+    """The decoding cache: what cores (such as attention) need from earlier tokens; no residuals.
 
     Attributes:
       cores: a tree of arrays [repeat, batch, ...] for each core in each stack.
@@ -66,7 +66,9 @@ class Decoder(nnx.Module):
             )
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"Decoder needs nnx.Rngs, such as rngs=nnx.Rngs(0), not {rngs!r:.60}")
-        if config.remat == "auto":  # training replaces "auto" by its own choice
+        # Training replaces "auto" by a policy of its choice before it creates a decoder. In other
+        # decoders, "auto" means "full".
+        if config.remat == "auto":
             config = dataclasses.replace(config, remat="full")
         self.config = config
         self.dtype = compute_dtype(config.compute_dtype)
@@ -100,7 +102,7 @@ class Decoder(nnx.Module):
 
         Raises:
           TypeError: the tokens are not integers in an array.
-          ValueError: they are not [batch, seq].
+          ValueError: the shape of the tokens is not [batch, seq].
         """
         _check(tokens)
         features = self.features(tokens, segment_ids=segment_ids, positions=positions)
@@ -118,7 +120,7 @@ class Decoder(nnx.Module):
     ) -> Features:
         """Return the input of the unembedding, and the scalars that the cores return.
 
-        From this input, a loss can be computed without holding all logits at once. `lengths` gives
+        From this input, a loss can be computed without storing all logits at once. `lengths` gives
         the number of real tokens in each row, if rows are padded at their ends with arbitrary
         tokens.
 
@@ -148,8 +150,9 @@ class Decoder(nnx.Module):
         new = tokens.shape[1]
         context = cores.cached(cache.length, new)
         z, caches, _ = self._run(tokens, context, cache.cores)
-        # All tokens are gathered on each device that has a part of them. Reading W_U from memory
-        # takes most of the time, and takes as long for a part of the tokens as for all tokens.
+        # All tokens are gathered on each device that has a part of them. Reading the unembedding
+        # matrix from memory takes most of the time, and takes as long for a part of the tokens as
+        # for all tokens.
         z = cores.unflatten_rows(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
@@ -162,7 +165,7 @@ class Decoder(nnx.Module):
 
         Attention is computed as in training. No other logits are computed.
 
-        In per-device code `tokens` holds this device's rows, each with all of its tokens.
+        In per-device code `tokens` contains this device's rows, each with all of its tokens.
 
         Args:
           tokens: rows of token ids, padded at their ends with arbitrary tokens.
@@ -179,9 +182,10 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Int[Array, "batch new"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
-        """Return what `prefill` returns, for rows that continue the rows in the cache.
+        """Return the logits after each row's last token, and the cache extended by the rows.
 
-        This allows a long text to be read in parts, with the memory that one part needs.
+        The rows continue the rows in the cache. A long text can therefore be read in parts, with
+        the memory that one part needs.
 
         Args:
           tokens: rows of token ids, padded at their ends with arbitrary tokens.
@@ -207,12 +211,12 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch vectors size"]:
         """Select each row's last token.
 
-        If a row's tokens are sharded over devices, only one device holds the last token. A sum over
+        If a row's tokens are sharded over devices, only one device has the last token. A sum over
         these devices, in which the others have zeros, gives the last token to all of them.
         """
         axes, rows = sharding.token_axes(), jnp.arange(len(context.lengths))
         place = context.lengths - 1
-        if z.shape[0] < len(rows):  # rows are flattened into one
+        if z.shape[0] < len(rows):  # All rows have been flattened into a single row.
             place, rows = place + rows * context.query_positions.shape[1], 0
         place -= sharding.axis_index(axes) * z.shape[1]
         last = z[rows, jnp.clip(place, 0, z.shape[1] - 1)]
@@ -275,7 +279,7 @@ def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
     if config.store.dtype != "auto":
         return jnp.dtype(config.store.dtype)
     if config.remat == "reversible" and dtype == jnp.bfloat16:
-        # int16 is as small as bfloat16, and its writes can be undone exactly, so that the rebuilt
-        # residual does not drift.
+        # An int16 residual is as small as a bfloat16 one. Writes to it can be undone exactly, so
+        # the residuals that a reversible backward pass rebuilds have no errors.
         return jnp.dtype("int16" if residual.fixed_point.fits_int16(config) else "float32")
     return dtype

@@ -24,7 +24,7 @@ class DivergedError(RunError):
 
 @contextlib.contextmanager
 def flag_errors(name: str) -> Iterator[None]:
-    """Prefix the message of a UsageError in the body with `--name=`.
+    """Prefix the message of a UsageError from the body of the `with` statement with `--name=`.
 
     The message must start with the flag's value.
     """
@@ -36,7 +36,10 @@ def flag_errors(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def about_flag(name: str, beginning: str) -> Iterator[None]:
-    """Prefix a UsageError in the body with `--name: ` if its message starts with `beginning`."""
+    """Prefix the message of a UsageError with `--name: ` if the message starts with `beginning`.
+
+    The error must come from the body of the `with` statement.
+    """
     try:
         yield
     except UsageError as error:
@@ -51,9 +54,10 @@ class ArgumentError(UsageError):
 
 @contextlib.contextmanager
 def argument_errors(name: str) -> Iterator[None]:
-    """Turn a UsageError in the body into an ArgumentError about the argument `name`.
+    """Turn a UsageError into an ArgumentError about the argument `name`.
 
-    The message of the UsageError must start with the argument's value.
+    The UsageError must come from the body of the `with` statement, and its message must start with
+    the argument's value.
     """
     try:
         yield
@@ -63,7 +67,10 @@ def argument_errors(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def arguments_as_flags() -> Iterator[None]:
-    """Turn an ArgumentError in the body into a UsageError about the flag of the same name."""
+    """Turn an ArgumentError into a UsageError about the flag with the argument's name.
+
+    The ArgumentError must come from the body of the `with` statement.
+    """
     try:
         yield
     except ArgumentError as error:
@@ -85,11 +92,11 @@ def one_line(error: Exception) -> str:
     return kind + " ".join(str(error).split())
 
 
-_LONGEST_LIST = 300  # maximum number of characters of the list of legal names in a message
+_LONGEST_LIST = 300  # A list of legal names in a message has at most this number of characters.
 
 
 def unknown(kind: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
-    """Return an error message about an unknown name, which suggests similar names and lists all.
+    """Return an error message about an unknown name, with similar names and all legal names.
 
     The list of legal names is shortened if it is too long.
 

@@ -10,7 +10,9 @@ from rmt_tpu.distributed.rendezvous import Tables
 from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_parent
 
-_TRIES = 20  # maximum number of attempts; an attempt fails only if another process has written
+# The maximum number of attempts to write a table. An attempt fails only if another process has
+# written the table in the meantime.
+_TRIES = 20
 
 
 def tables_in_use() -> Tables:
@@ -43,15 +45,15 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
 
     Raises:
       UsageError: the location is illegal.
-      RunError: the file cannot be written, or holds something other than a table.
+      RunError: the file cannot be written, or contains something other than a table.
     """
     folder, name = open_parent(location)
     for _ in range(_TRIES):
         file = folder.read(name)
         existing = tuned.Table(location) if file is None else tuned.parse(file.data, location)
-        if existing.faults:  # writing the file would delete its faulty entries
+        if existing.faults:  # The new file would not contain the faulty entries of the old one.
             raise RunError(
-                f"{existing.faults[0]}; the file is not overwritten: fix it, or move it away"
+                f"{existing.faults[0]}; the file is not overwritten: correct it, or move it away"
             )
         table = existing.merged(entries)
         data = table.text().encode()

@@ -31,7 +31,7 @@ def _limits(groups: Path, mounted: Path) -> Iterator[int]:
       mounted: the mount point of the cgroup file systems; in a container it shows only the
         container's cgroup.
     """
-    with contextlib.suppress(OSError):  # this system has no cgroups
+    with contextlib.suppress(OSError):  # The file is missing on a system without cgroups.
         for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
@@ -42,7 +42,8 @@ def _limits(groups: Path, mounted: Path) -> Iterator[int]:
                 continue
             folder = top / path.lstrip("/")
             for group in (g for g in (folder, *folder.parents) if g.is_relative_to(top)):
-                with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
+                # The file is missing, or contains the word "max", if the group has no limit.
+                with contextlib.suppress(OSError, ValueError):
                     yield int((group / name).read_text())
 
 
@@ -77,7 +78,8 @@ def is_out(error: Exception) -> bool:
 
     The error may come from XLA (when a program is compiled or run), NumPy or Python.
     """
-    if isinstance(error, RmtError):  # it may be about a storage quota, but not about memory
+    # An RmtError is not a failed allocation, even if its text says that a quota is exhausted.
+    if isinstance(error, RmtError):
         return False
     message = str(error)
     return isinstance(error, MemoryError) or (

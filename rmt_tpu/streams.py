@@ -29,7 +29,8 @@ class SafeStream:
                 stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look up such names before `_stream` is set
+        # copy and pickle look up names like `__setstate__` before the attribute `_stream` exists.
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._stream, name)
 
@@ -70,9 +71,10 @@ class SafeStream:
             return
         try:
             getattr(self._stream, method)(*arguments)
-        except (OSError, ValueError) as error:  # a UnicodeError is a ValueError
+        # A ValueError may be a UnicodeError, from text that the stream cannot encode.
+        except (OSError, ValueError) as error:
             if self.needed and isinstance(error, BrokenPipeError):
-                self.needed = False  # the flush at exit must not raise the error again
+                self.needed = False  # Python's flush at exit must not raise the error again.
                 raise
             self._lost(getattr(error, "strerror", None) or str(error))
 

@@ -21,7 +21,7 @@ from rmt_tpu.estimator.topology import DEVICES
 
 
 def main() -> int:
-    """Recompile the calls of the targets in `sys.argv`, or of all, and save the new estimates.
+    """Recompile the calls of the targets in `sys.argv`, or of all targets, and save the results.
 
     Returns:
       The exit code: 0; 1 if tokamax is not installed; 2 if a target has no calls in the file.
@@ -53,7 +53,7 @@ def main() -> int:
 def compiled(rows: Sequence[calibration.PublishedCall]) -> Iterator[calibration.PublishedCall]:
     """Recompile published calls of one target, and yield them with updated work and memory.
 
-    Both come from the installed compiler.
+    The work and the memory use are those that the installed compiler reports.
 
     Raises:
       RuntimeError: a call does not compile.
@@ -61,7 +61,7 @@ def compiled(rows: Sequence[calibration.PublishedCall]) -> Iterator[calibration.
     jobs = [Job(f"{published.__name__}:{row.op}", row.arguments) for row in rows]
     for row, outcome in zip(rows, compile_jobs(DEVICES[rows[0].target], jobs), strict=True):
         if isinstance(outcome, Failure):
-            raise RuntimeError(f"{row.target} {row.op}: {outcome.message}")
+            raise RuntimeError(f"{row.op} does not compile for {row.target}: {outcome.message}")
         memory = sum(outcome.memory[kind] for kind in ("argument", "output", "temp"))
         yield dataclasses.replace(row, work=tuple(works(outcome)), bytes=memory)
 

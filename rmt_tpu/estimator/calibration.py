@@ -1,7 +1,7 @@
 """A comparison of this package's estimates with measured times that other projects published.
 
 calibration.json lists calls of plain XLA and of third-party kernels, timed on TPUs that this
-project does not have. For each call, the file holds the published time of the whole call and, per
+project does not have. For each call, the file has the published time of the whole call and, per
 instruction, the work that the compiler reports when the call is compiled here, without a device.
 Therefore, every cost model in `cost.MODELS` can be compared with all published times without
 recompiling. `calibrate` recompiles the calls and updates the file.
@@ -32,7 +32,7 @@ class PublishedCall:
       op: the name of the function in `published` that builds the call.
       arguments: keyword arguments for that function.
       published: the published time of the whole call, in seconds.
-      published_bytes: the memory, in bytes, that the timed program was published to need.
+      published_bytes: the published memory use of the timed program, in bytes.
       bytes: the memory, in bytes, that the program needs when it is compiled here. If it differs
         from `published_bytes` by more than one core's VMEM, the compiled program may not be the one
         that was timed.
@@ -109,7 +109,7 @@ def text(values: dict[str, Any], rows: Iterable[PublishedCall]) -> str:
 
 
 def agreement(rows: Sequence[PublishedCall], model: str = BEST_GUESS) -> Agreement | None:
-    """Compare the estimated times of calls with the published ones; return None without calls."""
+    """Compare the estimated times of calls with the published times; return None for no calls."""
     if not rows:
         return None
     ratios = [row.ratio(model) for row in rows]
@@ -137,7 +137,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def error_bar(targets: Sequence[str]) -> str:
-    """Return a sentence to print with estimates for `targets`, which states their past errors."""
+    """Return a sentence about the errors of earlier estimates for `targets`."""
     compared, uncompared = [], []
     for target in dict.fromkeys(targets):
         found = agreement([row for row in rows() if row.target == target])

@@ -39,7 +39,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
 _OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
 _HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
-_SLICE = 100_000  # the device ids of TPU slice n start at n times this number
+_SLICE = 100_000  # The device ids of TPU slice n start at n times this number.
 _KIND_BETWEEN = {
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -89,7 +89,8 @@ def collectives(
     found = []
     full = mesh
     if ids is not None:
-        mesh = _axes_in_slice(mesh, ids)  # each slice runs its own program
+        # Each TPU slice runs its own program, so collectives in it run over the mesh of one slice.
+        mesh = _axes_in_slice(mesh, ids)
     for ran in module.run():
         if ids is not None and _BETWEEN.search(ran.instruction.attributes):
             if ran.instruction.opcode == "send":
@@ -115,7 +116,7 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def only_communicates(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction only communicates: a collective, or a part or fusion of one."""
+    """Return whether an instruction is a collective, or a part or a fusion of collectives."""
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return True
     if instruction.opcode in _HOST_OPCODES:
@@ -131,9 +132,10 @@ _FoundCollective = tuple[dict[str, Instruction], Instruction, str, bool]
 
 
 def _collectives_of(module: Module, ran: Executed) -> Iterator[_FoundCollective]:
-    """Yield the collectives of an executed instruction: itself, or those in its fusion.
+    """Yield the collectives of an executed instruction: the instruction, or those in its fusion.
 
-    Each has its computation, instruction, kind, and whether it overlaps with other work.
+    Each result is a tuple: the computation that contains the collective, the collective's
+    instruction, its kind, and whether it overlaps with other work.
     """
     instruction = ran.instruction
     if (kind := kind_of(instruction)) is not None:
@@ -175,7 +177,7 @@ def _bytes_sent(
     return (2 if kind == "all-reduce" else 1) * full * (devices - 1) // max(devices, 1)
 
 
-# Between slices -------------------------------------------------------------------------------
+# Collectives between TPU slices ---------------------------------------------------------------
 
 
 def _axes_in_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
@@ -246,7 +248,7 @@ def _overlaps_work(send: Instruction, scope: dict[str, Instruction]) -> bool:
     return any(i.opcode in ("fusion", "while", "custom-call") for i in meanwhile)
 
 
-# Groups ---------------------------------------------------------------------------------------
+# Groups of devices in collectives -------------------------------------------------------------
 
 
 def _axes_and_devices(

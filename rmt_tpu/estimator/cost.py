@@ -1,6 +1,6 @@
 """The estimated cost of a compiled program on its target: bytes, cycles and seconds.
 
-Nothing here is measured. `Work` holds what is known about one call of an instruction. Each of
+Nothing here is measured. `Work` describes one call of an instruction. Each of
 `MODELS` is a function that turns a `Work` into cycles: a best guess, a lower and a higher estimate.
 The best guess was chosen by comparison with times that others measured (see `calibration`).
 """
@@ -34,8 +34,8 @@ class Work:
         kernel's schedule includes its products. If a loop of the kernel has an unknown trip count,
         however, it is the time of the declared FLOPs at the fraction `Target.grouped` of the peak.
       hbm: the time of moving the instruction's bytes at the full HBM bandwidth.
-      parked: the time that moving operands and results would take from HBM, for those that XLA
-        keeps in VMEM.
+      parked: the time that it would take to move, between HBM and VMEM, the operands and results
+        that XLA keeps in VMEM.
     """
 
     kind: Literal["kernel", "matmul", "other", "asynchronous", "collective"]
@@ -47,7 +47,10 @@ class Work:
 
 
 def _best_guess(work: Work) -> float:
-    """Return the longer of schedule and HBM time; without a schedule, XLA's own estimate."""
+    """Return the time of the schedule or of the HBM traffic, whichever is longer.
+
+    The result for an instruction without a schedule is XLA's own estimate.
+    """
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
@@ -58,14 +61,21 @@ def _best_guess(work: Work) -> float:
 
 
 def _least(work: Work) -> float:
-    """Return the best guess, but for XLA's matrix products no more than the time at full speed."""
+    """Return the low estimate of the cycles.
+
+    It is the best guess, but a matrix product by XLA counts no more than its time at full speed.
+    """
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
     return _best_guess(work)
 
 
 def _most(work: Work) -> float:
-    """Return the best guess, times 1.5 for kernels; for XLA's products, at least its estimate."""
+    """Return the high estimate of the cycles.
+
+    For a kernel it is 1.5 times the best guess. For a matrix product by XLA it is the best guess or
+    XLA's own estimate, whichever is longer.
+    """
     if work.kind == "kernel":
         return 1.5 * _best_guess(work)
     if work.kind == "matmul":
@@ -74,11 +84,12 @@ def _most(work: Work) -> float:
 
 
 CostModel = Callable[[Work], float]
-# Maps each cost model's name to a function from a call's Work to cycles, lowest model first.
+# Maps each cost model's name to a function from a call's Work to cycles. The model with the lowest
+# estimates comes first.
 MODELS: Mapping[str, CostModel] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
-BEST_GUESS = "best guess"  # the name of the cost model that reports show first
+BEST_GUESS = "best guess"  # This is the name of the cost model that reports show first.
 
 
 @dataclasses.dataclass(frozen=True)

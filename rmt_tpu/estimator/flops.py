@@ -13,7 +13,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def matmul_flops(module: Module, computation: str, instruction: Instruction) -> int:
-    """Return the FLOPs of all matrix products in an instruction or its fusion; 0 without any."""
+    """Return the FLOPs of all matrix products in an instruction or its fusion; 0 if it has none."""
     scope = module.computations[computation]
     if instruction.opcode == "fusion":
         called = instruction.called["calls"]
@@ -45,7 +45,7 @@ def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
 
 
 def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) -> int:
-    """Count the multiplications along a spatial axis of a convolution, except by padding.
+    """Count the multiplications along a spatial axis of a convolution, except those with padding.
 
     A multiplication is a pair of a kernel entry (tap) and an output entry.
     """

@@ -23,13 +23,13 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _KERNEL_BODY = re.compile(r'"body": ?"([^"]*)"')
-# Trailing attributes of an instruction, which do not affect what the instruction computes.
+# Matches trailing attributes of an instruction, which do not affect what it computes.
 _NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 
-# Instructions that only name arrays or pass them through, so they move no bytes.
+# These instructions only name arrays or pass them through, so they move no bytes.
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element",
     "opt-barrier", "parameter", "partition-id", "tuple", "while",
@@ -119,7 +119,7 @@ class Instruction:
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        """XLA's own estimate in cycles, or None; XLA writes 2^63 - 1 where it has no estimate."""
+        """XLA's own estimate in cycles, or None if XLA has none, for which it writes 2^63 - 1."""
         found = self._attribute(_CYCLES)
         return None if found is None or int(found) == 2**63 - 1 else int(found)
 
@@ -388,7 +388,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     closing = _balanced(rest, opening)
     opcode, inside = rest[:opening], rest[opening:closing]
     operands = tuple(_NAME.findall(inside))
-    # For a constant or a parameter, the parentheses hold its value or index, not operands.
+    # For a constant or a parameter, the parentheses contain its value or index, not operands.
     attributes = rest[opening + len(inside) :] if operands else f"{opcode}{inside}{rest[closing:]}"
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
     return Instruction(name, opcode, arrays, operands, attributes, is_root)

@@ -17,9 +17,11 @@ from rmt_tpu.estimator.programs import lower
 
 Name = TypeVar("Name", bound=Hashable)
 Compiled = jax.stages.Compiled
-# The rounds that are not counted, the rounds that are, and the calls in one profile.
+# A timing has `_WARM_UP` rounds that are discarded and `ROUNDS` rounds that count. One profile
+# contains `_CALLS` calls.
 _WARM_UP, ROUNDS, _CALLS = 2, 7, 5
-_CACHE = 2 * 128 * 2**20  # in bytes: twice the largest second-level cache of any device
+# Twice the size, in bytes, of the largest second-level cache of any device.
+_CACHE = 2 * 128 * 2**20
 
 
 def measure(

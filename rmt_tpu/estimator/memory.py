@@ -19,7 +19,8 @@ DUMPS = {
     "hlo": "after_optimizations.txt",
 }
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
-_COLOR = re.compile(r"\bcolor ([1-9]\d*),")  # matches buffers in a memory other than HBM
+# Matches buffers in a memory other than HBM: XLA calls a memory a color, and HBM has the color 0.
+_COLOR = re.compile(r"\bcolor ([1-9]\d*),")
 _VALUE = re.compile(
     r"^ value: <\d+ ([^ >]+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): \(*([^ {]+)"
 )
@@ -27,7 +28,7 @@ _PARAMETER = re.compile(r"\bparameter (\d+),")
 _SEQUENCE = re.compile(r"^    (\d+):(\S+)$")
 _LIFE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _INDEXED = re.compile(r"^(.*?)\{(\d+)[\d,]*\}$")
-# Instructions that only pass an array through; their results get the name of that array.
+# These instructions only pass an array through, so their results get the name of that array.
 _PASSES = {
     "bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape", "transpose",
 }  # fmt: skip
@@ -46,7 +47,7 @@ _VAGUE = {
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A range of memory that holds one array, or several arrays at different times.
+    """A range of memory that contains one array, or several arrays at different times.
 
     Attributes:
       name: the op_name of the instruction that produces the array, or the path of an argument.
@@ -93,7 +94,7 @@ class Assignment:
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Return the buffer assignment of the largest program in a dump folder, or None without one."""
+    """Return the buffer assignment of the largest program in a dump folder, or None if empty."""
     found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
     if not found:
         return None
@@ -249,7 +250,7 @@ def _is_backward(op_name: str) -> bool:
 
 
 class _Names:
-    """The names of a compiled module's arrays in terms of the JAX program.
+    """The names that the arrays of a compiled module have in the JAX program.
 
     A name is either an op_name (a path of JAX's scopes) or the path of a program's argument.
     """
@@ -333,8 +334,8 @@ class _Names:
     def _carried_name(self, loop: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
         """Return the name of the value at `index` that a loop carries between its iterations.
 
-        The initial value's name is used if the name of the value from the previous iteration is
-        vague.
+        The result is the name in the loop's body or, if that name is vague, the name of the value
+        with which the loop starts.
         """
         body = self._module.computations[loop.called["body"]]
         root = next(i for i in body.values() if i.is_root)

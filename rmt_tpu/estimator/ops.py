@@ -45,8 +45,8 @@ class OpCase:
       arguments: shapes and dtypes of the arguments; floating-point arguments are differentiated.
       forward: the work of the forward pass.
       backward: the work of the backward pass.
-      carried: whether the first result replaces the first argument, like the state carried by a
-        scan over layers. The first argument and its cotangent are then donated.
+      carried: whether the first result replaces the first argument, like the carry of a scan over
+        layers. The first argument and its cotangent are then donated.
     """
 
     name: str
@@ -164,7 +164,7 @@ def _causal_attention(sizes: Heads) -> OpCase:
 
     per_array = _TOKENS * heads * size * _ITEM
     log_sums = 4 * _TOKENS * heads
-    # FLOPs of one product between queries and keys; the causal mask halves them.
+    # The FLOPs of one product between queries and keys, which the causal mask halves.
     product = _TOKENS * heads * TOKENS[1] * size
     return OpCase(
         f"H={heads} D={size}",
@@ -180,8 +180,9 @@ def _depth() -> list[OpCase]:
     """Return the cases of depth attention.
 
     In the first cases, one site (a sublayer's input) attends to all sources (block sums or
-    sublayers) at once. The others are the two phases of the Attention Residuals paper: attention of
-    several sites, and a merge with a newer source. They include the sizes of its Table 1.
+    sublayers) at once. The other cases are the two phases of the Attention Residuals paper:
+    attention of several sites, and a merge with a newer source. The cases include the sizes of
+    Table 1 of the paper.
     """
     partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
     merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]
@@ -227,7 +228,7 @@ def _depth_merge(size: Depth) -> OpCase:
         f"merge D={D}",
         function,
         (operands.current, operands.current, operands.log_sums, operands.query, operands.norm_gain),
-        # `current` is returned unchanged, which moves no bytes.
+        # The op returns its argument `current` unchanged, which moves no bytes.
         MinimumWork(3 * row + sums + parameters, 15 * _TOKENS * D),
         MinimumWork(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
         carried=True,
@@ -247,15 +248,17 @@ def _delta() -> list[OpCase]:
     operand = array("bfloat16", *rows, size)
     per_array, beta = _TOKENS * heads * size * _ITEM, 4 * _TOKENS * heads
     decays, state = 2 * per_array, 4 * heads * size**2
-    # FLOPs of one product per token with a chunk of 128 tokens; a causal mask halves them.
+    # The FLOPs of one matrix product of each token with a chunk of 128 tokens. A causal mask
+    # halves this number.
     product = 2 * _TOKENS * heads * size**2
     return [
         OpCase(
             f"H={heads} D={size}",
             function,
             (*[operand] * 3, array("float32", *rows, size), array("float32", *rows)),
-            # Five products are between a chunk's tokens, and therefore halved: keys with keys,
-            # queries with keys, the inverse, and the values with the inverse and with the queries.
+            # Five products combine tokens of the same chunk, so the causal mask halves them: keys
+            # with keys, queries with keys, the inverse, and the values with the inverse and with
+            # the queries.
             MinimumWork(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
             MinimumWork(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
         )
@@ -263,7 +266,9 @@ def _delta() -> list[OpCase]:
 
 
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
-    """Return the traffic per sublayer of each schedule of Table 1, in elements per token over D.
+    """Return the traffic per sublayer in units of D elements per token, for each schedule.
+
+    The schedules are those of Table 1 of the Attention Residuals paper.
 
     Args:
       moved: maps the name of each case in `TABLE_1`, and `merge D=1024`, to the bytes that its

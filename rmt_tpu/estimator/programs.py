@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # The schedule of these kernels contains a branch with a mask and a branch without one. A step of
-# the kernel takes only one of them, so only the longer branch counts.
+# the kernel executes only one of them, so only the longer branch counts.
 from pallas_kernels.causal_attention.block_sizes import KERNELS as MASKED_KERNELS
 from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.estimator.memory import Assignment, read_assignment
@@ -40,7 +40,7 @@ from rmt_tpu.estimator.topology import Target, compiler_environment
 
 
 class CompilerError(RuntimeError):
-    """An error: the compiler is missing, or stopped without a result; the message is one line."""
+    """The error that the compiler is missing or stopped without a result, as a one-line message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Failure:
     """A job that could not be lowered or compiled, and the reason in one line.
 
     `error` is the name of the exception. If the program needs too much memory and buffer
-    assignments were requested, `assignment` holds the program's buffer assignment.
+    assignments were requested, `assignment` is the program's buffer assignment.
     """
 
     message: str
@@ -125,7 +125,7 @@ def compile_jobs(
 
 
 class Worker:
-    """A compiler process that takes jobs for one target, one at a time; call `close` when done.
+    """A compiler process that runs jobs for one target, one at a time; call `close` when done.
 
     Args:
       target: the device to compile for.
@@ -160,7 +160,8 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # the process has exited, which the code below reports
+        # If the process has exited, the loop below reports it, with the process's own message.
+        except BrokenPipeError:
             pass
         until = None if limit is None else time.monotonic() + limit
         # The process prints one line per job; other lines come from libraries and are ignored.
@@ -171,7 +172,7 @@ class Worker:
                 self.close()
                 return Failure(f"no result within {limit:g} s", "TimeLimit")
             if line is None:
-                self._lines.put(None)  # `close` reads lines until this None
+                self._lines.put(None)  # `close` reads the queue until it finds None.
                 code = self._process.wait()
                 words = _last_words(self._folder / "stderr.txt", code, self._target)
                 self.close()
@@ -204,7 +205,8 @@ class Worker:
                 stderr=stderr,
                 encoding="utf-8",
                 errors="replace",
-                start_new_session=True,  # a separate process group can be killed as a whole
+                # In its own process group, the process can be killed together with its children.
+                start_new_session=True,
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reading = (self._process.stdout, self._lines)
@@ -219,7 +221,8 @@ class Worker:
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        while self._lines.get() is not None:  # wait until the reader thread has closed the stream
+        # The reader thread puts None into the queue after it has closed the stream.
+        while self._lines.get() is not None:
             pass
         self._process = None
         self._scratch.cleanup()
@@ -242,7 +245,7 @@ def lower(
     *,
     donate: tuple[int, ...] = (),
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) a function for a device that need not be present.
+    """Lower a function to the compiler's input, for a device that need not be present.
 
     The compiler chooses the layouts of arguments and results, as it would within a larger program.
     With fixed layouts, it might have to add copies at the start and end of the program.
@@ -333,7 +336,8 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 target.matrix,
                 longest_branch_only=any(name in instruction.name for name in MASKED_KERNELS),
             )
-        except ValueError:  # only the dumps of kernels must be readable
+        # The dump of a fusion may be unreadable, but the dump of a kernel must not be.
+        except ValueError:
             if module.kernel(instruction) is not None:
                 raise
     done = {keys[name]: schedule for name, schedule in parsed.items()}

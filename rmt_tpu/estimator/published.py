@@ -54,7 +54,7 @@ def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.st
 
 
 def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.stages.Lowered:
-    """Lower (for compilation) the mean cross-entropy of x [tokens, size] @ w [size, vocab].
+    """Lower (for compilation) the mean cross-entropy of logits x [tokens, size] @ w [size, vocab].
 
     The log-sum-exp of each token is a second result.
     """
@@ -90,7 +90,10 @@ def cross_entropy_gradient(
 def gated_linear_unit(
     device: jax.Device, shape: Sequence[int], size: int, activation: str
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) `activation(x @ w[:, 0]) * (x @ w[:, 1])`, w [features, 2, size]."""
+    """Lower (for compilation) the gated linear unit `activation(x @ w[:, 0]) * (x @ w[:, 1])`.
+
+    x has the shape `shape`, [..., features], and w the shape [features, 2, size].
+    """
     gate = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[activation]
 
     def call(x, w):

@@ -1,4 +1,4 @@
-"""Reports that compare the cost of each op's kernel with the op in plain JAX (portable form)."""
+"""Reports that compare the cost of each op's kernel with the cost of the op in plain JAX."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class OpRow:
-    """The costs of one call of an op on one chip: with its kernel, and in its portable form.
+    """The costs of one call of an op on one chip: with its kernel, and in plain JAX (portable).
 
     Attributes:
       op, case, direction: the op, its case and "forward" or "training", which identify the call.
@@ -34,8 +34,8 @@ class OpRow:
       bandwidth: the chip's HBM bandwidth in bytes/s, or None if unknown.
       kernel: the name of the kernel implementation.
       work: the minimum bytes and the FLOPs of the call.
-      seconds, portable_seconds: the time of a call with the kernel and in the portable form, in
-        seconds; None if it failed.
+      seconds, portable_seconds: the time of a call with the kernel and in plain JAX, in seconds;
+        None if the call failed.
       cost, portable_cost: the estimated costs of the two compiled programs; None if measured or
         failed.
       failures: maps an implementation that could not be compiled or run to the reason.
@@ -56,7 +56,7 @@ class OpRow:
 
     @property
     def speedup(self) -> float | None:
-        """The portable form's time divided by the kernel's time, or None if either is missing."""
+        """The time of plain JAX divided by the time of the kernel, or None if either is missing."""
         if self.seconds is None or self.portable_seconds is None:
             return None
         return self.portable_seconds / self.seconds
@@ -146,7 +146,7 @@ def time_ops(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Time calls of ops on a device of this machine; `only` names the cases, None means all."""
+    """Time calls of ops on a device of this machine: the cases named in `only`, or all if None."""
     known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []
@@ -155,7 +155,8 @@ def time_ops(
         seconds: list[float | None] = [None, None]
         try:
             seconds = measure(cases(op)[case], direction, (kernel, PORTABLE), device)
-        except Exception as error:  # a call that fails gets a row; the report goes on
+        # A call that fails gets a row with the reason, and the report continues.
+        except Exception as error:
             failures[kernel] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         work = cases(op)[case].work(direction)
         rows.append(
@@ -244,7 +245,8 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
         for of in (lambda r: r.work, lambda r: r.cost, lambda r: r.portable_cost):
             try:
                 columns.append(elements_per_sublayer({r.case: of(r).bytes for r in forward}))
-            except (AttributeError, KeyError):  # a necessary case failed or was not requested
+            # The chip gets no row if a case that the table needs failed or was not requested.
+            except (AttributeError, KeyError):
                 break
         else:
             for schedule, booked in paper.items():

@@ -11,11 +11,11 @@ A bundle takes one cycle, unless it stalls: a matrix product waits until its mat
 finished the previous product. `_stalled` simulates these stalls.
 
 The model ignores bank conflicts in VMEM, latencies, the time to issue DMAs, and the first and last
-steps of the pipeline. A region under a condition counts as executed. For a kernel that takes one of
-several branches, however, only the longest of adjacent conditional regions counts. The model does
-not wait for the results of products either. With the latencies that libtpu states, estimates were
-up to 2.3 times the measured times; without these latencies, they are close to the measured times
-(see `calibration`).
+steps of the pipeline. A region under a condition counts as executed. For a kernel that executes
+only one of several branches, however, only the longest of adjacent conditional regions counts. The
+model does not wait for the results of products either. With the latencies that libtpu states,
+estimates were up to 2.3 times the measured times; without these latencies, they are close to the
+measured times (see `calibration`).
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ _SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] " + _OPERAND + r"(%\w+)")
 _FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
 _CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
 _MATRIX = re.compile(r"(vmatmul|vmatpush)([a-z0-9.\[\]]*)\.mxu(\d)")
-# Part of the name of a product whose left-hand rows are in a register of the matrix unit.
+# The name of a product contains this text if its left-hand rows are in a register of the matrix
+# unit.
 _OWN_ROWS = ".lmr."
 _VMEM_COPY = "dma.vmem_to_vmem"
 # A grid runs as a pipeline of three stages (copy in, compute, copy out), so its loop runs two more
@@ -49,7 +50,7 @@ _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
 # The minimum number of bundles that execute after a branch before the branch is taken.
 _DELAY_SLOTS = 4
-# The number of iterations of a loop to simulate. The last one counts, because it includes the
+# The number of iterations of a loop to simulate. Only the last one counts, because it includes the
 # stalls that earlier iterations cause.
 _ITERATIONS = 4
 
@@ -152,7 +153,10 @@ def parse_schedule(
     bundles = _bundles(bundles_text)
     slots, use = _utilization(utilization_text)
     if not bundles or len(bundles) != len(use):
-        raise ValueError(f"the schedule has {len(bundles)} bundles, but unit usage for {len(use)}")
+        raise ValueError(
+            f"libtpu's schedule has {len(bundles)} bundles, and its file of unit usage has "
+            f"{len(use)}; the two numbers must be equal and positive"
+        )
     spans = _loop_spans(bundles)
     skipped = _skipped_bundles(bundles) if longest_branch_only else frozenset()
     constants = dict(_CONSTANT.findall(bundles_text))
@@ -223,7 +227,7 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
 
 
 def _skipped_bundles(bundles: list[_Bundle]) -> frozenset[int]:
-    """Return the bundles to skip: only the longest of adjacent conditional regions is kept."""
+    """Return the bundles that do not count: all but the longest of adjacent conditional regions."""
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
     }
@@ -253,7 +257,7 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
     """
     branch, head = bundles[last].text, bundles[first].text
     predicate = next((p for p, _ in _BRANCH.findall(branch) if p.startswith("!")), None)
-    end = last + 1  # the bundles after the branch that still belong to the loop
+    end = last + 1  # Some bundles after the branch still belong to the loop.
     while end < len(bundles) and bundles[end].depth >= bundles[last].depth > 0:
         end += 1
     text = _text(bundles[first:end])
@@ -286,7 +290,7 @@ def _text(bundles: list[_Bundle]) -> str:
 
 
 def _sources(register: str, text: str) -> list[str]:
-    """Return a register and those that it was copied from in turn, the original register last."""
+    """Return a register and the chain of registers from which it was copied, the original last."""
     copies = dict(_COPY.findall(text))
     stores = [(found.start(), *found.groups()) for found in _SPILL.finditer(text)]
     for found in _FILL.finditer(text):
@@ -305,8 +309,9 @@ def _sources(register: str, text: str) -> list[str]:
 
 # Matrix units --------------------------------------------------------------------------------
 
-# An operation of a matrix unit: (whether it is a product rather than a push, the part of its name
-# that says what its operands are, the name of the unit).
+# An operation of a matrix unit, as a tuple of three values: whether the operation is a product
+# (rather than a push, which loads data into the unit), the part of its name that describes its
+# operands, and the name of the unit.
 _Event = tuple[bool, str, str]
 
 
@@ -318,8 +323,8 @@ def _occupied(suffix: str, matrix: MatrixUnit) -> int:
     """Return the cycles for which a product occupies its unit.
 
     On v5e and v5p, a product of rows that the unit keeps in a register (`vmatmul.lmr`) has 8 rows
-    in place of 16. libtpu's critical-path dumps state half the time for it, and an instruction's
-    products then add up to exactly the instruction's FLOPs.
+    instead of 16. libtpu's critical-path dumps state half the time for such a product. The products
+    of an instruction then add up to exactly the instruction's FLOPs.
     """
     if ".f32" in suffix:
         return matrix.rows8_float32

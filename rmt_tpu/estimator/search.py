@@ -3,7 +3,7 @@
 A candidate is one choice of block sizes. This module neither compiles nor times: the functions that
 do so, and the clock, are passed in. The first candidate is always the default block sizes, which a
 rule computes from the sizes of the arrays; they also win every tie. The next candidate is always
-the untried candidate that is most similar to the best so far. A kernel may have some hundred
+the untried candidate that is most similar to the best so far. A kernel may have several hundred
 candidates, and compiling one takes seconds; in this order, about twenty compilations suffice to
 find the best.
 """
@@ -27,14 +27,14 @@ _TIE = 0.01
 _HOPEFUL = 1.3
 
 Fate = Literal[
-    "compiled",  # compiled and rated
-    "unrated",  # compiled, but no estimate is possible
-    "no room",  # needs more on-chip memory than the chip has
-    "skipped",  # not compiled: larger than a candidate with "no room"
-    "no faster",  # not compiled: moving its bytes alone takes as long as the best
+    "compiled",  # The candidate was compiled, and its time was estimated.
+    "unrated",  # The candidate was compiled, but its time cannot be estimated.
+    "no room",  # The candidate needs more on-chip memory than the chip has.
+    "skipped",  # The candidate was not compiled: it is larger than a candidate with "no room".
+    "no faster",  # The candidate was not compiled: its memory traffic alone is too slow.
     "time limit",
     "failed",
-    "wrong",  # results differ from those of plain JAX
+    "wrong",  # The results of the candidate differ from those of plain JAX.
     "timed",
 ]
 
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The seconds of a candidate's calls on a device, or what is wrong with its results."""
+    """The times of a candidate's calls in seconds, or what is wrong with the calls' results."""
 
     seconds: tuple[float, ...] = ()
     wrong: str = ""
@@ -94,7 +94,7 @@ class Trial:
 
     @property
     def is_bound(self) -> bool:
-        """Whether no block sizes can be clearly faster, because memory traffic takes this long."""
+        """Whether memory traffic alone takes so long that no candidate can be clearly faster."""
         return self.estimate is not None and self.estimate * (1 - ESTIMATED_GAIN) < self.floor
 
     @property
@@ -111,10 +111,11 @@ class SearchResult:
       default: the trial of the default block sizes.
       best: the trial to use; it is `default` if nothing is clearly faster.
       trials: all trials, in the order in which they were made.
-      left: the number of candidates that were not tried. Candidates remain if time ran out, or,
-        without a device, when no candidate that differs from the best in one field is better.
+      left: the number of candidates that were not tried. Candidates are left if time ran out.
+        Without a device they are also left when no candidate that differs from the best in one
+        field is better.
       measured: whether the times were measured on a device, rather than estimated.
-      plain: the times of plain JAX on the device, in seconds.
+      plain: the times of the op in plain JAX on the device, in seconds.
       late: whether time ran out before the search was complete.
     """
 
@@ -182,7 +183,7 @@ def search(
         It is called again with a trial that has been timed.
       known: trials of an earlier search, which are not repeated.
       time: a function that times candidates on a device, or None without a device. In its result,
-        the key None stands for plain JAX; a candidate with wrong results is not used.
+        the key None means plain JAX; a candidate with wrong results is not used.
       top: the number of candidates to time in addition to the default.
     """
     known, grows = known or {}, tuple(grows)

@@ -89,7 +89,7 @@ class Problem:
         return [default, *dict.fromkeys(others)]
 
     def bytes(self) -> int:
-        """Return the bytes that the kernel must move, whatever its block sizes."""
+        """Return the number of bytes that the kernel must move with any block sizes."""
         return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
@@ -152,7 +152,7 @@ class Space:
 
 
 def problem_of(look: tuned.Look) -> Problem:
-    """Return the tuning problem that a look-up in the tuned tables asks about."""
+    """Return the tuning problem (kernel, sizes and device) of a look-up in the tuned tables."""
     return Problem(look.device, look.kernel.platform, look.kernel.name, look.key, look.tokens)
 
 
@@ -192,13 +192,13 @@ def lower_call(
     used_blocks = [look.chosen for look in looks if problem_of(look) == problem]
     if used_blocks != [blocks]:
         raise RuntimeError(
-            f"{problem.name} was compiled with {used_blocks or 'no look-up of blocks'}, "
-            f"not {blocks}"
+            f"{problem.name} was compiled with {used_blocks or 'no look-up of block sizes'}, "
+            f"instead of {blocks}"
         )
     return lowered
 
 
-# Arguments and candidates ------------------------------------------------------------------------
+# Shapes of arguments, and candidate block sizes --------------------------------------------------
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -319,7 +319,8 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
 
 
 def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    # A tile need not be larger than the number of tokens, nor an inner loop larger than a tile.
+    # A tile need not be larger than the number of tokens, and the part of a tile that an inner loop
+    # processes need not be larger than the tile.
     most = -(-tokens // 16) * 16
     for size in (16, 32, 48, 64, 96, 128, 192, 256, 512):
         if size <= most:
@@ -343,13 +344,16 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
         operands, cotangents = size._replace(S=2).merge_backward((tokens,))
-        row = _bytes(operands.current)  # the row of the site that is not merged
+        # The arrays have rows for two sites, but only one site is merged. The row of the other site
+        # need not be moved.
+        row = _bytes(operands.current)
         if op == "merge":
             function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
             return TuningCall(function, *modules, tuple(operands), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*operands, *cotangents)
-        # A site's gradient replaces the incoming gradient of the same array, which is not read.
+        # Besides the rows of the other site, the incoming gradient of the merged site's row is not
+        # moved either: it is overwritten without being read.
         function, spared = lambda m: functools.partial(back, m), 4 * row
         return TuningCall(function, *modules, arguments, (8, 9), spared=spared)
     operands, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}

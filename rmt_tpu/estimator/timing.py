@@ -12,8 +12,8 @@ from rmt_tpu.estimator.search import Timing
 from rmt_tpu.estimator.spaces import SPACES, Problem, TuningCall, lower_call
 
 # _WORSE: the maximum ratio of a candidate's error to the error of the default block sizes, whose
-# results are tested against float64. _ROUNDING: an error, relative to the largest value of the
-# array, that counts as rounding and is always allowed.
+# results are tested against float64. _ROUNDING: the maximum error, relative to the largest
+# value of the array, that counts as rounding and is always allowed.
 _WORSE, _ROUNDING = 2.0, 1e-5
 
 
@@ -36,7 +36,8 @@ def time_candidates(
         try:
             program = _compiled(device, problem, call, blocks)
             errors = errors_of(_results(program, call, arguments), plain)
-        except Exception as error:  # a failure of one candidate does not stop the others
+        # The failure of one candidate does not prevent the timing of the other candidates.
+        except Exception as error:
             words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             timings[blocks] = Timing(wrong=words)
             continue

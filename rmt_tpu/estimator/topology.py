@@ -1,4 +1,4 @@
-"""Devices that programs can be compiled for without the device, and their figures for estimates.
+"""Descriptions of devices, for compiling and for estimates; the devices need not be present.
 
 Clock rates follow from XLA's own cycle estimates and the makers' figures for peak FLOP/s.
 Bandwidths are the makers' figures. Matrix-unit timings come from libtpu's critical-path dumps,
@@ -48,7 +48,7 @@ class Target:
       name: the name of the generation.
       topology: the name of the topology, like "v5e:2x2".
       accelerator_type: libtpu's name for the topology, or the compute capability of a GPU.
-      cores: the number of cores that contribute to the peak FLOP/s, which is its only use.
+      cores: the number of cores that contribute to the peak FLOP/s; nothing else depends on it.
       clock: the clock rate of a core in Hz.
       bandwidth: the HBM bandwidth in bytes/s.
       vmem: the bytes of a core's VMEM.
@@ -57,7 +57,7 @@ class Target:
         GPU, the capacity that the maker states.
       interconnect: the maker's figure for the total bandwidth of a chip's links, in one direction.
       max_chips: the number of chips (for a GPU: devices) in the largest topology.
-      kind: the device kind, as jax gives it.
+      kind: the device kind, as in `jax.Device.device_kind`.
       platform: "tpu" or "cuda".
       assumed: the names of the figures that are assumptions, because no source states them.
       dcn: one device's share of the bandwidth between its host or pod and the data center's
@@ -125,7 +125,7 @@ _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30
-_HOST = 4  # chips per host; libtpu needs the number for topologies with fewer chips
+_HOST = 4  # The number of chips per host, which libtpu needs for topologies with fewer chips.
 
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
@@ -199,7 +199,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
     name, colon, shape = text.partition(":")
     device = DEVICES.get(name)
     if device is None or (device.platform == "tpu" and not colon):
-        raise ValueError(f"{text!r} is unknown; legal: {_LEGAL}")
+        raise ValueError(f"{text!r} is not a known topology; legal: {_LEGAL}")
     if slices > 1 and device.platform != "tpu":
         raise ValueError(f"{text!r} cannot have several slices; legal: slices of TPUs only")
     if not colon:
@@ -262,8 +262,8 @@ def compiler_environment(
       target: the device.
       dump_folder: the folder for the compiler's dumps.
       buffers: whether XLA dumps its buffer assignment (see `memory`).
-      schedules: whether libtpu dumps the final schedule of every instruction, or, for a GPU, XLA
-        dumps the PTX code.
+      schedules: whether libtpu dumps the final schedule of every instruction or, for a GPU, whether
+        XLA dumps the PTX code.
     """
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     if dump_folder is not None and schedules:

@@ -28,8 +28,8 @@ from rmt_tpu.estimator.topology import Target
 RATING = 3
 # Matches error messages for programs that need more on-chip memory than the chip has.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
-# The registers of a GPU multiprocessor; the concurrent warps that suffice to hide memory latency;
-# and the bytes spilled per thread that double a kernel's estimated time.
+# A GPU multiprocessor has _REGISTERS registers, and _WARPS concurrent warps suffice to hide the
+# latency of memory. A kernel that spills _SPILLED bytes per thread counts as twice as slow.
 _REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
 
 
@@ -53,7 +53,7 @@ class Compiler:
         self._worker.close()
 
     def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:
-        """Compile and rate a candidate; a compiler that crashes or is too slow gives a refusal."""
+        """Compile and rate a candidate, or return a refusal if it does not compile in time."""
         problem_fields = dataclasses.asdict(problem) | {"key": dict(problem.key)}
         arguments = {"problem": problem_fields, "blocks": tuned.fields(blocks)}
         job = Job("rmt_tpu.estimator.spaces:lower_candidate", arguments)

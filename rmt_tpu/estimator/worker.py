@@ -49,7 +49,7 @@ def main() -> None:
         try:
             device = devices if job["whole_topology"] else devices[0]
             result |= _compile(device, job, folder / "dump", results, result["info"])
-        except Exception as error:  # the error is this job's result; later jobs still run
+        except Exception as error:  # The error is the result of this job, and later jobs still run.
             message = " ".join(f"{type(error).__name__}: {error}".split())
             result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
         for path in (folder / "dump").glob("*.*"):
@@ -83,7 +83,7 @@ def _compile(
         if isinstance(lowered, tuple):
             lowered, extra_info = lowered
             info.update(extra_info)
-        shutil.rmtree(dump)  # delete dumps of programs compiled while lowering
+        shutil.rmtree(dump)  # Lowering the job has dumped other programs that JAX compiled.
         dump.mkdir()
         compiled = lowered.compile()
     seconds = time.perf_counter() - start

@@ -43,7 +43,7 @@ def test_of_two_writers_none_loses_what_it_wrote(location, monkeypatch):
 def test_a_file_that_is_no_table_is_left_as_it_is(tmp_path):
     file = tmp_path / "table.json"
     file.write_text("mine")
-    with pytest.raises(RunError, match="is not overwritten: fix it, or move it away"):
+    with pytest.raises(RunError, match="is not overwritten: correct it, or move it away"):
         kernel_tables.add(str(file), [entry(512)])
     assert file.read_text() == "mine"
     with pytest.raises(UsageError, match="cannot be opened"):

@@ -306,7 +306,7 @@ def test_copies_within_vmem_are_told():
 
 
 def test_dump_that_is_not_whole():
-    with pytest.raises(ValueError, match="0 bundles, but unit usage for 0"):
+    with pytest.raises(ValueError, match="0 bundles, and its file of unit usage has 0;"):
         schedule()
 
 

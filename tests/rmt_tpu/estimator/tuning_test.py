@@ -352,7 +352,7 @@ def test_a_call_that_does_not_take_its_blocks_is_refused():
     given = problem("tpu", "attention_forward")
     call = SPACES["tpu", given.kernel].call(dict(given.key), given.tokens)
     call = dataclasses.replace(call, function=lambda module: lambda *arrays: arrays[0])
-    with pytest.raises(RuntimeError, match="was compiled with no look-up of blocks, not"):
+    with pytest.raises(RuntimeError, match="compiled with no look-up of block sizes, instead of"):
         lower_call(jax.devices()[0], given, call, given.default())
 
 
