@@ -45,7 +45,15 @@ def run_layers(
 ) -> tuple[Read, tuple | None, Aux]:
     """Run all layers of a decoder, and read the input of the unembedding.
 
-    Arguments and results are the same as for `scanned.run_layers`.
+    Args:
+      decoder: the decoder's parts.
+      state, y: the residual before the first write, and the embedding, which is written first.
+      context: the rule for which tokens may attend to which.
+      caches: for each stack, the caches of its cores; None unless decoding.
+
+    Returns:
+      The input of the unembedding, the caches with the new tokens added, and the sums of the cores'
+      scalars.
     """
     store, mixer = decoder.store, decoder.mixer
     decodes = caches is not None and few_tokens(state.shape[1])
@@ -139,9 +147,11 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _next_writers(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
-    """Return the parameters that write each layer's last output, from the site after the layer.
+    """Return, for each layer, the parameters that write its last output.
 
-    If `writers` is None, the stack has a single layer, whose first site writes directly.
+    The first site (the place before a sublayer) of the next layer writes this output, and its
+    parameters are in `writers`. After the last layer, the parameters are `next_writer`. If
+    `writers` is None, the stack has a single layer, whose first site writes without parameters.
     """
     if next_writer is None:
         return None

@@ -1,6 +1,6 @@
 """The forward and backward passes of one stack of layers that reads rows of a bank.
 
-A bank is a stack of rows, which hold earlier outputs. `execution.banked` runs the stacks of a
+A bank is a stack of rows, which contain earlier outputs. `execution.banked` runs the stacks of a
 decoder one after the other, and explains what the forward pass saves.
 """
 
@@ -45,12 +45,12 @@ class StackArrays(NamedTuple):
     Attributes:
       layers: the parameters, as a pure dict.
       scores: the sites' parameters for scoring rows, [repeat, sublayers of the period, ...].
-      next_writers: the writer of each layer's last output, a parameter of the site after the layer;
-        None if a write needs no parameters.
+      next_writers: the parameters that write each layer's last output, which belong to the site
+        after the layer; None if a write needs no parameters.
       decode_params: the result of `StackedScores.decode_params`, one array for each site of a
         period; used in decoding only.
-      in_stack: for the arrays of a single layer, the parameters of all layers with the layer's
-        index, if products read weights from there; otherwise None.
+      in_stack: a slice of the parameters of all layers, from which matrix products read this
+        layer's weights; None for the arrays of several layers, and if products read only `layers`.
     """
 
     layers: Any
@@ -67,8 +67,8 @@ class SavedStack(NamedTuple):
       layer_sums: the running sum (the row in progress) before each layer.
       group_sums: the running sum before each group of layers, if it may be nonzero there.
       outputs: the output of each sublayer of a period in all repeats, saved instead of the sums.
-      cores: what the cores' `pull_back` needs in addition to `outputs`, as a pair: for the layers
-        of all full groups, and for the layers of the last partial group.
+      cores: what the cores' `pull_back` needs in addition to `outputs`. It is a pair: the first
+        entry is for the layers of all full groups, the second for those of the last partial group.
     """
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
@@ -119,7 +119,7 @@ class Group(NamedTuple):
       start: the index of the group's first layer in the stack.
       layers: the number of layers.
       at: the number of sublayers before the group.
-      first_row: the first row of the bank that belongs to the group.
+      first_row: the index of the first row of the bank that belongs to the group.
       prior: the result of phase one for the group's sites.
       rows: the rows that the group itself completes; None for a closed group, whose only row is the
         running sum at its end.
@@ -232,8 +232,8 @@ class StackRunner:
     def _empty_outputs(self, residual: Row) -> tuple[Array, ...]:
         """Return uninitialised stacks for the outputs of a period's sublayers.
 
-        A device stores complete outputs for its own tokens, even if the mesh shards the rows over
-        `key`.
+        A device stores complete outputs for its own tokens, even if the mesh axis `key` shards the
+        rows of the bank.
         """
         batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
         rank, size = self.config.data_shape
@@ -309,7 +309,8 @@ class StackRunner:
 
         if left and reverse:
             carry, last_outputs = run(carry, full * self.group, left, last_inputs)
-        if full == 1:  # The group's first row is then a Python integer.
+        # A single group runs without a loop, so that its first row is a Python integer.
+        if full == 1:
             carry, full_outputs = run(carry, 0, self.group, full_inputs)
         else:
             groups = (jnp.arange(full), full_inputs)
@@ -398,7 +399,7 @@ class StackRunner:
         current: Row,
         aux: Aux,
     ) -> tuple[Any, Bank | None, Row, Aux]:
-        """Run one layer: each sublayer reads, computes, writes, and seals a row that is complete.
+        """Run one layer: sublayers read, compute and write, and store a row when it is complete.
 
         `at` is the number of sublayers before the group, and `offset` is the layer's index in the
         group. `prior` is the result of phase one, `rows` are the group's own rows, and `current` is
@@ -430,7 +431,7 @@ class StackRunner:
         d_aux: Aux,
         carry: BackwardCarry,
     ) -> BackwardCarry:
-        """Run a group's layers backwards, and then phase one of the group backwards.
+        """Run the backward passes of a group's layers and of phase one (the read of earlier rows).
 
         `saved.cores` belongs to this group only.
         """
@@ -470,7 +471,7 @@ class StackRunner:
 
         count = self.grouping.rows(group.layers * self.period)
         d_rows = stacks.slice_range(d_bank, group.first_row, count)
-        # The only row of a closed group is the running sum at the group's end.
+        # The only row that a closed group (a single block) writes is the running sum at its end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
@@ -480,7 +481,7 @@ class StackRunner:
         over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
         if count == len(bank):
-            d_bank = d_rows  # all rows belong to the group
+            d_bank = d_rows  # All rows of the bank belong to this group.
         d_bank, gradients = self._prior_backward(arrays, group, bank, d_prior, d_bank, gradients)
         return BackwardCarry(d_bank, d_current if self.grouping.open else None, gradients, summed)
 
@@ -493,7 +494,7 @@ class StackRunner:
         d_bank: Bank,
         gradients: StackArrays,
     ) -> tuple[Bank, StackArrays]:
-        """Run phase one of a group backwards.
+        """Run the backward pass of phase one, which reads the rows before a group of layers.
 
         Returns:
           `d_bank` and `gradients`, with the cotangents of the bank and of the group's scores added.
@@ -553,5 +554,5 @@ def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites
 
 
 def _writer(layer: nnx.List, k: int, layer_arrays: StackArrays) -> Writer:
-    """Return the parameters that write sublayer k's output, from the site after the sublayer."""
+    """Return the parameters that write sublayer k's output; they belong to the site after it."""
     return layer[k + 1].site.writer if k + 1 < len(layer) else layer_arrays.next_writers

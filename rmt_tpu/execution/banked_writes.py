@@ -3,7 +3,7 @@
 A *core* is the attention or MLP of a sublayer.
 
 Each way is a `Write` function. `RunCore` runs the core. The two other ways are used if the backward
-pass starts from the cores' outputs: `RunAndSaveCore` runs the core and saves its output in a stack,
+pass starts from the cores' outputs. `RunAndSaveCore` runs the core and saves its output in a stack,
 and `UseSavedOutput` reads the output from the stack. With `UseSavedOutput`, the core does not run
 again, because its `pull_back` computes gradients from the saved output.
 """
@@ -33,7 +33,7 @@ Write = Callable[[int, Core, Read, DepthIndex, Row, Writer, Aux], tuple[Row, Aux
 class RunCore:
     """A write that runs the core.
 
-    When decoding, `caches` holds the caches for one period's cores. Each core's updated cache is
+    When decoding, `caches` has the caches of the layer's cores. Each core's updated cache is
     appended to the attribute `new`.
     """
 
@@ -60,7 +60,7 @@ class RunCore:
 class RunAndSaveCore:
     """A write that runs the core and saves the core's output in a stack.
 
-    The attribute `outputs` holds the stacks, one per sublayer of a layer. The attribute `saved`
+    The attribute `outputs` has the stacks, one per sublayer of a layer. The attribute `saved`
     collects what each core's `pull_back` needs in addition to the output.
     """
 
@@ -85,8 +85,8 @@ class RunAndSaveCore:
 class UseSavedOutput:
     """A write that uses a saved output instead of running the core.
 
-    The sums of the cores' scalars stay unchanged, but the backward pass passes gradients to the
-    core's scalars.
+    The sums of the cores' scalars (such as balance losses) stay unchanged, but the backward pass
+    passes gradients to the core's scalars.
     """
 
     def __init__(
@@ -140,9 +140,10 @@ def write_saved(
     *,
     in_place: bool = True,
 ) -> Row:
-    """Return the running sum of a closed group of layers with the saved output y added.
+    """Return the running sum with the saved output y added, in a closed group of layers.
 
-    Before the group's first write, the sum counts as zero.
+    A closed group is exactly one block of outputs, so the sum counts as zero before the group's
+    first write.
     """
     empty = place.sublayer == place.group
     return store.write_saved(current, y, writer[...], empty=empty, in_place=in_place)

@@ -49,9 +49,10 @@ def per_device(
 ) -> Callable[..., Any]:
     """Return `sharding.per_device(function, mesh, *specs, **options)` for the mesh's own devices.
 
-    An op in `function` traces only its implementation for this kind of device. In other code it
-    traces one implementation per platform, although the lowered program contains only one of them.
-    The result must be lowered only for devices of the mesh.
+    In code that may be lowered for several platforms, an op traces one implementation per platform,
+    although the lowered program contains only one of them. In `function`, an op traces only its
+    implementation for the mesh's kind of device. The result must therefore be lowered only for
+    devices of the mesh.
     """
     device = mesh.devices.flat[0]
     if not _runs_known_kernels(device.platform, device.device_kind):
@@ -66,9 +67,9 @@ def per_device(
 
 
 def _runs_known_kernels(platform: str, kind: str) -> bool:
-    """Return whether a device's kind says which kernels it runs.
+    """Return whether the name of a device's kind determines which kernels the device can run.
 
-    The names of some GPUs ("Tesla T4") do not say whether they run CUDA.
+    The names of some GPUs, such as "Tesla T4", do not show whether the GPU runs CUDA.
     """
     return platform in ("cpu", "tpu") or platform_of(slug(kind)) is not None
 

@@ -55,7 +55,7 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
 
     Each stack is an `nnx.List` with the `Sublayer`s of its period (the repeated pattern of
     sublayers). Their parameters have a leading axis "layer" over the stack's repeats. For example,
-    `stacks/0/1/site/gain` holds the gains of the second sublayer's site in the first stack.
+    `stacks/0/1/site/gain` contains the gains of the second sublayer's site in the first stack.
     """
     stacks, first, writes = [], 0, cfg.RESIDUAL_PORT
     for stack_config in config.stacks:
@@ -115,8 +115,8 @@ def start(
 def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1 seq"]:
     """Return the tokens' positions; padding gets the position of the last token in its row.
 
-    If the positions of padding went on, they could exceed the number of learned positions. The
-    resulting NaN would stay in the cache.
+    If positions increased in the padding too, they could exceed the number of learned positions.
+    The resulting NaN would stay in the cache.
     """
     if embedding.positions is None or context.lengths is None:
         return context.query_positions
@@ -146,7 +146,7 @@ def sites_and_cores(
 ) -> list[tuple[nnx.Module | StackSlice, Core]]:
     """Return the site and the core of each sublayer of one layer.
 
-    A site holds the parameters with which the residual is written and read before the core. If
+    A site has the parameters with which the residual is written and read before the core. If
     `stack` is given, each site is slice `index` of the stacked site instead of the layer's own
     site, so that kernels read the parameters directly from the stack.
     """

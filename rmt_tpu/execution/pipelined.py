@@ -57,12 +57,12 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     if len(config.stacks) > 1:
         raise sharding.MeshError(
             f"--mesh: stage={schedule.stages} needs a model with a single stack of layers, but "
-            f"this one has {len(config.stacks)}; legal: stage=1"
+            f"this model has {len(config.stacks)} stacks; legal: stage=1"
         )
     layers, chunks = config.stacks[0].repeat, schedule.chunks
     if layers % chunks:
         raise sharding.MeshError(
-            f"model.num_layers={layers} is not divisible over stage={schedule.stages} x "
+            f"model.num_layers={layers} is not divisible by stage={schedule.stages} x "
             f"train.virtual_stages={schedule.virtual}; nearest legal: "
             f"{sharding.nearest_multiples(layers, chunks)}"
         )
@@ -74,8 +74,8 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
         )
     if config.remat == "reversible":
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} does not support model.remat='reversible'; legal: "
-            "none, dots, full"
+            f"--mesh: stage={schedule.stages} does not support model.remat='reversible'; legal "
+            "policies: none, dots, full"
         )
     period = len(config.stacks[0].cores)
     legal = config.mixer.chunk_multiple(config.num_sublayers)
@@ -89,9 +89,10 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
             n for n in range(1, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
         ]
         raise sharding.MeshError(
-            f"--mesh: with stage={schedule.stages} x train.virtual_stages={schedule.virtual}, a "
-            f"chunk has {layers * period // chunks} sublayers, not a multiple of a block's "
-            f"{legal}; legal numbers of chunks: {', '.join(map(str, fit)) or 'none'}"
+            f"--mesh: with stage={schedule.stages} x train.virtual_stages={schedule.virtual}, each "
+            f"chunk of layers has {layers * period // chunks} sublayers, which is no multiple of "
+            f"the {legal} sublayers of a block; legal numbers of chunks: "
+            f"{', '.join(map(str, fit)) or 'none'}"
         )
 
 
@@ -140,7 +141,7 @@ def loss(
     """Return an objective whose gradient needs memory for only a few microbatches at a time.
 
     Args:
-      decoder, tokens, context, schedule: the same as for `run_layers`.
+      decoder, tokens, context, schedule: see `run_layers`.
       of_tokens: a tuple of arrays shaped like `tokens`, passed to `terms`.
       terms: a function `terms(z, kernel, *of_tokens)`, where z is the input of the unembedding and
         `kernel` its weights. It returns scalars that are sums over tokens, and accepts any
@@ -197,12 +198,12 @@ def _tokens(x: Shaped[Array, "batch seq *shape"], parts: int) -> Shaped[Array, "
 
 
 class Stages(NamedTuple):
-    """A decoder in the form that `sharding.pipeline` takes.
+    """A decoder in the form that `sharding.pipeline` accepts.
 
     Attributes:
       pipeline: a function that returns the pipeline, given the function to run after the last
         chunk.
-      parameters: the pipeline's parameters; `last` holds the parameters of `read`.
+      parameters: the pipeline's parameters; `last` has the parameters of `read`.
       read: a function `read(parameters, result)` that returns the input of the unembedding from the
         final state or bank.
     """
@@ -287,7 +288,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     repeat, cores = config.stacks[0].repeat // schedule.chunks, config.stacks[0].cores
     runner = banked_stack.StackRunner(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
-    # A chunk consists of whole blocks, so its only input is the rows before it.
+    # A chunk of layers consists of whole blocks, so its only input is the bank's rows before it.
     num_rows = mixer.first_row(size) - mixer.first_row(0)
     first_params, to_start = _parameters(decoder.embedding, decoder.store)
     last_params, to_read = _parameters(decoder.store, mixer, decoder.final_site)
@@ -346,17 +347,17 @@ def _scores(
     chunks = [chunk_at(v) for v in range(schedule.virtual)]
     scores = decoder.mixer.scores([[sublayer.site for sublayer in chunk] for chunk in chunks])
     if len(scores) == decoder.config.num_sublayers:
-        # This mixer learns its scoring parameters as one matrix, which every stage holds in full.
-        # Select the rows of this stage's layers.
+        # This mixer learns its scoring parameters as one matrix, which every stage has in full. The
+        # rows for this stage's layers are selected here.
         scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
         scores = scores[:, sharding.axis_index("stage")]
     return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
-    """Return the parameters that write the embedding, which the first stage shares with all others.
+    """Return the parameters that write the embedding, on every stage of the pipeline.
 
-    They belong to the first site of the first stage.
+    They belong to the first site of the first stage, which sends them to all other stages.
     """
     if writers is None:
         return None
@@ -366,9 +367,10 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _next_writers(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
-    """Return the parameters that write each layer's last output, from the site after the layer.
+    """Return, for each layer, the parameters that write its last output.
 
-    After the last layer of a chunk, that site belongs to the next stage, which sends them.
+    They belong to the site after the layer. After the last layer of a chunk, this site belongs to
+    the next stage, which sends the parameters.
     """
     if final_writer is None:
         return None

@@ -115,8 +115,8 @@ def _decode_kernels(model: ModelConfig, target: Target, mesh: jax.sharding.Mesh)
     of_weights = "one multiplies a few rows by weights in the stack of all layers"
     if not weights.value:
         of_weights = f"none for products, because {weights.reason}"
-    # The sites' kernels, like the reversible schedule, support only mixers whose state is the
-    # residual.
+    # With a matrix residual, the kernels that read a site's parameters from a stack support the
+    # same mixers as the reversible schedule: those that pass on only the residual.
     alone = "reversible" in model.mixer.remats
     if not (alone if model.store.has_keys else model.mixer.decode_kernels):
         return Choice(weights.value, f"{of_weights}; this store and mixer have no others")

@@ -13,7 +13,9 @@ from rmt_tpu.layers import stacks
 
 
 def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
-    """Return the function `layer` with the recomputation of a policy; see `ModelConfig.remat`.
+    """Return `layer`, changed so that its backward pass recomputes what a policy says.
+
+    The policies are those of `ModelConfig.remat`.
 
     With "none", "full" and "reversible", `layer` is returned unchanged. For "full", the loop
     `scan_recomputed` recomputes the layers, and for "reversible" a separate schedule does.

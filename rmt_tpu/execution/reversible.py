@@ -85,11 +85,11 @@ class _Layers:
 
     Parameters are pure dicts, in which the layers of a stack are stacked.
 
-    A stack repeats a period of sublayers. Each sublayer of the period has one array that holds the
-    sublayer's outputs in all repeats, in one slot (slice) per repeat. Later sites read an output
-    from its slot. The output of a period's last sublayer is read by the next repeat, so the array
-    for these outputs has one extra slot: repeat i writes slot i + 1, and slot 0 holds the output
-    from before the first repeat.
+    A stack repeats a period (a sequence of sublayers). Each sublayer of the period has one array
+    for its outputs, with one slot (slice) per repeat. Later sites read an output from its slot. The
+    output of a period's last sublayer is read by the next repeat, so the array for these outputs
+    has one extra slot: repeat i writes slot i + 1, and slot 0 contains the output from before the
+    first repeat.
     """
 
     def __init__(self, decoder: DecoderParts, store: ReversibleStore, dtype: jnp.dtype):
@@ -154,8 +154,8 @@ class _Layers:
             sublayers = saved_stacks[number].sublayers
             z = previous = None
             if rereads:
-                # `undo` in each repeat also reads for the preceding repeat. The first repeat has no
-                # preceding repeat in this stack, so the result of its extra read is not used.
+                # In each repeat, `undo` also reads for the preceding repeat. The first repeat has
+                # no preceding repeat in this stack, so the result of its extra read is not used.
                 reads = stacks[number][len(stack.cores) - 1]["site"], sublayers[-1].statistics
                 previous = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
@@ -185,7 +185,7 @@ class _Layers:
                     residual, d_residual, d_y, d_site, z = self.store.undo(
                         residual, y, site, z, statistics, (d_residual, d_z), read_before
                     )
-                    # A core without parameters is absent from the tree.
+                    # A core without parameters has no entry in the tree of parameters.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
                 return (residual, d_residual, d_y, z, update_at(gradients, gradient, repeat)), None
 
@@ -203,8 +203,8 @@ class _Layers:
     def _empty(self, stack: cfg.Stack, entry: StackSlice) -> list[Array]:
         """Return uninitialised arrays for the outputs of a period's sublayers in all repeats.
 
-        If the stack has several repeats, the last array has an extra slot 0, which holds the output
-        in `entry`; see `_source`.
+        If the stack has several repeats, the last array has an extra slot 0, which contains the
+        output in `entry`; see `_source`.
         """
         batch, seq, _, size = entry.shape
         count = lambda port: sum(port.heads) + port.residual * self.config.data_shape[0]

@@ -1,4 +1,4 @@
-"""The schedule for mixers that pass on a state: a scan over the layers of each stack.
+"""The schedule for mixers that pass a state from layer to layer: a scan over each stack.
 
 A mixer forms a sublayer's input from earlier outputs, at the site before the sublayer.
 """
@@ -68,7 +68,7 @@ def scan(
       mixer: the model's mixer.
       store: the residual's store.
       stack: the stack of layers.
-      config: the model's config, whose `remat` says what the backward pass recomputes.
+      config: the model's config; its field `remat` says what the backward pass recomputes.
       carry: the mixer's state, the output that the first site writes, and the cores' summed
         scalars.
       context: the rule for which tokens may attend to which.

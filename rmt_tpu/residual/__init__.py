@@ -4,12 +4,12 @@
     state, y = mixer.start(store, state, y)
     state, z = mixer.advance(store, state, y, site, index)
 
-A *site* lies before each sublayer and before the unembedding, so a model with L layers has `2L + 1`
-sites. A site holds the parameters for writing the previous output, for the norm, for the next
+A *site* is the place before a sublayer or before the unembedding, so a model with L layers has
+`2L+1` sites. A site has the parameters for writing the previous output, for the norm, for the next
 sublayer's read and, in `site.mix`, for the mixer. The shapes of these parameters follow from the
 ports (the declared inputs and outputs) of the cores before and after the site. The embedding is the
-first output that is written. A sublayer computes `y = core(z)`, where z holds the data vectors that
-the site before the sublayer has read. A core does not depend on the kind of residual.
+first output that is written. A sublayer computes `y = core(z)`, where z contains the data vectors
+that the site before the sublayer has read. A core does not depend on the kind of residual.
 
 Two choices can be combined freely:
 - the *store* defines the residual of one token: `vector` (Transformer) or `matrix` (RMT);
@@ -75,7 +75,7 @@ def store_module(store: cfg.Store) -> ModuleType:
 def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
     """Return the configured mixer, which forms a sublayer's input from earlier outputs.
 
-    The mixer has only those parameters that do not belong to a site (the place before a sublayer).
+    The mixer has only the parameters that do not belong to a site (the place before a sublayer).
     """
     match config.mixer:
         case cfg.Sum():
@@ -107,7 +107,8 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> StateMixer | BankMixer:
 def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
     """Return the parameters of one site, at which the residual is written and read.
 
-    The site has the parameters of the configured store. `site.mix` has those of the mixer.
+    The site has the parameters of the configured store (the kind of residual), and in `site.mix`
+    those of the configured mixer.
     """
     site = store_module(config.store).Site(config, seed, place)
     match config.mixer:
@@ -133,7 +134,7 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
 
 
 def heads_layout(config: cfg.ModelConfig) -> HeadsLayout:
-    """Return the layout of heads that the configured store uses."""
+    """Return how the configured store divides the heads of a sublayer over devices."""
     return store_module(config.store).HEADS
 
 

@@ -1,4 +1,4 @@
-"""Delta Attention Residuals: the plain residual, plus attention over what blocks added to it.
+"""Delta Attention Residuals: the plain residual, plus attention over what blocks add to it.
 
 Delta Attention Residuals (arXiv 2605.18855, 2026). The plain residual `h_l = h_{l-1} + y_l` is
 kept. The delta of a block is the change of h over the block, which is the sum of the outputs of the
@@ -10,17 +10,16 @@ softmax-weighted mean of deltas:
     u_l = h_{l-1} + g_l sum_b a_b D_b        z_l = read(u_l)
 
 Every site has a gain and a query w_l, which starts at zero. The embedding is part of h but is not a
-delta. With a matrix store, deltas and queries are matrices `D_k x D_v`. Our reading adds two
-options:
-- g_l, a learned gate per site. It starts at zero, so that the model starts as the plain one. The
-  paper has the constant 1.
-- a null source with value 0 and a learned logit n_l. It takes the share `1 - sigmoid(L - n_l)` of
+delta. With a matrix store, deltas and queries are matrices `D_k x D_v`. This code adds two options:
+- g_l, a learned gate per site. It starts at zero, so that the model starts as one with the plain
+  residual. In the paper, g_l is the constant 1.
+- a null source with value 0 and a learned logit n_l. It gets the share `1 - sigmoid(L - n_l)` of
   the weight, where L is the log-sum-exp of the deltas' logits.
 
 The bank has the deltas in its first rows, as in Block AttnRes (`depth_attention`), and the
-embedding in its last row, which kernels therefore do not attend to. An additional query of zeros
-gives the mean of the rows that a kernel reads. Times their number, the mean is their sum, and h
-needs no other pass over the bank.
+embedding in its last row, to which kernels therefore do not attend. An additional query of zeros
+gives the plain mean of the deltas that a kernel reads. Their sum, which is a part of h, is this
+mean times their number, so h needs no other pass over the bank.
 """
 
 import dataclasses
@@ -45,8 +44,9 @@ class DeltaPrior(NamedTuple):
     """The result of phase one: attention from each site of a group to the deltas before the group.
 
     Attributes:
-      mixed: the softmax-weighted means of these deltas, one per site; and last their plain mean.
-      log_sums: the log-sum-exps of the sites' logits; and last the logarithm of the deltas' number.
+      mixed: the softmax-weighted means of these deltas, one per site, followed by their plain mean.
+      log_sums: the log-sum-exps of the sites' logits, followed by the logarithm of the number of
+        deltas.
       residual: h before the group, which is the sum of the embedding and these deltas.
     """
 
@@ -95,7 +95,7 @@ class DeltaAttention(DepthAttention):
         return sublayer // self.block
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Return an empty tuple: no kernel for decode steps computes h plus attention."""
+        """Return an empty tuple, because no kernel for decode steps computes h plus attention."""
         return ()
 
     def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> DeltaPrior:
@@ -109,7 +109,10 @@ class DeltaAttention(DepthAttention):
         return DeltaPrior(mixed, log_sums, h.astype(bank.dtype))
 
     def empty_cotangent(self, prior: DeltaPrior) -> DeltaPrior:
-        """Return zeros for h, to which every site adds; see `protocols.BankMixer`."""
+        """Return the initial cotangent of phase one's result, with zeros for h.
+
+        Every site adds to the cotangent of h, but each writes its own slice of the other arrays.
+        """
         empty = stacks.empty_like(prior)
         return empty._replace(residual=jnp.zeros_like(prior.residual))
 
@@ -122,9 +125,10 @@ class DeltaAttention(DepthAttention):
         d_prior: DeltaPrior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Run the backward pass of phase one: see `protocols.BankMixer`."""
+        """Run the backward pass of phase one (the method `prior`); see `protocols.BankMixer`."""
         d_mixed, d_log_sums, d_h = d_prior
-        # No site reads the last mean and log-sum-exp: only h depends on that mean.
+        # The last mean and log-sum-exp belong to the query of zeros. No site reads them; only h
+        # depends on the mean.
         d_mixed = stacks.update_at(d_mixed, count * d_h, len(scores))
         d_log_sums = stacks.update_at(d_log_sums, jnp.zeros_like(d_log_sums[0]), len(scores))
         prior, d_prior = Prior(*prior[:2]), Prior(d_mixed, d_log_sums)
@@ -168,17 +172,17 @@ class DeltaAttention(DepthAttention):
             active = jnp.asarray(at.sublayer % self.block > 0)
             before, running = (mean[None], log_sums[None]), active.astype(jnp.int32)
             (mean,), (log_sums,) = self._partial(score[None], current[None], running, before)
-            # Before a block's first output, the running sum may hold anything.
+            # Before a block's first output, the running sum may have arbitrary values.
             h = h + jnp.where(active, current, 0)
         u = site.mix.add(h, mean, log_sums)
         return prior, rows, current, store.read(u, site, store.compute_dtype)
 
-    # For analysis --------------------------------------------------------------------------------
+    # Methods for analysis ------------------------------------------------------------------------
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq 1"]:
-        """Return the weights over `values` of the site before sublayer `index`.
+        """Return the weights that the site before sublayer `index` gives to `values`.
 
         The embedding has the weight 1, and a delta the weight `1 + g a`, with g the gate and a its
         attention weight.
@@ -198,7 +202,7 @@ class DeltaAttention(DepthAttention):
     ) -> DepthWeights:
         """Return the mean weight of each source at each site: see `protocols.BankMixer`.
 
-        Weights are negative if the gate and the attention give a delta less than -1.
+        The weight of a delta is 1 plus the gate times its attention weight, and may be negative.
         """
         return dataclasses.replace(super().depth_weights(names, means), signed=True)
 

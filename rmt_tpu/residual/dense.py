@@ -1,7 +1,7 @@
 """DenseFormer: a layer reads a learned weighted sum of the outputs of all earlier layers.
 
 Pagliardini et al. (NeurIPS 2024). X_0 is the embedding, and X_i is the output of layer i, which
-runs as in the plain model on its input Y_{i-1}:
+computes it from Y_{i-1} as in the plain model:
 
     X_i = layer_i(Y_{i-1})      Y_0 = X_0      Y_i = sum over j <= i, j = i mod k, of a_ij X_j
 
@@ -37,7 +37,7 @@ from rmt_tpu.residual.protocols import (
 class LayerBank(nnx.Module):
     """The base class of mixers whose bank has one row per layer, after the embedding's row.
 
-    A layer is two sublayers.
+    Every layer has two sublayers.
     """
 
     keeps_sum = False
@@ -57,7 +57,7 @@ class LayerBank(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: DepthIndex
     ) -> tuple[Bank | None, Row]:
-        """Write the residual `current` after a layer's last sublayer into the layer's bank row."""
+        """Store the residual `current` in a layer's bank row after the layer's last sublayer."""
         if not site.begins_layer:
             rows = stacks.update_at(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
@@ -109,7 +109,7 @@ class Dense(LayerBank):
         bank: Bank,
         count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """Run phase one: for each layer of a group, sum the rows before the group with its weights.
+        """Run phase one: compute each layer's weighted sum of the rows before a group of layers.
 
         `scores` has two equal rows of weights per layer, and `count` is the number of rows before
         the group.
@@ -117,7 +117,7 @@ class Dense(LayerBank):
         return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
 
     def empty_cotangent(self, prior: Array) -> Array:
-        """Return an uninitialised array, because each layer writes its own slice."""
+        """Return an uninitialised cotangent of `prior`; each layer writes its own slice of it."""
         return stacks.empty_like(prior)
 
     def prior_backward(
@@ -129,7 +129,7 @@ class Dense(LayerBank):
         d_prior: Array,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Run the backward pass of phase one: see `protocols.BankMixer`."""
+        """Run the backward pass of phase one (the method `prior`); see `protocols.BankMixer`."""
         _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
         d_scores, of_prior = pullback(d_prior)
         return d_scores, d_bank + of_prior

@@ -1,6 +1,6 @@
 """Ablations and options of Attention Residuals, in plain JAX: each site reads the whole bank.
 
-The bank holds the outputs of earlier blocks, which are the sources of the attention over depth. The
+The bank contains the outputs of earlier blocks, which are the sources of attention over depth. The
 paper names the ablations and gives their losses. The equations are our reading of the names:
 - "input" query: the query is the site's vector plus a projection of the newest source,
   RMS-normalised;
@@ -11,8 +11,9 @@ paper names the ablations and gives their losses. The equations are our reading 
 - a window: only the embedding and the newest rows are sources.
 
 The bias of the newest source and cumulative sources, whose equations are in `depth_attention`, are
-computed here too. Rows stay sums of blocks, and each site adds them up. With cumulative sources the
-running residual is a source of every site, also where it repeats the newest row's.
+computed here too. With cumulative sources, a row of the bank is still the sum of one block, and
+each site adds up the rows. The running residual is then a source of every site, even where it
+equals the source of the newest row.
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Return an empty tuple: the ablations have no special path for decode steps."""
+        """Return an empty tuple, because the ablations have no kernels for decode steps."""
         return ()
 
     def _table(self) -> Float[Array, "sites sources"]:
@@ -223,7 +224,7 @@ class DepthAblation(depth_attention.DepthAttention):
         mean_square = sharding.total(square, "key") / (x.shape[-1] * sharding.axis_size("key"))
         return x * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
 
-    # For analysis --------------------------------------------------------------------------------
+    # Methods for analysis ------------------------------------------------------------------------
 
     def seen(self, site: int) -> list[int]:
         """Return the indices of the sources that a site attends to, oldest first.
@@ -236,9 +237,9 @@ class DepthAblation(depth_attention.DepthAttention):
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the attention weights over `values` of the site before sublayer `index`.
+        """Return the attention weights that the site before sublayer `index` gives to `values`.
 
-        The weight of a value that is two sources is the sum of their weights.
+        A value that occurs as two sources gets the sum of their weights.
         """
         flat = values.reshape(*values.shape[:3], -1)
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)

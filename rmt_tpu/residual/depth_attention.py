@@ -17,10 +17,11 @@ Some options are not in the paper:
   so that h remains the plain mean. Kernels then get zero queries.
 - A learned bias b per site is added to the logit of the newest source (open-attention-residuals,
   which starts it at 3 or 10):  `logit_last = <gain * query, v_last> / rms(v_last) + b`
-- Cumulative sources (open-attention-residuals) are the plain residual at the ends of blocks, and
-  the running one:  `v_n = embedding + sum of the outputs of blocks 1 to n`. The running residual is
-  a source of every site. At a site right after a block it equals that block's source, so that this
-  value has two weights. The bias of the newest source is the running residual's alone.
+- Cumulative sources (open-attention-residuals) are the plain residuals at the ends of blocks, and
+  the running residual:  `v_n = embedding + sum of the outputs of blocks 1 to n`. The running
+  residual is a source of every site. At a site right after a block it equals that block's source,
+  so that this value has two weights. The bias of the newest source applies only to the running
+  residual.
 - Without attention at the output site, the unembedding reads the newest source (which is the plain
   residual if sources are cumulative, as in open-attention-residuals), or the sum of the embedding
   and all outputs (an option of marin).
@@ -80,7 +81,8 @@ class DepthAttentionMix(nnx.Module):
     Attributes:
       query: the query, initialised to zero; None if every source has the same weight.
       key_gain: the gain of the norm that turns sources into keys; None without a gain or norm.
-      newest_bias: the number b that is added to the newest source's logit, [1]; None without one.
+      newest_bias: the number b that is added to the newest source's logit, [1]; None if the config
+        has no such bias.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -133,7 +135,7 @@ class DepthAttention(nnx.Module):
         mean_square = sharding.total(square, "key") / math.prod(self.source_shape)
         return (wide * jax.lax.rsqrt(mean_square + self.mixer.epsilon)).astype(row.dtype)
 
-    # The schedule -------------------------------------------------------------------------------
+    # Groups of layers ---------------------------------------------------------------------------
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return groups of one block each where possible, and groups of several layers otherwise.
@@ -146,7 +148,8 @@ class DepthAttention(nnx.Module):
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
-        # All groups get the number of rows that the group which starts furthest into a block needs.
+        # A group that starts inside a block may write one row more than other groups. All groups
+        # get the number of rows that the group which starts furthest into a block needs.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
@@ -193,7 +196,7 @@ class DepthAttention(nnx.Module):
         """Whether a running sum is passed between layers; False if every output has its own row."""
         return self.block > 1
 
-    # Phase one ----------------------------------------------------------------------------------
+    # Phase one: the rows before a group of layers -----------------------------------------------
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
         """Return every site's query, multiplied by the site's key gain and flattened."""
@@ -242,7 +245,7 @@ class DepthAttention(nnx.Module):
         return Prior(*self._partial(scores, bank, count))
 
     def empty_cotangent(self, prior: Prior) -> Prior:
-        """Return uninitialised arrays, because each site writes its own slice."""
+        """Return an uninitialised cotangent of `prior`; each site writes its own slice of it."""
         return stacks.empty_like(prior)
 
     def prior_backward(
@@ -254,7 +257,7 @@ class DepthAttention(nnx.Module):
         d_prior: Prior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Run the backward pass of phase one: see `protocols.BankMixer`."""
+        """Run the backward pass of phase one (the method `prior`); see `protocols.BankMixer`."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
                 _shaped(scores, bank),
@@ -318,11 +321,11 @@ class DepthAttention(nnx.Module):
     def _divided(self):
         """Return the keyword argument that tells kernels which mesh axis shards a source.
 
-        The result is {} if no axis does.
+        The result is {} if no mesh axis shards a source.
         """
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
-    # Phase two ----------------------------------------------------------------------------------
+    # Phase two: the rows of the group itself ----------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from the final site's mix of all rows."""
@@ -334,7 +337,7 @@ class DepthAttention(nnx.Module):
         return store.read(h, final_site, store.compute_dtype)
 
     def _without_attention(self, bank: Bank) -> Row:
-        """Return what an output site without attention reads: the newest source, or the sum."""
+        """Return what an output site without attention reads: the newest row or the sum of rows."""
         if self.mixer.output_site == "newest" and not self.mixer.cumulative:
             return bank[self.num_rows - 1]
         wide = jnp.result_type(bank, jnp.float32)
@@ -404,7 +407,7 @@ class DepthAttention(nnx.Module):
         rows = stacks.write_unread(rows, current, own, sealed)
         return rows, jnp.where(sealed, 0, current)
 
-    # For analysis --------------------------------------------------------------------------------
+    # Methods for analysis ------------------------------------------------------------------------
 
     def unrolled(
         self,
@@ -452,7 +455,7 @@ class DepthAttention(nnx.Module):
     ) -> DepthWeights:
         """Return the mean weight of each source at each site: see `protocols.BankMixer`.
 
-        A site's weight of an incomplete block is listed in the column of that block.
+        A weight that a site gives to an incomplete block is listed in the column of the block.
         """
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]
@@ -472,13 +475,13 @@ class DepthAttention(nnx.Module):
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the attention weights over `values` of the site before sublayer `index`."""
+        """Return the attention weights that the site before sublayer `index` gives to `values`."""
         return jax.nn.softmax(self.plain_logits(site, values), axis=0)
 
     def plain_logits(
         self, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq 1"]:
-        """Return the logits of a site's query and `values`."""
+        """Return the attention logit of each of `values` for the query of a site."""
         if site.mix.query is None:
             return jnp.zeros((*values.shape[:3], 1), values.dtype)
         query = site.mix.folded().reshape(-1)

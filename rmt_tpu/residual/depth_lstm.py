@@ -1,4 +1,4 @@
-"""Depth-wise LSTM: one LSTM cell per layer replaces the residual and holds the feed-forward layer.
+"""Depth-wise LSTM: LSTM cells replace the residual and contain the feed-forward layers.
 
 Xu, Song, Liu, van Genabith and Xiong (2024). The state of a token is an output o and a cell c.
 Layer b computes:

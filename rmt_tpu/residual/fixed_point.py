@@ -35,9 +35,9 @@ _MIN_STEPS = 64
 def with_float_residual(model: cfg.ModelConfig) -> cfg.ModelConfig:
     """Return the model config for use without training: a float residual and remat "full".
 
-    Without training no write is undone, so neither a fixed step nor the sublayers' stored outputs
-    are needed, and a float residual cannot overflow. A config without reversible remat is returned
-    unchanged.
+    Without training no write is undone, so neither a fixed step size nor stored outputs of
+    sublayers are needed, and a float residual cannot overflow. A config without reversible remat is
+    returned unchanged.
     """
     if model.remat != "reversible":
         return model

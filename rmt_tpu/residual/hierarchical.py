@@ -115,16 +115,17 @@ class Hierarchical(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[HierarchicalState, Read]:
-        """Write y to the residual, pass the residual through a node if one is due, and read."""
+        """Write y to the residual, replace the residual if a node follows here, and read it."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
-        if site.begins_layer:  # the preceding layer, or the embedding, is complete
+        # At the start of a layer, the preceding layer's output (or the embedding) is complete.
+        if site.begins_layer:
             done = index // 2
             h = self._aggregate(h, inputs, done, y.dtype)
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)
         return HierarchicalState(h, inputs), store.read(h, site, y.dtype)
 
     def _aggregate(self, h, inputs, done, dtype):
-        """Return the output of the node after `done` layers; return h if no node follows them."""
+        """Return the output of the node after `done` layers, or h if no node follows them."""
 
         def gathered():
             return [x.astype(dtype) for x in (*inputs[1:], h)]

@@ -20,8 +20,9 @@ float32. The variants differ in how each site computes them:
       alpha = s(a_pre x W_pre + b_pre)              beta = 2 s(a_post x W_post + b_post)
       A = Sinkhorn(a_res x W_res + b_res)
 
-- mHC-lite (Yang and Gao 2026): as mHC, but A is a weighted mean of all m! permutation matrices,
-  with weights `softmax(a_res x W_res + b_res)`. This A is doubly stochastic without iteration.
+- mHC-lite (Yang and Gao 2026) differs from mHC only in A, a weighted mean of all m! permutation
+  matrices, with weights `softmax(a_res x W_res + b_res)`. This A is doubly stochastic without
+  iteration.
 
 Here s is the sigmoid. The matrices W are initialised to zero. Each site has a home stream, stream
 (site mod m), from which it reads most, so that streams and sites differ. At initialisation, HC and
@@ -129,7 +130,7 @@ def _weighted_sum(
     return sum(w[..., None] * x.astype(w.dtype) for w, x in zip(weights, streams, strict=True))
 
 
-# What a site learns --------------------------------------------------------------------------
+# The learned parameters of a site ------------------------------------------------------------
 
 
 def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> nnx.Module:
@@ -204,7 +205,8 @@ class DynamicMix(nnx.Module):
         """Return each token's read, write and mixing coefficients, computed from its streams."""
         static = self.static(streams)
         projected = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
-        projected = jnp.stack(projected, axis=1)  # [2 + m, source stream, batch, seq]
+        # The stacked projections have the shape [2 + m, source stream, batch, seq].
+        projected = jnp.stack(projected, axis=1)
         projected = jnp.tanh(projected) if self.tanh else projected
         s_a, s_b = self.scales[...]
         return Coefficients(

@@ -5,7 +5,7 @@ data vectors with retrieval keys (Mak and Flanigan 2025, equations 12 to 27). Th
 vectors replace the weight matrices W_Q, W_K, W_V and W_O of a Transformer.
 
 In shapes, `local_D_k` is a device's slice of D_k, and `key_batch` is the batch of all devices along
-the mesh axis `key`, which hold the other slices.
+the mesh axis `key`, which store the other slices.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from rmt_tpu.residual.place import Place
 
 
 class Site(nnx.Module):
-    """The parameters with which one sublayer's output is written and the next one's input read.
+    """The parameters that write one sublayer's output and read the next sublayer's input.
 
     Attributes:
       store_keys: the storage keys, [R, D_k]: w_O after a core with heads, w_FF after a feed-forward
@@ -116,7 +116,7 @@ class Store(nnx.Module):
     """The store `X += w^T y; z = r norm(X)`, one call to `pallas_kernels.store_norm_retrieve`.
 
     X is the residual, w are a site's storage keys and r its retrieval keys. On a mesh with a `key`
-    axis, each device holds a slice of D_k for the batch of all devices along that axis.
+    axis, each device has a slice of D_k for the batch of all devices along that axis.
 
     Attributes:
       position_keys: w_PE, [R, D_k], if positions are learned; otherwise None.
@@ -139,12 +139,12 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq R D_v"],
         positions: Float[Array, "batch_or_1 seq R D_v"] | None,
     ) -> tuple[Float[Array, "key_batch seq local_D_k D_v"], Float[Array, "batch seq R D_v"]]:
-        """Return the residual with only the positions in it, and the tokens as the first write.
+        """Return the residual, which has only positions, and the tokens, which are written first.
 
         The residual is `X = w_PE^T P` (equation 19), with P the positions' data vectors, or zeros
         without learned positions. The tokens are written by the first site (equation 18).
         """
-        # Each device holds its slice of D_k, for the batch of all devices along the `key` axis.
+        # Each device has its own slice of D_k, for the batch of all devices along the `key` axis.
         devices = sharding.axis_size("key")
         batch, seq, _, size = tokens.shape
         shape = (devices * batch, seq, self.key_dim // devices, size)
@@ -275,7 +275,7 @@ class Store(nnx.Module):
         site: Site,
         dtype: DTypeLike,
     ) -> Read:
-        """Read queries, keys and values of different residuals: see `protocols.Store`."""
+        """Read queries, keys and values from different residuals; see `protocols.Store`."""
         _, gain, read_keys = _parameters(site)
         keys = jnp.split(read_keys, np.cumsum(site.reads.heads)[:-1])
         options = {"dtype": dtype} | self._options()
@@ -294,7 +294,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq D_k D_v"], Read]:
-        """Finish attention over depth at one site (phase two), then norm the result and read it.
+        """Finish attention over depth at one site (phase two), and read the normalised result.
 
         See `protocols.Store`.
         """

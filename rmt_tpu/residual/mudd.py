@@ -12,17 +12,18 @@ computes the weights of each token from X_i:
 The unembedding reads a single sum, the way r, of X_0 to X_L. Layer 1 reads X_0 alone. For s sums of
 i + 1 outputs, the network has `n = s (i + 1)` hidden units, so W_1 is [D, n] and W_2 is [n, n]; its
 rmsnorm has no gain. W_2 starts at zero, and the static weights a_i at 1 for j = i and 0 elsewhere,
-so that the model starts as the plain one. With a single way and without W_1 and W_2, the equations
-are those of DenseFormer (`dense`).
+so that the model starts as the plain model. With a single way and without W_1 and W_2, the
+equations are those of DenseFormer (`dense`).
 
 A site has one norm gain for the three inputs of attention. Options of the published code are left
 out: three gains, more hidden units in the networks, and feed-forward layers that grow with depth.
 GELU is approximated by tanh. With a matrix store, X_i and the sums are matrices `D_k x D_v`, and
 W_1 is [D_k, D_v, n].
 
-Attention does not know of the ways. In both stores a site reads all queries, then all keys, then
-all values of a core, and `Store.read_groups` reads each of these groups from its own sum. The cores
-MLA and KDA also read the whole residual, for which the equations have no sum. They are refused.
+The code of attention does not depend on the four ways. In both stores a site reads all queries,
+then all keys, then all values of a core, and `Store.read_groups` reads each of these groups from
+its own sum. The cores MLA and KDA also read the whole residual, for which the equations have no
+sum, so a config with them is refused.
 """
 
 import math
@@ -59,7 +60,7 @@ Weights = Float[Array, "ways sources batch seq"]
 
 
 class Connections(nnx.Module):
-    """The network and the static weights of the sums of X_0 to X_i, with n = ways * sources.
+    """The network and the static weights for sums of X_0 to X_i, with n = ways * sources.
 
     Attributes:
       project_in: W_1, [D, n] or [D_k, D_v, n].
@@ -132,8 +133,9 @@ class Mudd(LayerBank):
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return groups of one period each.
 
-        The weights of a layer depend on the layer before, so no pass over the bank can serve the
-        layers of a group. Larger groups would only make layers read their group's own rows too.
+        The weights of a layer depend on the layer before, so one pass over the bank cannot compute
+        the sums of several layers. In larger groups, layers would only have to read their group's
+        own rows too.
         """
         return Grouping(1, False, False, lambda sublayers: sublayers // 2)
 
@@ -163,7 +165,7 @@ class Mudd(LayerBank):
         return bank
 
     def empty_cotangent(self, prior: Bank) -> Bank:
-        """Return zeros, to which every layer adds; see `protocols.BankMixer`."""
+        """Return zeros as the initial cotangent of the bank, to which every layer adds."""
         return jnp.zeros_like(prior)
 
     def prior_backward(
@@ -209,12 +211,12 @@ class Mudd(LayerBank):
         return prior, rows, current, store.read_groups(attended, site, store.compute_dtype)
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, read from the last sum, of all rows."""
+        """Return the input of the unembedding, read from its weighted sum of all rows."""
         weights = self.connections[-1].weights(bank[self.num_layers])
         (u,) = _sums(weights, bank, jnp.ones(self.num_rows, bool))
         return store.read(u.astype(bank.dtype), final_site, store.compute_dtype)
 
-    # For analysis --------------------------------------------------------------------------------
+    # Methods for analysis ------------------------------------------------------------------------
 
     def unrolled(
         self,
@@ -249,7 +251,7 @@ class Mudd(LayerBank):
     ) -> DepthWeights:
         """Return the mean weight of each layer's output in each sum: see `protocols.BankMixer`.
 
-        The sum for the queries of layer 2 has the name "2q".
+        The name of a sum has the layer and the way: the sum for the queries of layer 2 is "2q".
         """
         layers = [str(1 + layer) for layer in range(self.num_layers)]
         mean = [[*map(float, row), *(self.num_rows - len(row)) * [None]] for row in means]
@@ -306,5 +308,5 @@ def _sums(
 
 
 def _padded(x: nnx.Param | Array, *last: tuple[int, int]) -> Array:
-    """Return the array with zeros before and after the entries along each of its last axes."""
+    """Return the array padded with zeros; `last` has the two numbers for each of its last axes."""
     return jnp.pad(x[...], [(0, 0)] * (x.ndim - len(last)) + list(last))

@@ -8,10 +8,10 @@ from rmt_tpu.config import Port
 
 
 class Place(NamedTuple):
-    """The place of a site, which lies before a sublayer or before the unembedding.
+    """The place of a site in the model: before a sublayer or before the unembedding.
 
     Attributes:
-      index: the number of sublayers before the site; traced inside a stack.
+      index: the number of sublayers before the site; inside a stack it is a traced value.
       within: the number of sublayers before the site within its layer of two: 0 at the start of a
         layer, 1 between its two sublayers.
       writes: the port of the core before the site, or of the embedding.

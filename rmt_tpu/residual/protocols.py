@@ -20,7 +20,7 @@ from pallas_kernels import StackSlice, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
-# A row of a bank holds one residual per token, such as the sum of the outputs of a few sublayers. A
+# A row of a bank has one residual per token, such as the sum of the outputs of a few sublayers. A
 # bank is a stack of rows.
 Row = Float[Array, "batch seq *shape"]
 Bank = Float[Array, "_ batch seq *shape"]
@@ -80,7 +80,7 @@ class Store(Protocol):
         site: nnx.Module,
         dtype: DTypeLike,
     ) -> Read:
-        """Return the input of attention, with queries, keys and values of different residuals.
+        """Return the input of attention, with queries, keys and values from different residuals.
 
         `residuals` has one residual for each of these groups of heads. The site's norm is applied
         to each residual. The core must read heads only.
@@ -299,8 +299,8 @@ class Grouping(NamedTuple):
 
     Attributes:
       layers: the number of layers per group; the last group may have fewer layers.
-      closed: whether each group is exactly one block of sublayers, so that a running sum of outputs
-        starts empty and ends as a complete row.
+      closed: whether each group is exactly one block of sublayers, so that the running sum of
+        outputs starts empty and is a complete row at the end.
       open: whether a group may start or end with a running sum that is not empty.
       rows: a function from a group's number of sublayers to the number of the bank's rows that the
         group writes, which start at `first_row`. A closed group writes 1 row.
@@ -361,15 +361,15 @@ class DepthWeights:
 class BankMixer(Protocol):
     """A mixer whose sites read the rows of a bank.
 
-    A bank is a stack of rows. A row holds the embedding or the output of one or more sublayers, and
-    is *sealed* when it is complete. Layers run in groups. Phase one computes what the rows before a
-    group contribute to the inputs of all the group's sites. Phase two adds, at each site, what the
-    group's own rows contribute.
+    A bank is a stack of rows. A row contains the embedding or the output of one or more sublayers,
+    and is *sealed* when it is complete. Layers run in groups. Phase one computes what the rows
+    before a group contribute to the inputs of all the group's sites. Phase two adds, at each site,
+    what the group's own rows contribute.
 
     Attributes:
       num_rows: the number of rows in a bank, including the embedding's row.
       keeps_sum: whether layers pass on a running sum of outputs, which is not a row yet.
-      embedding_row: the index of the row that holds the embedding: the first or the last row.
+      embedding_row: the index of the row that contains the embedding: the first or the last row.
     """
 
     num_rows: int
@@ -397,7 +397,7 @@ class BankMixer(Protocol):
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers *scored"]:
         """Return each site's parameters for scoring rows, such as its query, ordered by depth.
 
-        `sites` holds, for each stack of layers, the sites of the stack's period (its repeated
+        `sites` has, for each stack of layers, the sites of the stack's period (its repeated
         pattern of sublayers), stacked over repeats.
         """
 
@@ -408,10 +408,10 @@ class BankMixer(Protocol):
         """
 
     def empty_cotangent(self, prior: Any) -> Any:
-        """Return the cotangent of the result of phase one before any site has been undone.
+        """Return the initial cotangent of the result of phase one, before any site's backward pass.
 
-        What every site adds to must be zeros. What exactly one site writes, as the gradient of
-        `layers.stacks.slice_once` does, may be uninitialised.
+        Arrays to which every site adds must be zeros. Arrays in which each slice is written by
+        exactly one site (see `layers.stacks.slice_once`) may be uninitialised.
         """
 
     def prior_backward(
@@ -423,7 +423,7 @@ class BankMixer(Protocol):
         d_prior: Any,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites *scored"], Bank]:
-        """Run the backward pass of phase one, from the cotangent `d_prior` of its result.
+        """Run the backward pass of phase one (`prior`), from the cotangent `d_prior` of its result.
 
         Returns:
           The cotangent of `scores`; and `d_bank`, an earlier cotangent of the bank, with the
@@ -505,7 +505,7 @@ class BankMixer(Protocol):
 
 @runtime_checkable
 class StackedScores(Protocol):
-    """A `BankMixer` whose sites can read their parameters from stacks in decode steps."""
+    """A `BankMixer` whose sites can read their parameters from stacked arrays in decode steps."""
 
     def decode_params(
         self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List

@@ -14,13 +14,13 @@ The value residual is that of Zhou et al. (2024, arXiv 2410.17897), with learned
 that start at 0.5 each. The scalars a and b are those of modded-nanogpt (Jordan et al. 2024) and
 nanochat (Karpathy 2025), where a starts at 1 or slightly above, b between 0 and 0.1, and a learns
 at 0.01 of the rate of b. Here all factors are float32 numbers. By default they start at a = 1,
-b = 0, l1 = 0 and l2 = 1, and the model starts as the plain one. The rate of a follows from the
-project's rule for rates over depth; `train.depth_rate=0.01` gives the ratio of the sources.
+b = 0, l1 = 0 and l2 = 1, and the model starts as the plain model. The learning rate of a follows
+from the project's rule for rates over depth; `train.depth_rate=0.01` gives the ratio 0.01.
 
-A core does not know of the value residual. In both stores a site reads all queries, then all keys,
-then all values of a core, before positions are applied. The mixer therefore replaces the last
-vectors that the site has read. The layers pass on x_0 and V_1 together with the residual, so a
-schedule that keeps the state before each layer also keeps them before each layer.
+The code of a core does not depend on the value residual. In both stores a site reads all queries,
+then all keys, then all values of a core, before positions are applied. The mixer therefore replaces
+the last vectors that the site has read. The layers pass on x_0 and V_1 together with the residual,
+so a schedule that saves the state before each layer also saves these two arrays before each layer.
 """
 
 from typing import NamedTuple
@@ -98,7 +98,7 @@ class ResidualScalars(nnx.Module):
     def start(
         self, store: Store, state: Float[Array, "key_batch seq *shape"], y: Written
     ) -> tuple[ScalarsState, Written]:
-        """Return the residual with zeros as x_0 and V_1, and the embedding, written first."""
+        """Return the initial state, with zeros as x_0 and V_1, and y, which is written first."""
         residual = store.hold(state)
         embedding = jnp.zeros_like(residual) if self.scalars else None
         return ScalarsState(residual, embedding, self._no_values(y) if self.values else None), y
@@ -138,5 +138,8 @@ class ResidualScalars(nnx.Module):
 
 
 def _weighted_sum(*terms: tuple[nnx.Param, Float[Array, "*shape"]]) -> Float[Array, "*shape"]:
-    """Return the sum of arrays times scalars, computed in at least float32, in the last's dtype."""
+    """Return the sum of arrays times scalars, in the dtype of the last array.
+
+    It is computed in at least float32.
+    """
     return sum(scale[...] * x for scale, x in terms).astype(terms[-1][1].dtype)

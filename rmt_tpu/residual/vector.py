@@ -26,7 +26,7 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Site(nnx.Module):
-    """The parameters with which one sublayer's output is written and the next one's input read.
+    """The parameters that write one sublayer's output and read the next sublayer's input.
 
     Heads and head size share one axis in the matrices: if heads of size 64 were the last axis, a
     TPU would pad each row of 64 to 128.
@@ -37,7 +37,7 @@ class Site(nnx.Module):
       bias: the bias of the norm, [D], or None.
       read: W_Q, W_K and W_V, [3, D, H * D_h], before a core with heads; W_Q alone, [1, D, H * D_h],
         if there are fewer key and value heads than query heads; None if the vector is read
-        directly. The matrix of gates is the first, if the core has output gates.
+        directly. If the core has output gates, their matrix comes first.
       read_fewer: W_K and W_V, [2, D, G * D_h], if there are only G key and value heads; otherwise
         None.
     """
@@ -92,8 +92,8 @@ def output_scale(config: cfg.ModelConfig) -> float:
 class Store(nnx.Module):
     """The store `h += W_O y; z = W_QKV norm(h)`, where W_O and W_QKV are absent without heads.
 
-    If heads are sharded over the mesh axis `tensor`, then y and z hold this device's heads for the
-    tokens of all devices along that axis. The residual h holds only this device's tokens.
+    If heads are sharded over the mesh axis `tensor`, then y and z contain this device's heads for
+    the tokens of all devices along that axis. The residual h contains only this device's tokens.
     """
 
     def __init__(
@@ -155,8 +155,9 @@ class Store(nnx.Module):
         if writer is None:
             return y
         with jax.named_scope("projection"):
-            # y holds this device's heads, for the tokens of all devices along `tensor`. The sum
-            # over devices completes the product, and each device gets the sum for its own tokens.
+            # y contains this device's heads, for the tokens of all devices along `tensor`. The
+            # sum over devices completes the product, and each device gets the sum for its own
+            # tokens.
             return sharding.scatter_sum(times(y, writer, gathered=-1), "tensor", axis=1)
 
     @jax.named_scope("residual")
@@ -171,7 +172,7 @@ class Store(nnx.Module):
     def read_groups(
         self, residuals: Sequence[Float[Array, "batch seq held"]], site: Site, dtype: DTypeLike
     ) -> Read:
-        """Read queries, keys and values of different residuals: see `protocols.Store`."""
+        """Read queries, keys and values from different residuals; see `protocols.Store`."""
         residuals = (h[..., : self.tiles.size] for h in residuals)
         normed = [self.apply_norm(h, site, dtype) for h in residuals]
         with jax.named_scope("projection"):
@@ -190,7 +191,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq held"], Read]:
-        """Finish attention over depth at one site (phase two), then norm and project the result.
+        """Finish attention over depth at one site (phase two), and project the normalised result.
 
         See `protocols.Store`.
         """

@@ -1,8 +1,8 @@
 """Wide streams: K residuals per token, which differ only in the weights of reads and writes.
 
-After the streamwise wide residual of NVIDIA's Megatron-LM (pull request 6716, 2026). A token has
-the streams X_1 to X_K, each a residual of the store: a vector, or a matrix `D_k x D_v`. At the site
-before sublayer f, which is followed by the write of f's output y:
+This mixer follows the streamwise wide residual of NVIDIA's Megatron-LM (pull request 6716, 2026). A
+token has the streams X_1 to X_K, each a residual of the store: a vector, or a matrix `D_k x D_v`.
+At the site before sublayer f, which is followed by the write of f's output y:
 
     u = sum_i r_i X_i      y = f(norm(u))      X_i <- rho_i X_i + w_i write(y)
 
@@ -66,14 +66,14 @@ class WideMix(nnx.Module):
         learned = lambda x: nnx.Param(jnp.asarray(x, jnp.float32), role="gain", axes=("stream",))
         self.most = most
         self.read = learned(np.full(count, 1 / count))
-        # A single stream has the weight of a middle stream, 1.
+        # A single stream has the logit 0 and so the write weight 1, like the middle one of several.
         self.write_logits = learned(config.spread * np.linspace(-1, 1, count) * (count > 1))
-        # The sigmoid of the first logit, times the largest share, is what is forgotten at first.
+        # At initialisation, a stream forgets the share `most * sigmoid(first)`, which is set here.
         first = np.log(_FORGOTTEN_AT_FIRST / (most - _FORGOTTEN_AT_FIRST)) if most else None
         self.forget_logits = learned(np.full(count, first)) if most else None
 
     def weights(self) -> tuple[Float[Array, " K"], Float[Array, " K"] | None]:
-        """Return the write weights w_i, and the kept shares rho_i or None if all is kept."""
+        """Return the write weights w_i, and the kept shares rho_i; None if nothing is forgotten."""
         write = 2 * jax.nn.sigmoid(self.write_logits[...])
         if self.forget_logits is None:
             return write, None

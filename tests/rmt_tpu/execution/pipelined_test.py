@@ -116,7 +116,7 @@ def test_the_loss_alone_is_that_of_the_gradient(mixer):
 REFUSED = [
     ({"num_layers": 6}, (4, 1, 4), 8, "num_layers=6 .* stage=4 .* nearest legal: 4 or 8"),
     ({"num_layers": 4}, (2, 1, 4), 6, "microbatches=4 does not divide the 6 sequences"),
-    ({"num_layers": 4, "remat": "reversible"}, (2, 1, 2), 2, "remat='reversible'; legal: none"),
+    ({"num_layers": 4, "remat": "reversible"}, (2, 1, 2), 2, "'reversible'; legal policies: none"),
     (
         {"num_layers": 4, "mixer": cfg.FullAttention(num_heads=2)},
         (2, 1, 2),
@@ -127,7 +127,7 @@ REFUSED = [
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
         4,
-        "2 sublayers, not a multiple of a block's 4; legal numbers of chunks: 1, 2, 4$",
+        "2 sublayers, which is no multiple of the 4 sublayers of a block; .* chunks: 1, 2, 4$",
     ),
 ]
 

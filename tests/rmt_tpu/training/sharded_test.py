@@ -389,8 +389,8 @@ def test_accumulated_parts_are_added_before_devices_add_theirs():
             "expert=2 divides experts, which the model does not have; legal: expert=1",
         ),
         ("expert=4", {"name": "experts"}, "expert=4 does not divide .* 'expert' of size 6; legal"),
-        ("stage=8", {}, "model.num_layers=2 is not divisible over stage=8 x .*: 8"),
-        ("stage=2", {"name": "reversible"}, "stage=2 does not support .*'reversible'; legal: none"),
+        ("stage=8", {}, "model.num_layers=2 is not divisible by stage=8 x .*: 8"),
+        ("stage=2", {"name": "reversible"}, "stage=2 does not support .*; legal policies: none"),
     ],
     ids=lambda x: x if isinstance(x, str) and "=" in x and len(x) < 12 else "",
 )
