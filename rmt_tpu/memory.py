@@ -67,7 +67,7 @@ def report_out_of_memory(advice: str) -> Iterator[None]:
     except Exception as error:
         if not is_out(error):
             raise
-        # Drop the error kinds that each layer of XLA puts in front of the message.
+        # Drop error kinds such as RESOURCE_EXHAUSTED, which parts of XLA put before the message.
         reason = re.sub(r"^([A-Z_]+: |Error \w+ \w+: )*", "", str(error).partition("\n")[0])
         reason = f" ({reason[:300].rstrip('. ')})" if reason else ""
         raise RunError(f"out of memory{reason}: {advice}") from None

@@ -191,7 +191,7 @@ class Module:
                 instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
                 current[instruction.name] = instruction
             elif instruction is not None and line.startswith(('"', "}, ")):
-                # The configuration of a kernel inside a fusion continues on further lines.
+                # A kernel inside a fusion has a configuration that continues on further lines.
                 attributes = instruction.attributes + line
                 instruction = dataclasses.replace(instruction, attributes=attributes)
                 current[instruction.name] = instruction

@@ -136,8 +136,9 @@ def _store_norm_retrieve(size: KeyVector) -> OpCase:
 
     keys = R * K + K * V + P * K
     forward = _TOKENS * _ITEM * V * (2 * K + R + P) + 4 * keys
-    # The backward pass reads the stored residual, the cotangents of the residual and of z, and the
-    # data vectors. It writes the cotangents of the residual and of the data vectors.
+    # The backward pass reads the stored residual, the written data vectors, and the cotangents of
+    # the residual and of the vectors that were read. It writes the cotangents of the residual and
+    # of the data vectors.
     backward = _TOKENS * _ITEM * V * (3 * K + 2 * R + P) + 2 * 4 * keys
     flops = 2 * _TOKENS * (R + P) * K * V
     return OpCase(
@@ -171,7 +172,8 @@ def _causal_attention(sizes: Heads) -> OpCase:
         function,
         (array("bfloat16", *TOKENS, 3 * heads, size), array("int32", *TOKENS)),
         MinimumWork(4 * per_array + log_sums, 2 * product),
-        # The backward pass reads qkv, the result and its cotangent, and recomputes probabilities.
+        # The backward pass reads qkv, the result and its cotangent, and computes the attention
+        # probabilities again.
         MinimumWork(8 * per_array + log_sums, 5 * product),
     )
 

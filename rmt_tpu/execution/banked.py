@@ -113,7 +113,7 @@ def run_layers(
 def _runners(
     decoder: DecoderParts, store: Store, mixer: BankMixer
 ) -> tuple[list[StackRunner], list[StackArrays]]:
-    """Return, for each stack of layers, a `StackRunner` and the arrays that its methods take."""
+    """Return, for each stack of layers, a `StackRunner` and the arrays that its methods need."""
     runners, arrays, before = [], [], 0
     scores = mixer.scores([[sublayer.site for sublayer in stack] for stack in decoder.stacks])
     writers = [stack[0].site.writer for stack in decoder.stacks]

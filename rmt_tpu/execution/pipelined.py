@@ -235,7 +235,7 @@ def _own_layers(decoder: DecoderParts, schedule: sharding.Schedule) -> tuple[nnx
     return graphdef, layers
 
 
-# Mixers that carry a state -------------------------------------------------------------------
+# Pipelines for mixers that pass a state from layer to layer ----------------------------------
 
 
 def _state_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
@@ -272,7 +272,7 @@ def _state_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     )
 
 
-# Mixers that read a bank ---------------------------------------------------------------------
+# Pipelines for mixers that read a bank of earlier outputs ------------------------------------
 
 
 def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
@@ -299,13 +299,13 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
         return mixer.embedding(store.write(store.hold(state), y, writer))
 
     def rows(chunk_arrays, _, index, bank, microbatch):
-        """Return the rows that chunk `index` completes, and the scalars of the chunk's cores."""
+        """Return the bank rows that a chunk of layers completes, and its cores' scalars."""
         carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
         (bank, _, aux), *_ = runner.forward(chunk_arrays, carry, microbatch.context, None, first=at)
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(chunk_arrays, _, index, bank, microbatch, d_bank, d_aux):
-        """Run chunk `index` backwards, and add the gradient of the rows that it reads to d_bank."""
+        """Run a chunk of layers backwards, and add the gradient of its input rows to d_bank."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         saved = banked_stack.SavedStack()
         if runner.grouping.open:

@@ -83,7 +83,10 @@ class DeltaAttentionMix(DepthAttentionMix):
 
 
 class DeltaAttention(DepthAttention):
-    """The mixer for `config.DeltaAttention`, run by `execution.banked`."""
+    """The mixer for `config.DeltaAttention`, run by `execution.banked`.
+
+    A mixer forms a sublayer's input from earlier outputs.
+    """
 
     @property
     def embedding_row(self) -> int:
@@ -91,7 +94,7 @@ class DeltaAttention(DepthAttention):
         return self.num_rows - 1
 
     def _row(self, sublayer: Index) -> Index:
-        """Return the index of the row to which a sublayer's output is added."""
+        """Return the index of the bank row to which a sublayer's output is added."""
         return sublayer // self.block
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:

@@ -47,7 +47,7 @@ class LayerBank(nnx.Module):
         self.num_layers, self.num_rows = config.num_layers, config.num_layers + 1
 
     def embedding(self, row: Row) -> Row:
-        """Return `row`, because the embedding is read as it is."""
+        """Return `row` unchanged, because sites read the embedding as it is."""
         return row
 
     def first_row(self, sublayer: Index) -> Index:

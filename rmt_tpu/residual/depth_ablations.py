@@ -118,7 +118,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, read from the final site's mix of all rows."""
+        """Return the input of the unembedding, which the final site computes from all rows."""
         if self.mixer.output_site != "attention":
             return super().final(store, bank, final_site)
         scalars = self.logits is not None

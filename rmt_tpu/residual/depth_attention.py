@@ -188,7 +188,7 @@ class DepthAttention(nnx.Module):
         return self._row(sublayer)
 
     def _row(self, sublayer: Index) -> Index:
-        """Return the index of the row to which a sublayer's output is added."""
+        """Return the index of the bank row to which a sublayer's output is added."""
         return sublayer // self.block + 1
 
     @property
@@ -328,7 +328,7 @@ class DepthAttention(nnx.Module):
     # Phase two: the rows of the group itself ----------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, read from the final site's mix of all rows."""
+        """Return the input of the unembedding, which the final site computes from all rows."""
         if self.mixer.output_site == "attention":
             query = self._folded(final_site).reshape(1, -1)
             h = self._partial(query, bank, self.num_rows)[0][0]
@@ -417,7 +417,7 @@ class DepthAttention(nnx.Module):
         sublayers: Sequence[SingleSublayer],
         final_site: nnx.Module,
     ) -> tuple[Read, list[Array]]:
-        """Run all layers one by one, as in equations 2 to 6: see `protocols.BankMixer`."""
+        """Run all layers one by one, by the paper's equations 2 to 6: see `protocols.BankMixer`."""
         embedding = store.write(store.hold(state), y, sublayers[0].site.writer)
         complete, recorded = [self.embedding(embedding)], []
         running = jnp.zeros_like(embedding)

@@ -70,7 +70,10 @@ class StreamsState(NamedTuple):
 
 
 class HyperConnections(nnx.Module):
-    """The mixer for `config.HyperConnections`, `config.Mhc` and `config.MhcLite`."""
+    """The mixer for `config.HyperConnections`, `config.Mhc` and `config.MhcLite`.
+
+    A mixer forms a sublayer's input from earlier outputs.
+    """
 
     def __init__(self, config: cfg.ModelConfig):
         self.streams = config.mixer.streams
@@ -106,8 +109,8 @@ class HyperConnections(nnx.Module):
             total = sum(x.astype(state.write.dtype) for x in streams)
             return state, store.read(total, site, y.dtype)
         read, write, mix = site.mix(streams)
-        # The barrier makes XLA compute u once. Without it, each pass of the norm would compute the
-        # sum over all streams again.
+        # The barrier makes XLA compute u, the weighted sum of the streams, once. Without the
+        # barrier, each pass of the norm would compute the sum again.
         u = jax.lax.optimization_barrier(_weighted_sum(read, streams).astype(y.dtype))
         return StreamsState(streams, write, mix), store.read(u, site, y.dtype)
 

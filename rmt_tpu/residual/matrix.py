@@ -153,8 +153,8 @@ class Store(nnx.Module):
         if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # This write runs once per step, usually for the positions of a single text that all texts
-        # share, so a kernel would save no time.
+        # This write runs once per step, usually for one row of positions that all texts share, so a
+        # kernel would save no time.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )

@@ -54,8 +54,8 @@ from rmt_tpu.residual.protocols import (
     Written,
 )
 
-# The weights of a token's sums. The token axes come last, because a TPU would pad a last axis with
-# few sources to 128.
+# The weights of each token's sums of earlier outputs. The token axes come last, because a TPU would
+# pad a last axis with few sources to 128.
 Weights = Float[Array, "ways sources batch seq"]
 
 
@@ -81,8 +81,8 @@ class Connections(nnx.Module):
             fan_in=size,
             exact=True,
         )
-        # The sizes below do not depend on the model's width. With the role of gains, the parameters
-        # have no weight decay and the same learning rate at every width.
+        # The sizes of these parameters do not depend on the model's width. The role "gain" means
+        # that they have no weight decay, and the same learning rate at every width.
         zeros = jnp.zeros((hidden, ways, sources), jnp.float32)
         newest = jnp.zeros((ways, sources), jnp.float32).at[:, -1].set(1)
         axes = ("way", "source")
@@ -190,7 +190,7 @@ class Mudd(LayerBank):
         current: Row,
         at: DepthIndex,
     ) -> tuple[Bank, Bank | None, Row, Read]:
-        """Read the four sums at the first site of a layer, and the residual at the second one."""
+        """Read the four sums at the first site of a layer, and the residual at the second site."""
         if not site.begins_layer:
             return prior, rows, current, store.read(current, site, store.compute_dtype)
         count, own = self.first_row(at.group), (at.sublayer - at.group) // 2
@@ -205,8 +205,8 @@ class Mudd(LayerBank):
             of_rows = jax.lax.dynamic_slice_in_dim(padded, count, len(rows), axis=1)
             more = _sums(of_rows, rows, jnp.arange(len(rows)) < own)
             sums = [x + y for x, y in zip(sums, more, strict=True)]
-        # The barrier makes XLA compute the sums once. Without it, each pass of the norm would
-        # compute them again.
+        # The barrier makes XLA compute the weighted sums once. Without the barrier, each pass of
+        # the norm would compute them again.
         *attended, current = jax.lax.optimization_barrier([x.astype(rows.dtype) for x in sums])
         return prior, rows, current, store.read_groups(attended, site, store.compute_dtype)
 

@@ -266,7 +266,10 @@ class StepwiseStore(Store, Protocol):
 
 @runtime_checkable
 class StateMixer(Protocol):
-    """A mixer that passes a state, such as the residual, from site to site."""
+    """A mixer that passes a state, such as the residual, from site to site.
+
+    A mixer forms a sublayer's input from earlier outputs. A site is the place before a sublayer.
+    """
 
     def start(
         self, store: Store, state: Float[Array, "key_batch seq *shape"], y: Written
@@ -472,7 +475,7 @@ class BankMixer(Protocol):
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the input of the unembedding, read from the final site's mix of all rows."""
+        """Return the input of the unembedding, which the final site computes from all rows."""
 
     # The methods below are used for analysis only, not by schedules.
 

@@ -276,7 +276,7 @@ def _plus_bias(z: Float[Array, "batch seq D"], site: Site) -> Float[Array, "batc
 
 
 def _weights(site: Site) -> list[nnx.Param]:
-    """Return the weights with which a site reads heads."""
+    """Return the weight matrices, such as W_Q, W_K and W_V, with which a site reads heads."""
     return [w for w in (site.read, site.read_fewer) if w is not None]
 
 

@@ -81,7 +81,10 @@ class WideMix(nnx.Module):
 
 
 class WideStreams(nnx.Module):
-    """The mixer for `config.WideStreams`."""
+    """The mixer for `config.WideStreams`.
+
+    A mixer forms a sublayer's input from earlier outputs.
+    """
 
     def __init__(self, config: cfg.ModelConfig):
         self.count, self.forgets = config.mixer.streams, config.mixer.forget > 0
@@ -107,8 +110,8 @@ class WideStreams(nnx.Module):
         )
         last = site.mix is None
         read = jnp.full(self.count, 1 / self.count, write.dtype) if last else site.mix.read[...]
-        # The barrier makes XLA compute u once. Without it, each pass of the norm would compute the
-        # sum over all streams again.
+        # The barrier makes XLA compute u, the weighted sum of the streams, once. Without the
+        # barrier, each pass of the norm would compute the sum again.
         u = sum(read[i] * x.astype(write.dtype) for i, x in enumerate(streams))
         # The final site's norm gets the sum before it is rounded to the dtype of data vectors.
         u = u if last else jax.lax.optimization_barrier(u.astype(y.dtype))
