@@ -54,9 +54,9 @@ class Decoder(nnx.Module):
       TypeError: `config` or `rngs` has the wrong type.
 
     The parameters of a stack's layers have a leading axis over the layers, over which a scan runs.
-    Each weight is drawn from the seed and from the weight's place and name
-    (`layers.parameters.Seed`), so models with the same seed start with equal values in all weights
-    that they have in common.
+    Each weight is drawn from the seed, the number of its sublayer and its name
+    (`layers.parameters.Seed`). Models with the same seed therefore start with equal values in all
+    weights that they have in common.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):

@@ -106,7 +106,7 @@ def run_layers(
 
     Args:
       decoder: the decoder with only this stage's layers: [L / P, ...], or [V, L / (P V), ...] with
-        V virtual stages, where L is the number of layers and P the number of stages.
+        V virtual stages. L is the number of layers, and P is the number of stages.
       tokens: the tokens of the rows.
       context: the context of attention.
       schedule: the schedule of the stages.

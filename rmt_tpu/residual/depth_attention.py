@@ -22,9 +22,9 @@ Some options are not in the paper:
   residual is a source of every site. At a site right after a block it equals that block's source,
   so that this value has two weights. The bias of the newest source applies only to the running
   residual.
-- Without attention at the output site, the unembedding reads the newest source (which is the plain
-  residual if sources are cumulative, as in open-attention-residuals), or the sum of the embedding
-  and all outputs (an option of marin).
+- Without attention at the output site, the unembedding reads the newest source, or the sum of the
+  embedding and all outputs (an option of marin). If sources are cumulative, the newest source is
+  the plain residual, as in open-attention-residuals.
 - The embedding is normalised before it is a source (marin):  `v_0 = embedding / rms(embedding)`
 
 The sources are kept in a *bank*, a stack of rows. A row is *sealed* when its block is complete.

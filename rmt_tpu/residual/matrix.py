@@ -85,10 +85,10 @@ def key_init_scale(config: cfg.ModelConfig, count: int, *, writes: bool) -> floa
     The factor is relative to the base model. The largest singular value of a random matrix [m, n]
     whose entries have standard deviation s is `s (sqrt(m) + sqrt(n))`. The layers before a matrix
     learn along its largest singular vectors. For the output to change as much as the input does,
-    the largest singular value must be `sqrt(out / in)` (Yang, Simon and Bernstein 2023), so s must
-    be `1 / sqrt(in) / (1 + sqrt(in / out))`. The factor `1 / (1 + sqrt(in / out))`, which this
-    function returns relative to the base model, stays constant if all sizes grow together. If only
-    R or only D_k grows, the keys behave increasingly like an unembedding.
+    the largest singular value must be `sqrt(out / in)` (Yang, Simon and Bernstein 2023). Therefore
+    s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The factor `1 / (1 + sqrt(in / out))`, which
+    this function returns relative to the base model, stays constant if all sizes grow together. If
+    only R or only D_k grows, the keys behave increasingly like an unembedding.
     """
     base = config.base_model
 

@@ -9,8 +9,8 @@ At the site before sublayer f, which is followed by the write of f's output y:
 All streams start as the embedding, and the unembedding reads their mean. Each site learns
 
 - the read weights r_i, which start at 1 / K;
-- the write weights `w_i = 2 sigmoid(beta_i)`, whose beta_i start in equal steps from -s to s, so
-  that the streams differ from the start and the mean of the w_i is 1;
+- the write weights `w_i = 2 sigmoid(beta_i)`. The beta_i start in equal steps from -s to s, so that
+  the streams differ from the start and the mean of the w_i is 1;
 - the shares that streams keep, `rho_i = 1 - c sigmoid(logit_i)`, which start at 0.999. A site
   forgets at most the share c of a stream. With c = 0 streams forget nothing, and rho_i is 1.
 
