@@ -6,8 +6,8 @@ size can be tokenised once into a token store (`rmt_tpu.data.prepare`), whose st
 are read from storage as needed. A `Prefetcher` reads batches ahead of time.
 
 This package uses only numpy and puts nothing on a device. The order of the batches depends only on
-the text, the tokenizer and the seed. The complete state of reading is one number, the number of
-windows read.
+the text, the tokenizer and the seed. To resume reading, one number suffices: the number of windows
+read.
 """
 
 from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split

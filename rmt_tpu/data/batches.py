@@ -23,7 +23,8 @@ def split(
     The choice depends on the texts and the seed, but not on the order of the documents. Equal
     documents go to the same part. A document larger than the requested share is not held out,
     unless all documents are larger; then the smallest is held out. If there is only one document,
-    or only copies of one document, its tail is held out, which starts at a line or else at a word.
+    or only copies of one document, its tail is held out. The tail starts at a line if possible, or
+    else at a word.
 
     Args:
       documents: the documents of the corpus.
@@ -64,10 +65,11 @@ def pack(
     Args:
       documents: the documents in order.
       tokenizer: the tokenizer with which the model is trained.
-      kind: what a document is; see `marked.Reading`.
+      kind: the kind of the documents, such as "text" or "messages"; see `marked.Reading`.
 
     Returns:
-      The stream of tokens, int32 [tokens]. Tokens without a loss have the bit `marked.CONTEXT`.
+      The stream of tokens, int32 [tokens]. The bit `marked.CONTEXT` is set in tokens that training
+      excludes from the loss.
     """
     bos = np.array([marked.first_token(tokenizer, kind)], np.int32)
     encoded = marked.encode_all(documents, tokenizer)
@@ -86,7 +88,8 @@ class Batch(NamedTuple):
       targets: int32 [batch, seq], the next token after each input.
       segment_ids: int32 [batch, seq], the number of the document within the window, from 1.
       weights: float32 [batch, seq], 1 where there is a target that has a loss, and else 0.
-      texts: int32 [batch, seq], the number of the text in a mixture; None without a mixture.
+      texts: int32 [batch, seq], the index of the text in a mixture that each token is from; None
+        without a mixture.
     """
 
     inputs: Int32[np.ndarray, "batch seq"]
@@ -98,7 +101,7 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Stream(Protocol):
-    """The interface of a token stream that is read as needed, such as that of a token store."""
+    """The interface of a stream of tokens that are read on demand, such as from a token store."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -108,8 +111,8 @@ class Stream(Protocol):
     ) -> Int32[np.ndarray, "rows length"]:
         """Return `length` tokens from each position in `starts` onwards, with 0 beyond the end.
 
-        Tokens without a loss have the bit `marked.CONTEXT`. Several threads may call this method
-        concurrently.
+        The bit `marked.CONTEXT` is set in tokens that training excludes from the loss. Several
+        threads may call this method concurrently.
 
         Raises:
           RunError: the tokens cannot be read.
@@ -142,7 +145,8 @@ class StreamInMemory:
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
 
-Rows = slice | Int64[np.ndarray, " rows"]  # which rows of a batch to read
+# A selection of the rows of a batch.
+Rows = slice | Int64[np.ndarray, " rows"]
 _ALL = slice(None)
 
 
@@ -153,8 +157,8 @@ class Windows:
     at token `i * seq_len`, and the last window is padded. Therefore every token except the first is
     a target exactly once per epoch.
 
-    With the bounds of documents, a window has as many whole documents, in order, as fit, and is
-    padded. Only a document that is longer than a window is divided.
+    If the bounds of the documents are given, each window instead has as many whole documents as
+    fit, in order, and is padded. Only a document that is longer than a window is divided.
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class Windows:
         """Create windows over a stream, which is not copied.
 
         Args:
-          tokens: an int32 array [tokens] from `pack`, or a `Stream`, of which only the needed
+          tokens: an int32 array [tokens] from `pack`, or a `Stream`, from which only the needed
             windows are read.
           seq_len: number of inputs per window.
           batch_size: number of windows per batch.
@@ -181,8 +185,8 @@ class Windows:
           shuffle: whether the windows are shuffled, differently in each epoch. Otherwise they have
             the order of the stream, which is used for held-out text.
           source: value of --data, for error messages.
-          bounds: the position of the first token of each document, and the end of the stream, if
-            documents are to be whole.
+          bounds: the position of the first token of each document, and the end of the stream. None
+            allows windows to divide all documents.
 
         Raises:
           UsageError: a size is below 1, or the stream has no more than `seq_len` tokens. Without
@@ -217,11 +221,11 @@ class Windows:
 
     @property
     def streams(self) -> list[tuple[float, Stream]]:
-        """The only stream, with its share of 1; a `Mixture` has several."""
+        """A list with the only token stream and its share of 1; a `Mixture` has several streams."""
         return [(1.0, self.stream)]
 
     def metrics(self, position: int) -> dict[str, int | float]:
-        """Return nothing; a `Mixture` has metrics of its texts."""
+        """Return no metrics; a `Mixture` returns metrics of each of its texts."""
         return {}
 
     @property
@@ -319,7 +323,7 @@ def whole_documents(
 def bounds_of(
     tokens: Int32[np.ndarray, " tokens"], bos: int
 ) -> Int64[np.ndarray, " documents_plus_1"]:
-    """Return the bounds of the documents of a stream in memory, each of which begins with BOS."""
+    """Return the position of each document's BOS in a stream in memory, and the stream's end."""
     begins = np.flatnonzero(marked.without_marks(tokens) == bos)
     return np.array([*begins.tolist(), len(tokens)], np.int64)
 
@@ -342,7 +346,7 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
             held += sizes[text]
         else:
             passed_over.append(text)
-    # Hold out one more document, the smallest of the others, if this is closer to the requested
+    # Hold out one more document, the smallest remaining one, if this is closer to the requested
     # share or if no document was chosen.
     for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
         after = held + sizes[text]

@@ -24,8 +24,8 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 # A text that tokenizers with the same vocabulary, but different normalizers or pre-tokenizers,
 # encode differently. Its tokens are part of a tokenizer's fingerprint.
 _PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
-# Number of texts to encode at a time: enough to keep all cores busy, and few enough that memory
-# holds their tokens twice.
+# Number of texts to encode at a time: enough to keep all cores busy, and few enough that two copies
+# of their tokens fit into memory.
 _CHUNK = 256
 
 
@@ -56,14 +56,15 @@ class BpeTokenizer(Tokenizer):
         self._bos_name = before or next(there, "")
         if not self._bos_name:
             raise Unusable(
-                "has no token that starts a document; "
+                "the vocabulary has no token that starts a document; "
                 f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
-        library.encode_special_tokens = True  # a special token's name in a text is ordinary text
+        # Encode the name of a special token in a text as ordinary text.
+        library.encode_special_tokens = True
         self.bos = library.token_to_id(self._bos_name)
         self.ends = (self.bos,)
-        # `vocab_size` may exceed the number of tokens, because no token may have some of the ids.
+        # `vocab_size` may exceed the number of tokens, because some ids may belong to no token.
         vocabulary = library.get_vocab(with_added_tokens=True)
         _check_ids(vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
@@ -84,7 +85,7 @@ class BpeTokenizer(Tokenizer):
             library = tokenizers.Tokenizer(
                 tokenizers.models.BPE.from_file(str(encoder), str(merges))
             )
-        except Exception as error:  # the library raises no narrower class
+        except Exception as error:  # The library raises no narrower class.
             raise _damaged(error) from None
         # Check the ids in the file, because the library has already reduced them modulo 2^32.
         _check_ids(json.loads(encoder.read_text(encoding="utf-8")))
@@ -103,7 +104,7 @@ class BpeTokenizer(Tokenizer):
         tokenizers = _import()
         try:
             library = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises no narrower class
+        except Exception as error:  # The library raises no narrower class.
             raise _damaged(error) from None
         return cls(name, library)
 
@@ -120,7 +121,7 @@ class BpeTokenizer(Tokenizer):
         return next(self.encode_all([text]))
 
     def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text without BOS; names of special tokens stand for these tokens.
+        """Return the tokens of a text without BOS; names of special tokens become these tokens.
 
         BOS is among the tokens if its name is in the text.
         """
@@ -191,7 +192,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _special_library(self) -> Any:
-        """A copy of the library's tokenizer for which names of special tokens are not text."""
+        """A copy of the library's tokenizer that encodes names of special tokens as the tokens."""
         copy = _import().Tokenizer.from_str(self._library.to_str())
         copy.encode_special_tokens = False
         return copy
@@ -226,7 +227,7 @@ class BpeTokenizer(Tokenizer):
     def _byte_level_piece(self, name: str, token: int) -> bytes:
         try:
             return bytes([_BYTE_OF[letter] for letter in name])
-        except KeyError:  # the name has a character outside the alphabet
+        except KeyError:  # The name has a character outside the alphabet.
             return name.encode()
 
     def _other_piece(self, name: str, token: int) -> bytes:
@@ -256,12 +257,14 @@ def _import() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise Unusable("needs the tokenizers library: pip install 'rmt_tpu[data]'") from None
+        raise Unusable("the tokenizers library is needed: pip install 'rmt_tpu[data]'") from None
     return tokenizers
 
 
 def _damaged(error: Exception) -> Unusable:
-    return Unusable(f"cannot be loaded ({' '.join(str(error).split())}); legal: undamaged files")
+    return Unusable(
+        f"the tokenizer cannot be loaded ({' '.join(str(error).split())}); legal: undamaged files"
+    )
 
 
 def _bos_of_template(library: Any) -> str | None:
@@ -276,7 +279,7 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
     for name, token in vocabulary.items():
         if not 0 <= token < _MOST_TOKENS:
             raise Unusable(
-                f"gives {name!r} the id {token}, which is out of range; "
+                f"the vocabulary gives {name!r} the id {token}, which is out of range; "
                 f"legal: 0 to {_MOST_TOKENS - 1}"
             )
 

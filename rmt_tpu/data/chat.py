@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs of a model that write a conversation as one text.
+"""Chat templates: Jinja programs, published with a model, that write a conversation as text.
 
 A template is run as transformers runs it, in Jinja's sandbox. This module needs jinja2 only when a
 template is compiled.
@@ -24,8 +24,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-# Characters around what a template marks: code points that Unicode reserves for a program's own
-# use, and that no text has.
+# These characters enclose each part of a text that a template marks as the model's answer. Unicode
+# reserves them for internal use by programs, so ordinary texts do not contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 _NEEDED = "chat templates need jinja2: pip install 'rmt_tpu[chat]'"
@@ -61,7 +61,7 @@ class ChatTemplate:
 
     @staticmethod
     def installed() -> bool:
-        """Return whether jinja2 is installed, which runs the templates."""
+        """Return whether jinja2, which runs the templates, is installed."""
         return importlib.util.find_spec("jinja2") is not None
 
     def check(self) -> None:
@@ -83,14 +83,14 @@ class ChatTemplate:
         return "".join(re.split(f"[{_BEGIN}{_END}]", self._rendered(messages, variables)))
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Return the text of a conversation, with characters around what the template marks."""
+        """Return the text of a conversation, with `_BEGIN` and `_END` around each marked part."""
         template = self._compiled
         given = {"tools": None, "documents": None, **self._names, **variables}
         try:
             return template.render(given, messages=messages)
         except _Refused as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
-        except Exception as error:  # a template is a program, which may raise anything
+        except Exception as error:  # A template is a program and may raise any error.
             raise UsageError(f"the chat template fails: {one_line(error)}") from None
 
     @staticmethod
@@ -104,13 +104,13 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template marks what the model says, by its tag `generation`."""
+        """Whether the template marks the model's answers by the tag `generation`."""
         return _GENERATION.search(self._source) is not None
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], **variables: Any
     ) -> list[tuple[str, bool]]:
-        """Return the text of `render` in pieces, each with whether the template marks it.
+        """Return the text of a conversation in pieces, and whether the template marks each piece.
 
         Raises:
           UsageError: see `render`.
@@ -123,7 +123,7 @@ class ChatTemplate:
         return [(text, is_marked) for text, is_marked in pieces if text]
 
     def json(self) -> dict[str, str]:
-        """Return the template and its names as fields of a tokenizer_config.json."""
+        """Return the template and its variables as fields of a tokenizer_config.json."""
         return {**self._names, "chat_template": self._source}
 
     def save(self, folder: Folder) -> None:
@@ -135,7 +135,7 @@ class ChatTemplate:
         folder.write(CONFIG_FILE, (json.dumps(self.json(), indent=2) + "\n").encode())
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a conversation's text, in which names of special tokens count.
+        """Return the tokens of a conversation's text; names of special tokens become these tokens.
 
         Raises:
           UsageError: the text has an unpaired surrogate, which is not a character.
@@ -164,7 +164,8 @@ def read_template(
 ) -> ChatTemplate | None:
     """Return the chat template of a model, or None if the model has no template.
 
-    The file `chat_template.jinja` goes before the field `chat_template` of tokenizer_config.json.
+    The file `chat_template.jinja` takes precedence over the field `chat_template` of
+    tokenizer_config.json.
 
     Args:
       folder: the folder of the model.
@@ -173,7 +174,7 @@ def read_template(
       starts: see `ChatTemplate`.
 
     Raises:
-      UsageError: a file is damaged, or tokenizer_config.json has several templates, of which none
+      UsageError: a file is damaged, or tokenizer_config.json has several templates, none of which
         is named "default".
     """
     config = f"{folder.url}/{CONFIG_FILE}"
@@ -229,17 +230,17 @@ def _default_template(value: Any, config: str) -> str | None:
     except (TypeError, KeyError):
         raise UsageError(
             f"{config}: chat_template={shown(value)} must be text, or a list of objects with a "
-            'name and a template, of which one has the name "default"'
+            'name and a template, one of them with the name "default"'
         ) from None
 
 
 def _is_added(value: Any) -> bool:
-    """Return whether a value of tokenizer_config.json describes a token by an object."""
+    """Return whether a value of tokenizer_config.json is an object that describes a token."""
     return isinstance(value, dict) and isinstance(value.get("content"), str)
 
 
 class _Refused(Exception):
-    """The error of a template that calls `raise_exception`."""
+    """The error that is raised when a template calls `raise_exception`."""
 
 
 def _refuse(message: object) -> None:
@@ -247,13 +248,13 @@ def _refuse(message: object) -> None:
 
 
 def _environment() -> Any:
-    """Return the sandbox in which templates run, with what transformers adds to Jinja."""
+    """Return the sandbox in which templates run, with the extensions that transformers adds."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation`, which marks the model's own words by characters around them."""
+        """The Jinja tag `generation`, which encloses the model's answers in marker characters."""
 
         tags = {"generation"}
 
@@ -275,5 +276,5 @@ def _environment() -> Any:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Return a value as JSON. Jinja's own filter would replace characters that HTML uses."""
+    """Return a value as JSON, without the HTML escapes that Jinja's own filter adds."""
     return json.dumps(value, **{"ensure_ascii": False, **options})

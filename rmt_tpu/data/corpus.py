@@ -32,13 +32,14 @@ _MOST_REMOTE = 8 * 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-_SKIP_BYTES = 2**20  # bytes to read at a time while a line is skipped
+# Bytes to read at a time while a line is skipped.
+_SKIP_BYTES = 2**20
 # Examples of objects in .jsonl files.
 _LIKE = {
     "messages": '{"messages": [{"role": "user", "content": "..."}]}',
     "completion": '{"prompt": "...", "completion": "..."}',
 }
-_SIGN_OF_LIFE = 2**22  # decompressed bytes between two reports of progress
+_SIGN_OF_LIFE = 2**22  # number of decompressed bytes between two reports of progress
 
 
 def documents(
@@ -61,12 +62,12 @@ def documents(
         given twice is read once.
       flag: name of the flag that gives the source, for error messages.
       text_field: name of the field or column that has the text.
-      kind: what a document is; see `marked.Reading`. Documents of other kinds than "text" have
-        marks (`marked.Marked`).
+      kind: the kind of the documents; see `marked.Reading`. Documents of other kinds than "text"
+        mark which of their parts have a loss (`marked.Marked`).
       template: the chat template of messages.
 
     Returns:
-      The documents, of which there is at least one.
+      The documents, at least one.
 
     Raises:
       UsageError: a path matches no file, a file cannot be read as text, there is no text, or files
@@ -109,7 +110,8 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     with read_errors(span.path), open_stored(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
-            _skip(file, to_separator=False)  # the position is most likely within a line
+            # The position is most likely within a line, so move to the end of that line.
+            _skip(file, to_separator=False)
             if _suffix(span.path) != ".jsonl":
                 _skip(file, to_separator=True)
             stop = min(file.tell(), size)
@@ -132,7 +134,7 @@ def read_span(
         exactly once. It is also called with b"" from time to time while a long document is
         decompressed. For a table see `BlockCallback`. An error that it raises stops the reading.
       text_field: name of the field of a .jsonl file, or of the column of a table, with the text.
-      kind: what a document is. Other kinds than "text" are yielded as JSON, from which
+      kind: the kind of the documents. Other kinds than "text" are yielded as JSON, from which
         `Reading.document` makes a document.
 
     Raises:
@@ -175,8 +177,15 @@ def _skip(file: io.BufferedIOBase, *, to_separator: bool) -> None:
 
 
 class _Line(NamedTuple):
-    content: bytes  # the bytes of the line, with its newline
-    offset: int  # position of the line in the decompressed file
+    """A line of a file.
+
+    Attributes:
+      content: the bytes of the line, including its newline.
+      offset: position of the line in the decompressed file, in bytes.
+    """
+
+    content: bytes
+    offset: int
 
 
 def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:
@@ -236,11 +245,11 @@ def _json_lines(span: Span, on_block: BlockCallback, reading: Reading) -> Iterat
                 yield _json_text(text, reading)
             except Problem as problem:
                 number = _line_number(span, line.offset)
-                raise Problem(f"{span.path!r} line {number} {problem}") from None
+                raise Problem(f"{span.path!r} line {number}: {problem}") from None
 
 
 def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each JSON object in a .jsonl file, after a text that names the file and the line.
+    """Yield pairs of a text that names a .jsonl file and a line, and the line's JSON object.
 
     Raises:
       Problem: the file cannot be read, or a line is not a JSON object.
@@ -251,7 +260,7 @@ def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = _json_object(text, "{...}")
             except Problem as problem:
-                raise Problem(f"{where} {problem}") from None
+                raise Problem(f"{where}: {problem}") from None
             yield where, value
 
 
@@ -291,19 +300,20 @@ def _line_number(span: Span, offset: int) -> int:
 
 
 def _json_text(line: str, reading: Reading) -> str:
-    """Return the document of the object on one line of a .jsonl file, as `Reading.raw` gives it."""
+    """Return the document in a line of a .jsonl file, in the form that `Reading.raw` returns."""
     like = _LIKE.get(reading.kind) or f'{{{json.dumps(reading.names[0])}: "..."}}'
     value, legal = _json_object(line, like), f"legal: an object like {like}"
     values = [value.get(name) for name in reading.names]
     if (wrong := reading.check(values)) is not None:
         shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
         fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
-        raise Problem(f"has {wrong}; fields: {fields}; {legal}")
+        raise Problem(f"the object has {wrong}; fields: {fields}; {legal}")
     for name, text in zip(reading.names, values, strict=True):
         if (character := _surrogate(text)) is not None:
             where = f"at character {character} of " if isinstance(text, str) else "in "
             raise Problem(
-                f"has an unpaired surrogate {where}{json.dumps(name)}; legal: Unicode text"
+                f"the object has an unpaired surrogate {where}{json.dumps(name)}; "
+                "legal: Unicode text"
             )
     return reading.raw(values)
 
@@ -319,12 +329,12 @@ def _surrogate(value: Any) -> int | None:
 
 
 def _json_object(line: str, like: str) -> dict[str, Any]:
-    """Return the JSON object on one line of a .jsonl file; `like` is an example for errors."""
+    """Return the JSON object on a line of a .jsonl file; error messages show the example `like`."""
     legal = f"legal: an object like {like}"
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Problem(f"is not JSON ({error}); {legal}") from None
+        raise Problem(f"the line is not JSON ({error}); {legal}") from None
     if not isinstance(value, dict):
-        raise Problem(f"is a JSON {type(value).__name__}, not an object; {legal}")
+        raise Problem(f"the line is a JSON {type(value).__name__}, not an object; {legal}")
     return value

@@ -34,8 +34,7 @@ class Datasets(NamedTuple):
 
     Attributes:
       train: the training windows.
-      held_out: the held-out windows; a mixture takes them only from the text with the largest
-        share.
+      held_out: the held-out windows; for a mixture, those of the text with the largest share.
       mixed: the held-out windows of all texts of a mixture; empty without a mixture.
     """
 
@@ -79,7 +78,7 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
 
 
 def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets:
-    """Load one text."""
+    """Load the training windows and the held-out windows of one text."""
     seed, bounds = config.train.seed, {}
     if data.is_store(source):
         store = data.open_store(source)
@@ -145,7 +144,7 @@ def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatT
 
 @contextlib.contextmanager
 def _errors_of_mixture() -> Iterator[None]:
-    """Name the flag --mixture in place of --data in errors about one of its texts."""
+    """Replace --data by --mixture in errors of the `with` body, which loads a mixture's text."""
     try:
         yield
     except UsageError as error:

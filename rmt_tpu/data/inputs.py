@@ -31,7 +31,8 @@ SUFFIXES = (
 COMPRESSED = (".gz", ".zst")
 
 _BUCKETS = "gs://"
-_BLOCK = 2**20  # bytes to read and hash at a time
+# Bytes to read and hash at a time.
+_BLOCK = 2**20
 # Bytes per request to a bucket: `_AHEAD` to read a whole object in few requests, and `_LOOK` to
 # search for the end of a line.
 _AHEAD, _LOOK = 8 * 2**20, 2**18
@@ -43,14 +44,14 @@ _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
 )
 
-# A function that is called with consecutive blocks of the bytes of a span, each exactly once. For a
-# table it is called with two arguments: the encoded text, and the number of stored bytes that the
-# text accounts for.
+# A function that is called with consecutive blocks of the bytes of a span (a range of bytes in a
+# file), each exactly once. For a Parquet or Arrow file it is called with two arguments: the encoded
+# text, and the number of stored bytes that the text accounts for.
 BlockCallback = Callable[..., None]
 
 
 def no_callback(block: bytes, stored: int = 0) -> None:
-    """Do nothing; the default of parameters that are a `BlockCallback`."""
+    """Do nothing; this is the default of parameters of the type `BlockCallback`."""
 
 
 class Problem(Exception):
@@ -76,9 +77,10 @@ class Span(NamedTuple):
     Attributes:
       path: path of the file, or its `gs://` URL or address of fsspec.
       start, stop: byte positions in the file as stored. For a table see `rmt_tpu.data.tables`.
-      version: a value that changes whenever the file is edited. It consists of size, mtime and
-        ctime (in nanoseconds), for an object in a bucket of size, crc32c and generation, and for an
-        address of fsspec of size and what its file system states.
+      version: a value that changes whenever the file is edited. For a local file, it has the size
+        and the mtime and ctime in nanoseconds. For an object in a bucket, it has the size, the
+        crc32c and the generation. For an address of fsspec, it has the size and the values by which
+        the file system identifies a version.
     """
 
     path: str
@@ -93,7 +95,7 @@ class Span(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether the path is that of a file on a local file system."""
+        """Whether the path belongs to a file on a local file system."""
         return not (self.in_bucket or remote.is_address(self.path))
 
 
@@ -230,7 +232,7 @@ def check_unchanged(span: Span) -> None:
       RunError: the file was edited or does not exist any more.
     """
     if not span.is_local:
-        return  # an object on gs:// is read at the generation that its span records
+        return  # An object on gs:// is always read at the generation that its span records.
     try:
         version = _version(os.stat(span.path))
     except OSError:
@@ -288,7 +290,8 @@ def _matches(pattern: str) -> list[Span]:
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
         raise Problem(f"{pattern!r} is a folder; legal: the files in it, such as {globs}")
-    if os.path.exists(path):  # check the exact name before globbing, because it may have brackets
+    # Check the exact name before globbing, because a file name may contain brackets.
+    if os.path.exists(path):
         return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not paths:
@@ -307,7 +310,7 @@ def _in_bucket(pattern: str) -> list[Span]:
         if encoding:
             raise Problem(
                 f"{url!r} is stored with the Content-Encoding {encoding!r}; legal: objects without "
-                "a Content-Encoding, also compressed ones, such as .gz files"
+                "a Content-Encoding, including compressed files such as .gz files"
             )
     return [Span(url, 0, size, (size, crc32c, number)) for url, size, crc32c, number, _ in found]
 
@@ -366,7 +369,7 @@ class _Zstandard(io.RawIOBase):
             packed = self._packed or self._raw.read(_PACKED)
             if not packed:
                 if self._frame is not None:
-                    raise EOFError("it ends within a compressed frame")
+                    raise EOFError("the file ends within a compressed frame")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
             try:

@@ -1,8 +1,8 @@
 """Documents in which only some parts have a loss: conversations, and prompts with completions.
 
-A conversation has a loss on what the model answers, a completion on all of it. A stream of tokens
-marks a token without a loss by a bit of the stored number (`CONTEXT`). `Windows` removes the bit,
-and gives such a token the weight 0 as a target.
+In a conversation, only the model's answers have a loss. In a prompt with a completion, only the
+completion has a loss. A stream of tokens marks a token without a loss by a bit of the stored number
+(`CONTEXT`). `Windows` removes the bit, and gives such a token the weight 0 as a target.
 """
 
 import json
@@ -25,8 +25,10 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # The bit that marks a token as excluded from the loss when it is the target.
 CONTEXT = 2**30
 
-USUAL_FIELD = "text"  # default name of the field or column that has the text
-_FIELDS = {"messages": "messages"}  # default names for other kinds
+# Default name of the field or column that has the text.
+USUAL_FIELD = "text"
+# Default names of the field or column of documents of other kinds, by kind.
+_FIELDS = {"messages": "messages"}
 
 
 class Piece(NamedTuple):
@@ -37,18 +39,18 @@ class Piece(NamedTuple):
 
 
 class Marked(str):
-    """The text of a document with marked parts; a slice of it keeps the marks.
+    """The text of a document, with marks of the parts that have a loss; slices keep the marks.
 
     Attributes:
       pieces: the parts, whose texts concatenate to the text.
-      special: whether names of special tokens in the text stand for these tokens.
+      special: whether names of special tokens in the text are encoded as these tokens.
     """
 
     pieces: tuple[Piece, ...]
     special: bool
 
     def __new__(cls, pieces: Sequence[Piece], *, special: bool) -> "Marked":
-        """Return the concatenation of some pieces."""
+        """Create the text that is the concatenation of the pieces."""
         text = super().__new__(cls, "".join(piece.text for piece in pieces))
         text.pieces, text.special = tuple(pieces), special
         return text
@@ -89,10 +91,10 @@ class Reading(NamedTuple):
         return self.kind != "text"
 
     def document(self, raw: str, template: ChatTemplate | None) -> str:
-        """Return a document from what its file has.
+        """Return the document that a value read from a file describes.
 
         Args:
-          raw: the text, or the JSON of the messages, or of a list of the prompt and the completion.
+          raw: the text, or JSON: a list of messages, or a list of the prompt and the completion.
           template: the chat template, for messages.
 
         Raises:
@@ -109,7 +111,7 @@ class Reading(NamedTuple):
         return raw
 
     def check(self, values: Sequence[object]) -> str | None:
-        """Return what is wrong with the values of the fields, or None if they are a document."""
+        """Return why the values of the fields form no document, or None if they form one."""
         if self.kind != "messages":
             for name, value in zip(self.names, values, strict=True):
                 if not isinstance(value, str):
@@ -137,11 +139,11 @@ class Reading(NamedTuple):
 
 
 def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
-    """Return the text of a conversation in pieces; what the assistant says has a loss.
+    """Return the text of a conversation in pieces; the messages of the assistant have a loss.
 
-    If the template marks answers by its tag `generation`, these marks count. Otherwise an answer
-    begins where the template puts the model's answer (`add_generation_prompt`), and ends where the
-    text of the conversation up to this answer ends.
+    If the template marks answers by the tag `generation`, the marked parts have a loss. Otherwise
+    the text is rendered up to each answer: an answer begins where the text with
+    `add_generation_prompt` ends, and ends where the text that includes the answer ends.
 
     Raises:
       UsageError: the template fails, or the text up to an answer is not the beginning of the whole
@@ -159,8 +161,8 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
         begin = _common(asked, whole)
         if begin < len(before) or not whole.startswith(until) or begin > len(until):
             raise UsageError(
-                "the chat template changes earlier messages as the conversation goes on; legal: a "
-                "template that marks answers with {% generation %}"
+                "the chat template changes earlier messages as the conversation continues; legal: "
+                "a template that marks answers with {% generation %}"
             )
         pieces += [Piece(whole[at:begin], False), Piece(whole[begin : len(until)], True)]
         at = len(until)
@@ -168,7 +170,7 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
 
 
 def _common(one: str, other: str) -> int:
-    """Return the number of characters with which both texts begin."""
+    """Return the length of the longest prefix that two texts have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -178,7 +180,8 @@ def encode_all(
 ) -> Iterator[Int32[np.ndarray, " tokens"]]:
     """Yield the tokens of each document without BOS; tokens without a loss have the bit CONTEXT.
 
-    The pieces of a document are encoded one by one, as a model that answers reads a prompt.
+    Each piece of a document is encoded by itself, because a prompt is also encoded by itself when
+    a model answers it.
     """
     for is_marked, group in groupby(documents, key=lambda text: isinstance(text, Marked)):
         if is_marked:
@@ -194,14 +197,14 @@ def _encode(document: Marked, tokenizer: Tokenizer) -> Int32[np.ndarray, " token
         if text:
             found.append(encode(text) | (0 if has_loss else CONTEXT))
     tokens = np.concatenate(found)
-    # The stream has a BOS before each document, so a template's own is left out.
+    # Leave out the BOS of a template, because the stream has a BOS before each document anyway.
     return tokens[1:] if len(tokens) and tokens[0] & ~CONTEXT == tokenizer.bos else tokens
 
 
 def first_token(tokenizer: Tokenizer, kind: str) -> int:
-    """Return the token before each document, whose prediction ends the document before it.
+    """Return BOS, the token before each document; a model ends a document by predicting it.
 
-    It has a loss, except before a conversation, in which the template ends an answer.
+    It has a loss, except for conversations, in which the template itself ends each answer.
     """
     return tokenizer.bos | CONTEXT if kind == "messages" else tokenizer.bos
 

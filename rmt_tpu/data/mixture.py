@@ -6,8 +6,9 @@ whole numbers of windows. In every prefix of the order, the number of windows of
 its share by less than one window. Each text has its own epochs, whose windows are shuffled as if
 the run read this text alone.
 
-The state of reading is the number of windows read in the run, and if shares have changed during the
-run also the position of the last change and the numbers of windows read from each text before it.
+The state of reading is the number of windows read in the run. If shares have changed during the
+run, the state also has the position of the last change, and the number of windows that were read
+from each text before this change.
 """
 
 import functools
@@ -53,13 +54,13 @@ class Mixture:
         since: int = 0,
         read: Mapping[str, int] | None = None,
     ):
-        """Create a mixture, which is not copied.
+        """Create a mixture of texts.
 
         Args:
           texts: the texts, whose windows have the same length and batch size.
           since: number of windows read in the run when these shares took effect.
-          read: numbers of windows that were read from each text before, by the text's checksum. It
-            may have other texts, too.
+          read: the number of windows that were read from each text before `since`, by the text's
+            checksum. It may contain texts that are not in this mixture.
 
         Raises:
           UsageError: two texts are the same.
@@ -125,7 +126,9 @@ class Mixture:
         self, positions: Int64[np.ndarray, " rows"]
     ) -> Int64[np.ndarray, "rows texts"]:
         if (positions < self._since).any():
-            raise ValueError(f"a position is before {self._since}, where the shares have changed")
+            raise ValueError(
+                f"a position is before window {self._since}, at which the shares have changed"
+            )
         return self._base + counts(self._units, positions - self._since)
 
     def epochs(self, position: int) -> list[float]:
@@ -146,7 +149,7 @@ class Mixture:
         return tokens | {f"data/{name}/epochs": value for name, value in epochs}
 
     def meta(self) -> dict[str, Any]:
-        """Return the state for the metadata of a checkpoint; see `resumed`."""
+        """Return the state of reading for the metadata of a checkpoint; see `resumed`."""
         sources = zip(self.texts, self._checksums, strict=True)
         return {
             "since": self._since,
@@ -155,7 +158,7 @@ class Mixture:
         }
 
     def resumed(self, position: int, saved: Mapping[str, Any]) -> "Mixture":
-        """Return this mixture as it continues a run after `position` windows.
+        """Return this mixture in the state in which it continues a run after `position` windows.
 
         If the shares or texts differ between this mixture and the checkpoint, this mixture takes
         effect now, and each text continues with the windows that the run has not read yet.
@@ -165,7 +168,7 @@ class Mixture:
           saved: the state in the metadata of the checkpoint: the result of `meta` or `only_text`.
 
         Raises:
-          UsageError: a source has other text than in the checkpoint.
+          UsageError: the text of a source differs from its text at the time of the checkpoint.
         """
         for source, _, checksum in saved["sources"]:
             for text, own in zip(self.texts, self._checksums, strict=True):
@@ -187,13 +190,13 @@ class Mixture:
 
 
 def _together(reads: Sequence[Callable[[], Batch]]) -> list[Batch]:
-    """Return the results of functions that wait for storage, which are called concurrently."""
+    """Call functions concurrently, because they wait for storage, and return their results."""
     futures: list[Future[Batch]] = [Future() for _ in reads]
 
     def call(read: Callable[[], Batch], future: Future[Batch]) -> None:
         try:
             future.set_result(read())
-        except BaseException as error:  # `result` raises the error below
+        except BaseException as error:  # The call of `result` below raises the error.
             future.set_exception(error)
 
     # Use daemon threads, so that a read that hangs does not keep the process from exiting.
@@ -205,7 +208,7 @@ def _together(reads: Sequence[Callable[[], Batch]]) -> list[Batch]:
 
 
 def only_text(source: str, units: int, checksum: int) -> dict[str, Any]:
-    """Return the state, as of `Mixture.meta`, of a run that has read one text alone."""
+    """Return the state, in the form of `Mixture.meta`, of a run that has read only one text."""
     return {"since": 0, "read": {}, "sources": [[source, units, str(checksum)]]}
 
 
@@ -224,16 +227,16 @@ def order(
 ) -> tuple[Int64[np.ndarray, " period"], Int64[np.ndarray, "period_plus_1 texts"]]:
     """Return one period of the order in which texts alternate.
 
-    This is Tijdeman's solution of the chairman assignment problem (1980). After n windows, a text
-    of K with share s has been chosen at least `n s - c` and at most `n s + c` times, with
-    `c = 1 - 1 / (2 K - 2)`.
+    This is Tijdeman's solution of the chairman assignment problem (1980). If there are K texts, a
+    text with share s has been chosen at least `n s - c` and at most `n s + c` times after n
+    windows, with `c = 1 - 1 / (2 K - 2)`.
 
     Args:
       units: the share of each text as a whole number, at least 0; not all are 0.
 
     Returns:
-      The number of the text of each window in the period, and how often each text was chosen before
-      each window and at the end of the period.
+      Two arrays. The first has the index of the text that each window of the period comes from. The
+      second has the number of windows of each text that precede each window and the period's end.
     """
     divisor = math.gcd(*units)
     weights = np.array(units, np.int64) // divisor
@@ -242,11 +245,13 @@ def order(
     chosen, count = np.zeros(period, np.int64), np.zeros(len(used), np.int64)
     before = np.zeros((period + 1, len(units)), np.int64)
     for n in range(1, period + 1):
-        # How far each text is behind its share after n windows, unless it is chosen now; and in how
-        # many windows it has to be chosen at the latest. Both are multiplied to be whole numbers.
+        # Compute how far each text would be behind its share after n windows if it were not chosen
+        # now, and the number of windows within which it must be chosen. Both are scaled by a
+        # constant, so that `behind` is a whole number.
         behind = scale * (n * weight - period * count)
         due = ((scale - 1) * period - behind) / weight
-        due[behind < period] = np.inf  # the text would be too far ahead of its share
+        # Exclude texts that would be too far ahead of their share if they were chosen now.
+        due[behind < period] = np.inf
         best = int(np.argmin(due)) if len(used) > 1 else 0
         count[best] += 1
         chosen[n - 1] = used[best]
@@ -255,7 +260,7 @@ def order(
 
 
 def source_names(sources: Sequence[str]) -> list[str]:
-    """Return a short name for each source: as few last parts of its path as tell it from others."""
+    """Return a short name for each source: the shortest end of its path that is unique."""
     parts = [
         [part for part in re.sub(r"[^\w./-]+", "_", source).split("/") if part] or ["_"]
         for source in sources

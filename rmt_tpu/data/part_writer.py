@@ -1,9 +1,9 @@
 """A writer for the parts of a token store; a part is the tokenised text of some spans of files.
 
 The content of a part depends only on the text and the arguments of the store. Its files are written
-to a
-folder that is named after an attempt. The part is valid once its manifest, which is created last,
-names that attempt. Valid parts are therefore complete, no matter how and when a process is killed.
+to a folder that is named after an attempt. The part is valid once its manifest, which is created
+last, names that attempt. Valid parts are therefore complete, no matter how and when a process is
+killed.
 The name of an attempt is derived from the plan, and each file is written as a whole, with bytes
 that are derived from the text. Therefore several processes may write the same part without
 conflict, and files left by a killed process are overwritten.
@@ -74,7 +74,7 @@ class StoreOptions(NamedTuple):
       eval_fraction: fraction of the documents to hold out.
       plan_id: checksum of the store's plan.
       text_field: name of the field or column that has the text.
-      kind: what a document is; see `marked.Reading`.
+      kind: the kind of the documents, such as "text"; see `marked.Reading`.
     """
 
     source: str
@@ -185,14 +185,14 @@ def check_inputs(
             tick(span.stop - span.start)
         elif not same_number or _digest_of(span, reading, tick) != digests[number]:
             raise UsageError(
-                f"--output={url} is from another command: the content of "
+                f"--output={url} was made by another command: the content of "
                 f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
                 "resume, or another --output"
             )
 
 
 def _digest_of(span: Span, reading: Reading, tick: Callable[[int], None]) -> str:
-    """Return the digest of a span's bytes, or for a table that of the texts in the span."""
+    """Return the digest of a span's bytes, or for a table the digest of the texts in the span."""
     if not tables.is_table(span.path):
         return digest_of(span, lambda block: tick(len(block)))
     digest = new_digest()
@@ -268,7 +268,8 @@ class PartWriter:
                 # Another process has written the part first. Its part is identical, so use it.
                 if (done := self._existing_part(job)) is None:
                     raise RunError(
-                        f"{self._folder.url}/{name} is being written by another command too"
+                        f"another command is also writing {self._folder.url}/{name}; run only one "
+                        "command at a time"
                     )
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
@@ -299,7 +300,8 @@ class PartWriter:
             if (content := read_sealed(self._folder, name)) is None:
                 return None
         except Fault:
-            raise  # a manifest that storage does not return may be undamaged
+            # The manifest may be undamaged although storage did not return it, so keep it.
+            raise
         except RmtError:
             content = {}
         with contextlib.suppress(Fault, KeyError, TypeError):

@@ -96,7 +96,7 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
     """Check that the plan `old` of the store in a folder equals the plan `new`.
 
     Raises:
-      UsageError: the plans differ; the message says in what.
+      UsageError: the plans differ; the message lists the differences.
     """
     if old == new:
         return
@@ -120,10 +120,10 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    # If nothing else differs, the input's content differs, and thus its division into parts.
+    # If nothing in this list differs, the input's division into parts does, due to other content.
     changed = "the content of its input has changed"
     raise UsageError(
-        f"--output={folder.url} is from another command: {'; '.join(different) or changed}. "
+        f"--output={folder.url} was made by another command: {'; '.join(different) or changed}. "
         "Give the same input and flags to resume, or another --output"
     )
 

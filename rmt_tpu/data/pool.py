@@ -81,12 +81,13 @@ def _interrupts_blocked() -> Iterator[None]:
 
 def _start_worker(options: StoreOptions, finished: Any, stop: Any) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per CPU is enough
+    # Use one thread per process, because there is already one process per CPU.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tick(count: int) -> None:
         if stop.is_set():
-            raise RunError("stopped")
+            raise RunError("the tokenising process was stopped")
         with finished.get_lock():
             finished.value += count
 

@@ -36,7 +36,7 @@ class Prefetcher(Generic[T]):
         depth: int = 3,
         threads: int = 2,
     ):
-        """Start to read the first batches.
+        """Start reading the first batches in the background.
 
         Args:
           read: a function that returns the batch at a position; several threads call it
@@ -107,5 +107,5 @@ def _work(read: Callable[[int], T], wanted: queue.SimpleQueue) -> None:
             continue
         try:
             future.set_result(read(position))
-        except BaseException as error:  # `next` raises the error in the main thread
+        except BaseException as error:  # Prefetcher.next raises the error.
             future.set_exception(error)

@@ -34,8 +34,10 @@ TOKENISING = "tokenising"
 HOLDING_OUT = "holding out the tail of a document"
 COMPARING = "comparing the input"
 
-_READERS = 16  # number of manifests of parts to read concurrently
-_SHARED_SECONDS = 10.0  # maximum seconds until a network file system shows a new file to all hosts
+# Number of part manifests to read concurrently.
+_READERS = 16
+# Maximum seconds until a network file system shows a new file to all hosts.
+_SHARED_SECONDS = 10.0
 
 # A function that displays progress, given the number of input bytes processed, their total, and
 # what is done: TOKENISING, HOLDING_OUT or COMPARING.
@@ -48,7 +50,8 @@ class Totals(NamedTuple):
     Attributes:
       parts: number of parts.
       kept: number of parts that already existed.
-      train, held_out: total documents and tokens of each split; the checksum is always 0.
+      train, held_out: total numbers of documents and tokens of each split. Checksums are not
+        computed, and are 0.
     """
 
     parts: int
@@ -70,7 +73,7 @@ class ProcessGroup(Protocol):
     count: int
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return the `value` of every process in order, after all have called this for `what`."""
+        """Return the `value` of every process in order, once all have called this with `what`."""
 
 
 class SingleProcess:
@@ -105,8 +108,8 @@ def prepare(
 
     A document is held out if a hash of its text and the seed, as a fraction, is below
     `eval_fraction`. Equal documents therefore go to the same split. If this holds out no document,
-    because there are few, the tail of one document is held out, with about the requested fraction
-    of all text.
+    because there are few documents, the tail of one document is held out, with about the requested
+    fraction of all text.
 
     The store always corresponds to the input as it is when this function returns. Existing parts
     are kept only if the bytes from which they were made still have the same digests. During the
@@ -129,8 +132,8 @@ def prepare(
         share.
       group: the processes that call this function with the same arguments.
       text_field: name of the field or column that has the text.
-      kind: what a document is; see `marked.Reading`. In documents of other kinds than "text", only
-        parts have a loss.
+      kind: the kind of the documents; see `marked.Reading`. In documents of other kinds than
+        "text", only parts have a loss.
       chat_template: path of a chat template for messages, in place of the tokenizer's.
 
     Returns:
@@ -138,7 +141,7 @@ def prepare(
 
     Raises:
       UsageError: the input cannot be read, has too little text or was edited since an earlier call;
-        the output cannot be written to or holds something else; or the processes of the group have
+        the output cannot be written to or has other content; or the processes of the group have
         different arguments.
       RunError: the output cannot be written to any more, a process was lost, or the input was
         edited during the call.
@@ -325,7 +328,10 @@ def _complete(
         until = time.monotonic() + _SHARED_SECONDS
         while (found := read_part_manifest(folder, number)) is None:
             if time.monotonic() > until:
-                raise RunError(f"{folder.url} has no part {number}, which another process wrote")
+                raise RunError(
+                    f"{folder.url} does not show part {number}, which another process wrote; "
+                    "legal: a folder that all processes share"
+                )
             time.sleep(0.1)
         return found
 
@@ -366,7 +372,7 @@ def _compare(
 
     def tick(count: int) -> None:
         nonlocal finished
-        finished += count  # needs no lock, because the number is only displayed
+        finished += count  # No lock is needed, because the number is only displayed.
         progress(finished, total, COMPARING)
 
     pool = ThreadPoolExecutor(workers)

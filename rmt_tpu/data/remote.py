@@ -72,10 +72,14 @@ def find(pattern: str) -> list[RemoteFile]:
         if not found and system.exists(path):
             found = {path: system.info(path)}
             if found[path].get("type") == "directory":
-                raise RemoteError("it is a folder; legal: the files in it, such as **/*.parquet")
+                raise RemoteError(
+                    "the address is a folder; legal: the files in it, such as **/*.parquet"
+                )
         files = {name: info for name, info in found.items() if info.get("type") != "directory"}
         if files and is_glob and "::" in pattern:
-            raise RemoteError("it is a chain with a glob; legal: a chain of one file")
+            raise RemoteError(
+                "a chained address, with '::', cannot be a glob; legal: the address of one file"
+            )
         address = lambda name: system.unstrip_protocol(name) if is_glob else pattern
         return [_file(address(name), files[name]) for name in sorted(files)]
 
@@ -98,7 +102,7 @@ def _open_system(address: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        raise RemoteError(f"it needs fsspec: {EXTRA}") from None
+        raise RemoteError(f"fsspec is needed: {EXTRA}") from None
     return fsspec.core.url_to_fs(address)
 
 

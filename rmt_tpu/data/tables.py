@@ -1,9 +1,9 @@
 """Documents in a column of Parquet and Arrow files.
 
 A table is divided at its groups: the row groups of a Parquet file, or the record batches of an
-Arrow file. Group i of n counts as the bytes from `size * i // n` to `size * (i + 1) // n` of the
-file. A span of a table has the groups that begin within the span. An Arrow stream, which has no
-list of its record batches, cannot be divided.
+Arrow file. Group i of n is treated as the bytes from `size * i // n` to `size * (i + 1) // n` of
+the file. A span (a range of bytes) contains the groups that begin within it. An Arrow stream, which
+has no list of its record batches, cannot be divided.
 
 Only the text column is read. Memory holds a few hundred rows of a Parquet file, or one record batch
 of an Arrow file.
@@ -20,15 +20,19 @@ from rmt_tpu.data.remote import EXTRA
 
 TABLES = (".parquet", ".arrow")
 
-_ARROW_FILE = b"ARROW1"  # the first bytes of an Arrow file; an Arrow stream has others
-_ROWS = 256  # rows of a Parquet file to decode at a time
-_BUFFER = 2**20  # bytes of a Parquet file to read at a time
-_LONGEST_DOCUMENT = 2**30  # maximum size of a document in characters
+# The first bytes of an Arrow file. An Arrow stream begins with other bytes.
+_ARROW_FILE = b"ARROW1"
+# Rows of a Parquet file to decode at a time.
+_ROWS = 256
+# Bytes of a Parquet file to read at a time.
+_BUFFER = 2**20
+# Maximum size of a document in characters.
+_LONGEST_DOCUMENT = 2**30
 _SHOWN_COLUMNS = 12
 
 
 def is_table(path: str) -> bool:
-    """Return whether the name of a file says that it is a Parquet or an Arrow file."""
+    """Return whether a file name has the suffix of a Parquet or an Arrow file."""
     return path.lower().endswith(TABLES)
 
 
@@ -81,7 +85,7 @@ def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator
 
 
 def _encoded(text: str | None) -> bytes:
-    """Return bytes that differ for different texts also if they are concatenated."""
+    """Return bytes for a text, whose concatenation is unique for each sequence of texts."""
     if text is None:
         return b"null\n"
     content = text.encode()
@@ -150,7 +154,7 @@ def _num_groups(span: Span, file: io.BufferedIOBase) -> int:
 
 
 def _begin(span: Span, group: int, count: int) -> int:
-    """Return the position in the file that counts as the begin of a group; see this module."""
+    """Return the byte at which a group is treated as beginning; see the module's docstring."""
     size = span.version[0]
     return size * group // count
 
@@ -205,7 +209,8 @@ def _arrow(span: Span, file: io.BufferedIOBase, reading: Reading) -> _Texts:
         batches = enumerate(table)
         position = lambda group: min(file.tell(), span.stop)
     for group, batch in batches:
-        batch.validate(full=True)  # a damaged batch would otherwise crash the process
+        # Without this check, a damaged batch would crash the process.
+        batch.validate(full=True)
         texts = _documents(span, batch, reading, f"record batch {group + 1}")
         yield position(group), texts
 
@@ -262,7 +267,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _documents(span: Span, batch: Any, reading: Reading, where: str) -> list[str | None]:
-    """Return the documents of some rows, as `Reading.raw` gives them; None for a row with a null.
+    """Return the documents in rows, in the form of `Reading.raw`; None for a row with a null.
 
     Raises:
       Problem: a text is not UTF-8, or a row is not a document.

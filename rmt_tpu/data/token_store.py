@@ -46,7 +46,8 @@ SHARD, CHUNK = 2**24, 2**14
 _KIND = "rmt_tpu token store"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
-_MANIFEST_BYTES = 256 * 2**20  # maximum size of a manifest in bytes, enough for a million parts
+# Maximum size of a manifest in bytes, enough for a million parts.
+_MANIFEST_BYTES = 256 * 2**20
 # Size in bytes of the cache for the shards' indices. The index of a shard has 16 KiB for 16 million
 # tokens.
 _CACHE_BYTES = 64 * 2**20
@@ -92,7 +93,7 @@ class Part(NamedTuple):
                 return cls(value["attempt"], *splits)
         except (TypeError, KeyError):
             pass
-        raise Fault("it lists an impossible part")
+        raise Fault("the manifest lists an impossible part")
 
     def json(self) -> dict[str, Any]:
         """Return a JSON value that describes the part, for `from_json`."""
@@ -143,10 +144,10 @@ class TokenStore:
             parts = [Part.from_json(value) for value in content["parts"]]
             vocabulary, bos = self.tokenizer.vocab_size, self.tokenizer.bos
             if not (type(vocabulary) is type(bos) is int and 0 <= bos < vocabulary <= 2**31):
-                raise Fault("it lists an impossible tokenizer")
+                raise Fault("the manifest lists an impossible tokenizer")
             self.has_marks = "format" in content["plan"]
             if len(parts) != content["plan"]["num_parts"]:
-                raise Fault("it does not list all parts")
+                raise Fault("the manifest does not list all parts")
         except (Fault, KeyError, TypeError) as error:
             raise RunError(f"{folder.url}/{MANIFEST} is damaged: {error}") from None
         own = parts, self.tokenizer, self.has_marks
@@ -250,7 +251,9 @@ class TokenStream:
           Fault: see `read`.
         """
         if not 0 <= number < self.num_documents:
-            raise IndexError(f"document {number} of {self.num_documents}")
+            raise IndexError(
+                f"document {number} does not exist; legal: 0 to {self.num_documents - 1}"
+            )
         part = int(np.searchsorted(self._documents, number, side="right")) - 1
         at = number - int(self._documents[part])
         name = self._name(part, "offsets")
@@ -349,7 +352,7 @@ def open_store(source: str | Folder) -> TokenStore:
     if content is None:
         if folder.read(PLAN, limit=_MANIFEST_BYTES) is None:
             raise UsageError(
-                f"--data={folder.url} holds no token store: there is no {MANIFEST}; legal: the "
+                f"--data={folder.url} has no token store: there is no {MANIFEST}; legal: the "
                 "--output of recipes.prepare_data"
             )
         raise UsageError(f"--data={folder.url} is not complete; run recipes.prepare_data again")
@@ -445,7 +448,9 @@ def read_sealed(folder: Folder, name: str) -> dict[str, Any] | None:
     try:
         sealed = json.loads(found.data)
         if type(sealed) is dict and sealed.get("kind") != _KIND:
-            raise UsageError(f"{folder.url}/{name} is from another program; legal: another folder")
+            raise UsageError(
+                f"{folder.url}/{name} was written by another program; legal: another folder"
+            )
         if sealed["version"] != VERSION:
             raise UsageError(
                 f"{folder.url}: token store version {sealed['version']!r} cannot be read; "

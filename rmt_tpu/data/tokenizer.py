@@ -71,7 +71,7 @@ class Tokenizer(ABC):
         """
 
     def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text without BOS; names of special tokens stand for these tokens.
+        """Return the tokens of a text without BOS; names of special tokens become these tokens.
 
         A tokenizer without such names encodes the text as `encode` does.
 
@@ -174,8 +174,9 @@ class ByteTokenizer(Tokenizer):
 def byte_names() -> list[str]:
     """Return the names of a byte tokenizer's tokens in other programs.
 
-    A byte is named by a character, as in GPT-2's vocabulary: a printable one by itself, and the
-    others by the characters from U+0100 on, in order.
+    Each byte is named by one character, as in GPT-2's vocabulary. The name of a printable Latin-1
+    byte is the character itself. The names of the other bytes are consecutive characters from
+    U+0100 onwards.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

@@ -1,4 +1,4 @@
-"""Functions that load a tokenizer, given a name, a folder or a file."""
+"""Functions that load a tokenizer by its name, or from a folder or a file."""
 
 import contextlib
 import json
@@ -67,14 +67,14 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except Unusable as error:
-        raise UsageError(f"{what} {error}") from None
+        raise UsageError(f"{what}: {error}") from None
 
 
 def _from_bucket(spec: str) -> Tokenizer:
     with flag_errors("tokenizer"):
         found = open_folder(spec).read(FILE)
     if found is None:
-        raise Unusable(f"has no {FILE}; legal: the folder of a run or of a token store")
+        raise Unusable(f"the folder has no {FILE}; legal: the folder of a run or of a token store")
     return _from_json(spec, found.data)
 
 
@@ -84,8 +84,8 @@ def _from_local_folder(spec: str, folder: Path) -> Tokenizer:
     if (folder / FILE).is_file():
         return _from_file(spec, folder / FILE)
     raise Unusable(
-        "is a folder without a tokenizer; "
-        f"legal: one with {' and '.join(GPT2_FILES)}, or with {FILE}"
+        "the folder has no tokenizer; "
+        f"legal: a folder with {' and '.join(GPT2_FILES)}, or with {FILE}"
     )
 
 
@@ -108,4 +108,4 @@ def _from_json(name: str, content: bytes) -> Tokenizer:
 
 
 def _unreadable(error: Exception) -> Unusable:
-    return Unusable(f"cannot be read ({error}); legal: a {FILE}")
+    return Unusable(f"the tokenizer cannot be read ({error}); legal: a {FILE}")

@@ -89,5 +89,5 @@ def test_reading_of_a_store(tmp_path):
     said = cli.succeed("storage_report", f"--store={store}", *how).stdout
     assert f"{store}, batches of 4 x 16 tokens: " in said and "tokens/s without steps" in said
     error = cli.fail("storage_report", f"--store={tmp_path}", *how)
-    assert f"--store={tmp_path} holds no token store" in error
+    assert f"--store={tmp_path} has no token store" in error
     assert "--folder" in cli.fail("storage_report")

@@ -248,7 +248,7 @@ def test_a_bad_line_of_a_later_span_has_its_number_in_the_file(write):
     name = write("a.jsonl", lines(*({"text": "good"} for _ in range(40))) + "[1]\n")
     *good, last = divide(whole_span(name), 100)
     assert good
-    with pytest.raises(Problem, match="'a.jsonl' line 41 is a JSON list"):
+    with pytest.raises(Problem, match="'a.jsonl' line 41: the line is a JSON list"):
         list(read_span(last))
 
 

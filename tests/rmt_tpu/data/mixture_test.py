@@ -182,7 +182,7 @@ def test_shares_that_change_repeat_and_skip_no_window():
         alone = windows(number, size, batch_size=len(own)).batch_at(0).inputs
         np.testing.assert_array_equal(own, alone)
         assert mixed.windows_read(96)[number] == len(own)
-    with pytest.raises(ValueError, match="before 64"):
+    with pytest.raises(ValueError, match="before window 64"):
         mixed.batch_at(63)
 
 

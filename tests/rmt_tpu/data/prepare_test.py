@@ -422,14 +422,14 @@ def test_bad_input_names_file_and_line_in_whichever_process(source, tmp_path, wo
     content = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*content[:40], b'{"text": 1}\n', *content[40:]]))
     message = refusal(source, tmp_path / "store", workers=workers)
-    assert message.startswith("--input=") and "a.jsonl' line 41 has no field" in message
+    assert message.startswith("--input=") and "a.jsonl' line 41: the object has no field" in message
     assert not multiprocessing.active_children()
 
 
 def test_a_folder_of_something_else_is_refused(source, tmp_path):
     for name in MANIFEST, PLAN:
         (tmp_path / name).write_text('{"crc32": 1}')
-        assert f"{name} is from another program" in refusal(source, tmp_path)
+        assert f"{name} was written by another program" in refusal(source, tmp_path)
         (tmp_path / name).unlink()
 
 

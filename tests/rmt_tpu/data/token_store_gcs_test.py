@@ -139,5 +139,5 @@ def test_what_is_wrong_with_a_bucket_is_one_line_and_soon_told(server, source, u
 
 
 def test_a_store_that_is_not_there(server):
-    with pytest.raises(RmtError, match="gs://bucket/nowhere holds no token store"):
+    with pytest.raises(RmtError, match="gs://bucket/nowhere has no token store"):
         open_store("gs://bucket/nowhere")

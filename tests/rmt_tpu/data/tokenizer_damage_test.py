@@ -22,11 +22,11 @@ def refusal(call, *arguments) -> str:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "cannot be read ("),
-        (b"{}", "cannot be loaded ("),
-        (b"[" * 100_000, "cannot be read (maximum recursion depth"),
-        (b'{"a":' * 100_000, "cannot be read (maximum recursion depth"),
-        (b"9" * 5000, "cannot be read ("),
+        (b"{", "the tokenizer cannot be read ("),
+        (b"{}", "the tokenizer cannot be loaded ("),
+        (b"[" * 100_000, "the tokenizer cannot be read (maximum recursion depth"),
+        (b'{"a":' * 100_000, "the tokenizer cannot be read (maximum recursion depth"),
+        (b"9" * 5000, "the tokenizer cannot be read ("),
     ],
     ids=["half", "empty", "deep list", "deep object", "5000 digits"],
 )
@@ -35,14 +35,15 @@ def test_a_damaged_file_is_named_by_what_a_person_gave(tmp_path, content, said):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     for spec in file, tmp_path:
-        assert refusal(load_tokenizer, str(spec)).startswith(f"--tokenizer={str(spec)!r} {said}")
-    assert refusal(load_saved, tmp_path).startswith(f"{str(file)!r} {said}")
+        assert refusal(load_tokenizer, str(spec)).startswith(f"--tokenizer={str(spec)!r}: {said}")
+    assert refusal(load_saved, tmp_path).startswith(f"{str(file)!r}: {said}")
 
 
 def test_a_file_without_a_bos_in_a_folder_of_a_run_is_named(tmp_path):
     tokenizers.Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
     message = refusal(load_saved, tmp_path)
-    assert message.startswith(f"{str(tmp_path / 'tokenizer.json')!r} has no token that starts")
+    file = str(tmp_path / "tokenizer.json")
+    assert message.startswith(f"{file!r}: the vocabulary has no token that starts")
 
 
 @pytest.mark.parametrize("token", [99999999999999, 2**32 + 7, 2**31, 2**24])

@@ -254,7 +254,7 @@ def test_damaged_files(tmp_path, content):
 def test_damaged_gpt2_files(tmp_path):
     (tmp_path / "encoder.json").write_text("{")
     (tmp_path / "vocab.bpe").write_text("")
-    assert f"--tokenizer={str(tmp_path)!r} cannot be loaded" in refusal(
+    assert f"--tokenizer={str(tmp_path)!r}: the tokenizer cannot be loaded" in refusal(
         load_tokenizer, str(tmp_path)
     )
 
@@ -288,6 +288,6 @@ def test_without_the_library_the_extra_is_named(gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     message = refusal(load_tokenizer, gpt2)
     assert message == (
-        f"--tokenizer={gpt2!r} needs the tokenizers library: pip install 'rmt_tpu[data]'"
+        f"--tokenizer={gpt2!r}: the tokenizers library is needed: pip install 'rmt_tpu[data]'"
     )
     assert load_tokenizer("byte").bos == 256
