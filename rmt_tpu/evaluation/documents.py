@@ -87,9 +87,9 @@ def read_task(
             try:
                 documents.append(task.document(line))
             except Malformed as error:
-                raise Problem(f"{number} {error}; legal: {task.fields}") from None
+                raise Problem(f"{number}: {error}; legal: {task.fields}") from None
         if not documents:
-            raise Problem(f"{task.name} has no documents")
+            raise Problem(f"{task.name} has no documents; legal: a file with at least one line")
     return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
 
 
@@ -123,7 +123,8 @@ def _find(task: Task, data_dir: str):
         with contextlib.suppress(Problem):
             return files(base + ending)[0]
     raise Problem(
-        f"has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, or {HUB}"
+        f"the folder has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, or "
+        f"{HUB}"
     )
 
 
@@ -138,7 +139,9 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path, name, split = task.hub
     try:
         dataset = datasets.load_dataset(path, name, split=split)
-    except Exception as error:  # many libraries may raise: no network, no such dataset, no access
+    # Catch all errors, because several libraries raise their own if there is no network, no such
+    # dataset or no permission.
+    except Exception as error:
         raise RunError(
             f"--data_dir={HUB}: {path} cannot be loaded: {one_line(error)[:200]}; a folder of "
             "files needs no network"
@@ -275,14 +278,14 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
 
 
 class Total(NamedTuple):
-    """The total log-probability of a continuation, and whether all its tokens are greedy."""
+    """The total log-probability of a continuation, and whether each token is the likeliest."""
 
     log_probability: float
     greedy: bool
 
     @classmethod
     def of(cls, answer: Answer) -> "Total":
-        """Return the sum of an answer's log-probabilities, and whether all its tokens are greedy.
+        """Return the sum of an answer's log-probabilities, and whether each token is the likeliest.
 
         The sum is computed in float64.
         """

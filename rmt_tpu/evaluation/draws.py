@@ -7,14 +7,14 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-# Arguments that are used in addition to SAMPLED, and arguments that are not supported, with the
-# value that has no effect.
+# Names of arguments that are used in addition to SAMPLED.
 _READ = ("until", "max_gen_toks", "do_sample")
+# Arguments that are not supported. Each may only have this value, which has no effect.
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
 def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
-    """Return the sampling settings for a request's text.
+    """Return the sampling settings with which the text for a request is generated.
 
     Args:
       arguments: the request's arguments, as normalized by lm-evaluation-harness.

@@ -23,7 +23,7 @@ from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.storage import Folder
 
 ANSWERS = "evaluation"
-_SECONDS = 5.0  # seconds between writes of new answers to their files
+_SECONDS = 5.0  # number of seconds between writes of new answers to their files
 
 
 class Subject(NamedTuple):
@@ -36,8 +36,8 @@ class Subject(NamedTuple):
       identity: JSON values that identify the model and its settings. Stored answers are used again
         only if they have the same identity.
       folder: the folder in which answers are stored.
-      decoder: the decoder, with matrices in the dtype in which it computes; None if the subject has
-        no decoder.
+      decoder: the model's decoder, with matrices cast to the dtype in which it computes; None if
+        the model has no decoder.
     """
 
     name: str

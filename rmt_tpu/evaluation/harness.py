@@ -50,7 +50,7 @@ class RmtTpu(TemplateLM):
       mesh: the device mesh. Where commas separate arguments, write `;` in place of its commas.
       max_length: the maximum number of tokens that are read at a time; None means the training
         length.
-      batch_tokens: the number of tokens per batch and device, on devices that shard batch rows.
+      batch_tokens: the number of tokens per batch, for each device over which rows are sharded.
       max_gen_toks: the maximum number of tokens of a generated text, unless the task sets it.
       batch_size: the number of texts that are generated at the same time; "auto" means 8.
       max_batch_size, device: ignored arguments, which lm-eval passes.
@@ -152,8 +152,8 @@ class RmtTpu(TemplateLM):
             return None
         if chat_template is not True:
             raise UsageError(
-                f"--apply_chat_template={chat_template}: a model has one chat template here; "
-                "legal: --apply_chat_template"
+                f"--apply_chat_template={chat_template} names a template, but a model has only "
+                "one; legal: --apply_chat_template without a name"
             )
         return self._own_template().json()["chat_template"]
 
@@ -180,7 +180,9 @@ class RmtTpu(TemplateLM):
         last = chat_history[-1]["content"]
         begin = text.rfind(last.strip())
         if begin < 0:
-            raise UsageError("the chat template does not write the last message as it is")
+            raise UsageError(
+                "the chat template changes the last message, so the model cannot continue it"
+            )
         whole = last.lstrip()
         return text[: begin + len(whole if text.startswith(whole, begin) else last.strip())]
 
@@ -325,7 +327,8 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
     for source in sources:
         if source.kind == "text":
             raise UsageError(
-                f"--tasks={source.name} scores a text, which the harness measures differently"
+                f"--tasks={source.name} scores whole texts, which lm-evaluation-harness measures "
+                "differently; legal: other tasks"
             )
         lines, fields = _in_fields(source)
         path = folder / f"{source.name}.jsonl"
@@ -365,7 +368,8 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "doc_to_target": "word",
             **metrics("perplexity", "acc"),
         }
-    if not source.documents[0].lengths:  # several beginnings share one ending, as in WinoGrande
+    # A task without choice lengths is like WinoGrande: several beginnings share one ending.
+    if not source.documents[0].lengths:
         lines = [
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}
             for d in source.documents

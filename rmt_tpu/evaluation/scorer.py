@@ -27,8 +27,10 @@ from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import with_float_residual
 
-BATCH_TOKENS = 16384  # default number of tokens per batch, for each device that has its own rows
-_MIN_ROW = 32  # minimum number of tokens per row
+# Default number of tokens per batch, for each device that has its own rows.
+BATCH_TOKENS = 16384
+# Minimum number of tokens per row.
+_MIN_ROW = 32
 
 
 class Request(NamedTuple):
@@ -70,7 +72,7 @@ class Scorer(NamedTuple):
       rows: a number that must divide the number of rows in a batch.
       tokens: a number that must divide the number of tokens in a row.
       batch_tokens: the approximate number of tokens per batch.
-      vocab_size: the bound of token ids that the model has embeddings for; None allows all ids.
+      vocab_size: the number of token ids that the model has embeddings for; None allows all ids.
     """
 
     scores: Callable[[Any, Any], TokenScores]
@@ -121,7 +123,8 @@ class Scorer(NamedTuple):
             lambda tokens, targets: compiled(params, shard(tokens), shard(targets)),
             max_length,
             rows,
-            2 * tokens if tokens > 1 else 1,  # ring attention gives each device two parts of a row
+            # Ring attention divides a row into two parts per device.
+            2 * tokens if tokens > 1 else 1,
             batch_tokens * rows,
             vocab_size,
         )
@@ -129,9 +132,9 @@ class Scorer(NamedTuple):
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
         """Yield the answers of one batch after the other, starting with the longest requests.
 
-        Each item maps the numbers of requests to their answers. If a request is longer than
-        `max_length`, the beginning of its context is cut off; `check` raises an error if a
-        continuation alone is too long.
+        Each yielded item maps the indices of a batch's requests to their answers. If a request is
+        longer than `max_length`, the beginning of its context is cut off; `check` raises an error
+        if a continuation alone is too long.
 
         Raises:
           UsageError: the model has no embedding for a token.
@@ -167,7 +170,7 @@ class Scorer(NamedTuple):
             )
 
     def cut(self, requests: Sequence[Request]) -> int:
-        """Return the number of requests that exceed `max_length`, so that their context is cut."""
+        """Return the number of requests whose context is cut because they exceed `max_length`."""
         return sum(request.length > self.max_length for request in requests)
 
     def _size(self, length: int) -> int:

@@ -14,7 +14,7 @@ from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 
 # Maximum number of logits in memory at a time (2^25 float32 logits are 128 MiB), and minimum number
-# of tokens per chunk.
+# of tokens in a chunk whose logits are computed together.
 _LOGITS, _MIN_CHUNK = 2**25, 64
 
 # The target that marks a position as not scored.
@@ -22,7 +22,7 @@ NONE = -1
 
 
 class TokenScores(NamedTuple):
-    """The scores of the tokens for which scores were requested, called targets.
+    """The scores of targets, which are the tokens for which scores were requested.
 
     At positions without a target, the log-probability is 0, and `greedy` is False.
 

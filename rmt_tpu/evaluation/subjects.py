@@ -63,7 +63,7 @@ def run_subject(
 
 
 def untrained(workdir: Location, subject: Subject) -> Subject:
-    """Return a run's model as it was before the first training step, to compare it with `subject`.
+    """Return a run's model as it was before its first training step, as a baseline for `subject`.
 
     The model gets the sequence length, batch size and tokenizer of `subject`.
 

@@ -78,7 +78,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str):
         names = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise Malformed(f"has no text field {name!r}; its fields: {names}")
+        raise Malformed(f"the line has no text field {name!r}; its fields: {names}")
     return value
 
 
@@ -87,7 +87,7 @@ def _index(line: Mapping[str, Any], name: str, count: int) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
-        raise Malformed(f"has {name!r}={shown(value)}; legal: 0 to {count - 1}")
+        raise Malformed(f"the line has {name!r}={shown(value)}; legal: 0 to {count - 1}")
     return value
 
 
@@ -100,7 +100,7 @@ def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
     value = line.get(name)
     valid = isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value)
     if not valid:
-        raise Malformed(f"has no field {name!r} with a list of texts")
+        raise Malformed(f"the line has no field {name!r} with a list of texts")
     return value
 
 
@@ -116,14 +116,14 @@ def _arc(line: Mapping[str, Any]) -> Document:
         return _query(line, "\nAnswer:")
     choices = line.get("choices")
     if not isinstance(choices, Mapping):
-        raise Malformed("has no field 'choices' with 'text' and 'label'")
+        raise Malformed("the line has no field 'choices' with 'text' and 'label'")
     texts, labels, key = (
         _listed(choices, "text"),
         _listed(choices, "label"),
         _text(line, "answerKey"),
     )
     if len(labels) != len(texts) or key not in labels:
-        raise Malformed(f"has 'answerKey'={key!r}; legal: one of the labels {labels}")
+        raise Malformed(f"the line has 'answerKey'={key!r}; legal: one of the labels {labels}")
     question = f"Question: {_text(line, 'question')}\nAnswer:"
     return _choices(question, texts, labels.index(key))
 
@@ -153,16 +153,16 @@ def _piqa(line: Mapping[str, Any]) -> Document:
 
 
 def _winogrande(line: Mapping[str, Any]) -> Document:
-    """Return a document with one pair for each of the two beginnings of a sentence.
+    """Return a document with one (context, continuation) pair for each option that fills the gap.
 
-    The beginnings are the contexts, and the common rest of the sentence is the continuation.
+    The sentence up to the gap, with the option, is the context. The rest is the continuation.
     """
     sentence, answer = _text(line, "sentence"), line.get("answer")
     prefix, blank, suffix = sentence.partition("_")
     if not blank:
-        raise Malformed("has no '_' in 'sentence'")
+        raise Malformed("the field 'sentence' has no '_', which marks the gap to fill")
     if str(answer) not in ("1", "2"):
-        raise Malformed(f"has 'answer'={shown(answer)}; legal: '1' or '2'")
+        raise Malformed(f"the line has 'answer'={shown(answer)}; legal: '1' or '2'")
     beginnings = [prefix + _text(line, name) for name in ("option1", "option2")]
     continuation = f" {suffix.strip()}"
     return Document(tuple((b, continuation) for b in beginnings), int(answer) - 1)
@@ -174,7 +174,7 @@ def _lambada(line: Mapping[str, Any]) -> Document:
     else:
         context, space, word = _text(line, "text").rpartition(" ")
         if not space:
-            raise Malformed("has a 'text' of one word; legal: at least two words")
+            raise Malformed("the line has a 'text' of one word; legal: at least two words")
     return Document(((context, f" {word}"),))
 
 
@@ -207,7 +207,7 @@ _WIKITEXT = [
 
 
 def whole_text(text: str, ready: str | None = None) -> Document:
-    """Return the document for a text.
+    """Return the document with which a whole text is scored.
 
     Args:
       text: the text, whose words and bytes are counted.

@@ -1,1 +1,1 @@
-"""The papers' experiments: what each trains or computes, and the page with its results."""
+"""Experiments of the papers: what each one trains or computes, and a page of its results."""

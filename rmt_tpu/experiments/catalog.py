@@ -7,12 +7,12 @@ from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
 
-# The flag that names the chip for estimates of kernels and steps.
+# The flag that names the chip for which times of kernels and train steps are estimated.
 _TARGET = "--targets=v5e"
 
 
 def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
-    """Return commands that report each part's cost, and the memory, of two presets' steps."""
+    """Return commands that report the costs and the memory of two presets' train steps."""
     report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
     memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
     return [report, *memory]

@@ -4,8 +4,8 @@ Models of the same width and different depths read the same tokens. At 4 and 16 
 (kind of residual) has its own hyperparameter search, with two seeds that are used for nothing else.
 The search is over the common learning rate, and over the rate factor of the parameters that weigh
 sources over depth (`train.depth_rate`). Models of 8 layers use the geometric mean of the results at
-4 and 16 layers; models of 32 layers use the result at 16. For each depth, one difference was chosen
-in advance to be tested: Block AttnRes minus the Transformer.
+4 and 16 layers; models of 32 layers use the result at 16 layers. For each depth, one difference was
+chosen in advance to be tested: Block AttnRes minus the Transformer.
 """
 
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ _LAYERS = (4, 8, 16, 32)
 _SEARCHED = (4, 16)
 SEEDS, SEARCH_SEEDS = tuple(range(10)), (100, 101)
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
-# With a matrix residual, a logit is a sum of four times as many terms, so the factors are divided
-# by 4.
+# With a matrix residual, a logit of attention over depth is a sum of four times as many terms, so
+# the learning-rate factors are divided by 4.
 _OF_MATRIX = tuple(factor / 4 for factor in _FACTORS)
 
 
@@ -76,7 +76,7 @@ def config_of(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
         "train.steps": size.steps,
         "train.optimizer.final_fraction": 0.0,
         "train.eval_every": 0,
-        "train.eval_tokens": 2**20,  # enough tokens for all of the held-out text
+        "train.eval_tokens": 2**20,  # This is enough for all held-out text.
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 20,
@@ -98,13 +98,14 @@ def _search(scale: Scale, system: str, layers: int, **changes) -> Search:
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
-    """Return the names of the searches that determine the values of an arm."""
+    """Return the names of the searches whose best values an arm (a model) uses."""
     if layers == 8:
         return tuple(f"{system}-{at}-layers" for at in _SEARCHED)
     return (f"{system}-{min(layers, max(_SEARCHED))}-layers",)
 
 
-_SYSTEMS = {  # maps each system to the system that it is compared with
+# Maps each system (kind of residual) to the system that it is compared with.
+_SYSTEMS = {
     "transformer": None,
     "attnres": "transformer",
     "attnres-full": "transformer",
@@ -139,8 +140,8 @@ def plan(scale: Scale) -> Plan:
         for system, against in _SYSTEMS.items()
         if layers < max(_LAYERS) or system in _DEEPEST
     ]
-    # These arms repeat the same runs with sums in a different order, which shows how much rounding
-    # alone changes a loss.
+    # These arms (models) repeat other arms' runs with sums in a different order, which shows how
+    # much rounding alone changes a loss.
     arms += [
         Arm(
             f"{system}-16-layers-again",

@@ -104,7 +104,7 @@ def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ..
 
     if operation.model == "Transformer":
         return (lambda w, x: x @ w.T), (operation.out_of,)
-    # A storage sums R data vectors, and a retrieval D_k rows of the residual, with the same code.
+    # Storage sums R data vectors and retrieval D_k rows of the residual, by the same code.
     return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (operation.out_of, _HEAD_DIM)
 
 

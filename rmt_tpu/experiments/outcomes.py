@@ -135,7 +135,7 @@ def paired_test(found: Sequence[float]) -> PairedTest:
 
     def lacks(shift: float) -> float:
         """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
-        # The other tail is left out, because it is below 1e-8.
+        # Leave out the distribution's other tail, because its probability is below 1e-8.
         return stats.nct.sf(edge, freedom, shift) - 0.8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
@@ -158,7 +158,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 def share_of_tokens(outcome: ArmOutcome, base: ArmOutcome) -> float | None:
     """Return the fraction of the tokens of `base` that `outcome` needs for the same final loss.
 
-    Table 3 of the RMT paper has this fraction. Between evaluations, losses are interpolated
+    Table 3 of the RMT paper reports this fraction. Between evaluations, losses are interpolated
     linearly in log(tokens). The result is the mean over seeds, or None if a seed does not reach the
     loss.
     """

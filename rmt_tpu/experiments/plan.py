@@ -11,7 +11,7 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import UsageError
 
 Scale = Literal["tiny", "paper"]
-Point = dict[str, Any]  # maps dotted config paths to values
+Point = dict[str, Any]  # a map from dotted config paths to values
 
 RATE = "train.optimizer.learning_rate"
 DEPTH_RATE = "train.depth_rate"
@@ -45,8 +45,8 @@ class Arm:
       against: the name of the arm that its loss is compared with, seed by seed, or None.
       x: the value of the varied size, in an experiment that varies one size.
       paper: the loss that the paper reports for this model.
-      grows_from: the number of key slots D_k of the residual matrix during the first quarter of
-        the steps, which train at the peak learning rate. None means the config's D_k for all steps.
+      grows_from: the key size D_k of the residual matrix during the first quarter of the steps,
+        which train at the peak learning rate. None means the config's D_k for all steps.
       searches: the names of the searches to use instead of the system's. With several, the
         geometric mean of their best points is used.
       num_seeds: the number of the plan's seeds to train with, from the first; None means all.
@@ -74,7 +74,7 @@ class Plan:
       seeds: the default seeds of the arms.
       registered: the names of the arms whose difference was chosen for a test before any training.
         They are tested together by Holm's procedure; all other differences are exploratory.
-      x: the label of the size that `Arm.x` holds, or "" if the experiment varies no size.
+      x: the label of the size that `Arm.x` contains, or "" if the experiment varies no size.
       fits: whether to fit each system's losses over FLOPs and over parameters.
       notes: lines to print on the page, for example about differences from the paper.
     """
@@ -149,7 +149,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def geometric_mean(found: Sequence[Point]) -> Point:
-    """Return the geometric mean of each config path's values over points with the same paths."""
+    """Return the geometric mean of several points, which set the same config paths, by path."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]

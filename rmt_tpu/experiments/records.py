@@ -3,7 +3,7 @@
 The file is small and can be kept with the code, so that the same command on another machine trains
 only the remaining runs. A line identifies its run by a digest of the training text and of all
 config values that affect results and differ from their defaults. Config fields that are added
-later, with a default that changes nothing, therefore leave the digests of former runs as they are.
+later, with a default that changes nothing, therefore do not change the digests of earlier runs.
 A line also contains the software versions and the commit that the run used.
 """
 
@@ -90,7 +90,7 @@ class Records:
 
         Args:
           config: the config of the run.
-          grows_from: the size D_k of the residual at first, if it grows; see `plan.Arm`.
+          grows_from: the key size D_k with which the residual starts, if it grows; see `Arm`.
         """
         return self._found.get(self._digest(config, grows_from))
 
@@ -146,7 +146,7 @@ def _parsed(line: bytes) -> tuple[str, Record]:
 
 
 def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and JSON value of each field that differs from its default, and each kind."""
+    """Yield the path and JSON value of each `kind`, and of each field that is not its default."""
     if hasattr(config, "kind"):
         yield f"{prefix}kind", config.kind
     for field in dataclasses.fields(config):
@@ -160,14 +160,14 @@ def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a config value as JSON, in which configs within tuples have no defaults either."""
+    """Return a config value as JSON; nested configs leave out fields that are their defaults."""
     if isinstance(value, tuple):
         return [_to_json(item) for item in value]
     return dict(_changed(value)) if dataclasses.is_dataclass(value) else value
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """Return the default of a config field, or a value that equals nothing without a default."""
+    """Return a config field's default; without a default, a value that no field can equal."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

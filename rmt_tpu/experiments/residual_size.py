@@ -1,4 +1,4 @@
-"""Plans that vary the number of slots D_k of a matrix residual, or increase it during training.
+"""Plans that vary the key size D_k of a matrix residual, or increase D_k during training.
 
 Tiny models use the standard parametrisation, with learning-rate searches at several D_k. They do
 not use muP, because it divides the learning rate of the read keys by D_k, so that models with

@@ -28,7 +28,7 @@ class PlannedRun(NamedTuple):
       label: the name with which the run's progress is printed.
       folder: the run folder.
       config: the run config, including the seed.
-      grows_from: the size D_k of the residual at first, if it grows; see `plan.Arm`.
+      grows_from: the key size D_k with which the residual starts, if it grows; see `plan.Arm`.
     """
 
     label: str
@@ -37,7 +37,7 @@ class PlannedRun(NamedTuple):
     grows_from: int | None
 
 
-_TEXT = "text.json"  # the file with the checksum of the text on which a folder's runs train
+_TEXT = "text.json"  # name of the file with the checksum of the runs' training text
 
 
 class ExperimentText:
@@ -52,7 +52,7 @@ class ExperimentText:
 
     def __init__(self, config: RunConfig, folder: Folder):
         if config.data.mixture:
-            raise UsageError("--mixture is not for experiments; legal: --data")
+            raise UsageError("--mixture cannot be used for experiments; legal: --data")
         self._config = config.data
         is_store = data.is_store(config.data.source)
         self.store = config.data.source if is_store else folder.url
@@ -254,8 +254,8 @@ def write_commands(runs: Sequence[PlannedRun], script: Path) -> None:
 
     The configs are written to a folder next to the script, which has the same name. The script
     passes its arguments on to each command; for example, `--distributed` on every host of a pod. If
-    a run fails with exit code 1, for example because it diverges, the script goes on with the next
-    run. A signal, or a wrong flag, stops the script.
+    a run fails with exit code 1, for example because it diverges, the script continues with the
+    next run. A signal, or a wrong flag, stops the script.
 
     Args:
       runs: the runs in order; none may grow its residual.

@@ -1,4 +1,4 @@
-"""Speedruns: tracks with a fixed text and a stated loss, which is to be reached in little time.
+"""Speedruns: tracks with a fixed text, on which runs must reach a given loss in little time.
 
 A track fixes the text, the held-out tokens and the length of a window. An entry chooses everything
 else. Its figures are the time and the FLOPs of its training steps up to the first evaluation whose
@@ -48,9 +48,9 @@ class Track(NamedTuple):
 
     Attributes:
       name: name of the track.
-      about: the machine that runs it.
+      about: the machine on which entries run.
       text: the pinned text; None if --data gives a token store of the text that `source` describes.
-      source: what the text is.
+      source: a description of the text.
       loss: the loss on held-out text, in nats per token, that is to be reached.
       seconds: the largest number of seconds of training steps; None without a limit.
       seq_len: number of tokens in a window, in training and evaluation.
@@ -58,7 +58,8 @@ class Track(NamedTuple):
       eval_every: number of steps between evaluations.
       preset: preset of the first entry.
       start: config changes of the first entry; another entry may replace them.
-      flops_per_second: peak of the machine times an assumed share, for `hours`; None on CPUs.
+      flops_per_second: the machine's peak FLOP/s times an assumed share of it, for the estimate
+        `hours`; None on CPUs.
     """
 
     name: str
@@ -157,12 +158,13 @@ TRACKS = {
 
 @dataclass(frozen=True)
 class Result:
-    """The figure of one run of an entry.
+    """The measured result of one run of an entry to a track.
 
     Attributes:
-      track, name, seed: the track, the entry and the seed.
-      reached: whether the run has reached the track's loss, within its seconds.
-      step: the step of the first evaluation that has; else the step of the lowest loss.
+      track, name, seed: the names of the track and the entry, and the seed.
+      reached: whether the run has reached the track's loss within the track's time limit.
+      step: the step of the first evaluation that reached the loss; if none did, the step of the
+        evaluation with the lowest loss.
       loss: the loss on held-out text at that step.
       tokens: number of training tokens up to that step.
       flops: FLOPs of training up to that step (`cost.flops_per_token`).
@@ -187,7 +189,7 @@ class Result:
 
 
 def entry(track: Track, base: RunConfig, source: str) -> RunConfig:
-    """Return the config of an entry before its own flags: a preset's, with the track's changes.
+    """Return the config to which an entry's flags apply: a preset's, with the track's changes.
 
     Args:
       track: the track.
@@ -274,7 +276,7 @@ def write_documents(wheel: Path, text: PinnedText, output: Path) -> None:
 
 
 def measure(track: Track, name: str, folder: Folder) -> Result:
-    """Return the figure of a run.
+    """Return the result of a run, from its metrics up to the step that reached the loss.
 
     Args:
       track: the track.
@@ -382,7 +384,7 @@ def write_results(track: Track, results: Sequence[Result], folder: Folder) -> st
 
 
 def list_tracks() -> str:
-    """Return a line about each track."""
+    """Return text with one line that describes each track."""
     lines = []
     for track in TRACKS.values():
         hours = track.hours()

@@ -22,17 +22,18 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
 HEAD_DIM = 8
-# The numbers of heads of the model sizes in a ladder. Learning rates are searched at the second
-# size. The third size is used in experiments with only one size.
+# The numbers of heads of the models in a ladder (an experiment over model sizes). Learning rates
+# are searched at the second size. The third size is used in experiments with only one size.
 _LADDER = (2, 3, 4, 6)
 _SEARCHED, HEADS = _LADDER[1:3]
 RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
-# Learning-rate factors to search for the parameters that weigh sources over depth. `searched_for`
-# divides them further if a logit is a sum of more terms.
+# Learning-rate factors to search for the parameters with which attention over depth weighs earlier
+# outputs. `searched_for` divides them further if a logit is a sum of more terms.
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
 SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 
-_SYSTEMS = {  # maps the name of each system, as shown on pages, to its preset
+# Maps the name of each system (kind of residual), as shown on pages, to its preset.
+_SYSTEMS = {
     "transformer": "gpt2-tiny",
     "rmt": "rmt-tiny",
     "attnres": "attnres-tiny",
@@ -61,7 +62,7 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "data.seq_len": 64,
         "train.steps": steps,
         "train.eval_every": max(1, steps // 5),
-        "train.eval_tokens": 2**20,  # enough tokens for all of the held-out text
+        "train.eval_tokens": 2**20,  # This is enough for all held-out text.
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 10,
@@ -75,7 +76,7 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
 def _sizes(matrix: bool, heads: int) -> dict[str, int]:
     """Return a model's sizes by config path; a matrix residual has four times as many numbers.
 
-    The factor of four is that of rmt-305m.
+    The factor of four is the same as in the preset rmt-305m.
     """
     store = {"store.key_dim": 4 * heads} if matrix else {"store.dim": heads * HEAD_DIM}
     hidden = {"feed_forward.hidden_dim": 4 * heads * HEAD_DIM}
@@ -88,10 +89,11 @@ def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Pla
 
 
 def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
-    """Return a search over the learning rate and, if the mixer weighs sources, a factor of it.
+    """Return a search over the learning rate and, for attention over depth, over a factor of it.
 
-    The factor multiplies the learning rate of the parameters that weigh sources over depth. If a
-    logit is a sum of more terms than with a vector residual, the factors are divided by the ratio.
+    The factor multiplies the learning rate of the parameters with which attention over depth weighs
+    earlier outputs. If a logit is a sum of more terms than with a vector residual, the factors are
+    divided by the ratio of the numbers of terms.
     """
     tried = {"rate": rates}
     if terms := config.model.mixer.logit_terms(config.model):
@@ -120,7 +122,8 @@ def _tiny_ladder(*systems: str) -> Plan:
             tiny(system, heads),
             system,
             None if system == systems[0] else f"{systems[0]}-{heads * HEAD_DIM}",
-            # A run at the largest width takes 13 times as long as a run at width 24.
+            # Use fewer seeds at the largest width, because a run takes 13 times as long there as at
+            # width 24.
             num_seeds=5 if heads == _LADDER[-1] else None,
         )
         for heads in _LADDER
@@ -183,7 +186,8 @@ def rmt_scaling(scale: Scale) -> Plan:
     return Plan(tuple(arms), searches, fits=True, notes=(note,))
 
 
-_TABLE_2 = {  # losses in Table 2 of Kimi Team (2026): plain, Block, Full, mHC-lite
+# Losses in Table 2 of Kimi Team (2026): baseline, Block AttnRes, Full AttnRes, mHC-lite.
+_TABLE_2 = {
     "194m": (1.931, 1.909, 1.899, 1.906),
     "241m": (1.895, 1.875, 1.874, 1.869),
     "296m": (1.829, 1.809, 1.804, 1.807),
@@ -306,7 +310,7 @@ def attnres_block_size(scale: Scale) -> Plan:
 
 
 def _mixed(name: str, mixer: Mixer, system: str, plain: str, heads=HEADS, **options) -> Arm:
-    """Return an arm: a tiny Transformer with this mixer and the learning rate of `system`."""
+    """Return an arm: a tiny Transformer with a given mixer and the learning rate of `system`."""
     config = _with_mixer(tiny("attnres", heads), mixer)
     return Arm(f"{name}-{heads * HEAD_DIM}", config, system, plain, **options)
 
@@ -386,7 +390,10 @@ def all_systems(scale: Scale) -> Plan:
 
 
 def today(scale: Scale) -> Plan:
-    """Return the plan of both papers' residuals with the sublayers of Llama and Kimi Linear."""
+    """Return the plan that combines both papers' residuals with sublayers of today's models.
+
+    These are the sublayers of Llama and of Kimi Linear.
+    """
     size = {"tiny": ("tiny", "tiny", "tiny"), "paper": ("153m", "134m", "194m")}[scale]
     vector, matrix, kimi = size
     plain, first = f"llama-{vector}", "kimi-tiny" if scale == "tiny" else f"prenorm-kimi-{kimi}"

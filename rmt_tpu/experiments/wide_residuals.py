@@ -1,18 +1,19 @@
-"""An experiment that compares two ways to a residual K times as wide as the model.
+"""An experiment that compares two ways to make the residual K times as wide as the model.
 
 Wide streams keep K residual vectors of the model's width d. An RMT keeps a matrix `D_k x D_v`, here
-with `D_k D_v = K d`, so that a token's residual has as many bytes. Neither makes the weight
-matrices of sublayers larger. An RMT has key vectors in place of the projections of attention, so at
-the same shape it has fewer weights and FLOPs. Therefore each K has three RMTs:
+with `D_k D_v = K d`, so that a token's residual has equally many bytes. Neither way enlarges
+the weight matrices of sublayers. An RMT has key vectors in place of the projections of attention,
+so at the same shape it has fewer weights and FLOPs. Therefore, for each K, the model with wide
+streams is compared with three RMTs:
 
-- of the same shape;
-- with as many weights outside of the embeddings, by a larger hidden size of the feed-forward
-  layers;
-- with as many FLOPs per token, by a different hidden size.
+- an RMT of the same shape;
+- an RMT with a larger hidden size of the feed-forward layers, so that the numbers of weights
+  outside of the embeddings are equal;
+- an RMT with a hidden size at which the FLOPs per token are equal.
 
-Systems have a search of the learning rate at the smallest and at the largest K. In between, models
-use the geometric mean of the two. The difference that was chosen for a test before any training is
-that of an RMT and wide streams of the same K with equal bytes and FLOPs.
+For each system, the learning rate is searched at the smallest and at the largest K; in between,
+models use the geometric mean of the two rates. The difference that was chosen for a test before any
+training is the one between an RMT and wide streams of the same K with equal bytes and FLOPs.
 """
 
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points
 WIDTHS = (1, 2, 4, 8)
 LAYERS = 8
 _HIDDEN = "model.feed_forward.hidden_dim"
-# The largest share of a stream that a site forgets in the arm that forgets (c), as in the source of
-# wide streams.
+# The largest share of a stream that one of the arms (models) may forget before a write. The value
+# is that of the publication of wide streams.
 _FORGET = 0.1
 
 
@@ -57,7 +58,8 @@ def _rmt(scale: Scale, width: int) -> RunConfig:
 def _matched(config: RunConfig, other: RunConfig, size: Callable[[RunConfig], int]) -> RunConfig:
     """Return `config` with the hidden size at which its `size` is nearest to that of `other`.
 
-    `size` is a linear function of the hidden size.
+    The function `size` returns a config's number of weights or FLOPs, which must be linear in the
+    hidden size.
     """
     hidden = overrides.value_at(config, _HIDDEN)
     at = lambda hidden: overrides.apply(config, {_HIDDEN: hidden})
@@ -65,7 +67,9 @@ def _matched(config: RunConfig, other: RunConfig, size: Callable[[RunConfig], in
     return at(hidden + round((size(other) - size(config)) / slope))
 
 
-_RMTS = {  # maps each RMT's name to the label of its system and what is made equal
+# Maps the name of each kind of RMT to its label, and to the function whose value is made equal to
+# that of the model with wide streams.
+_RMTS = {
     "rmt": ("rmt, same shape", None),
     "rmt-equal-weights": ("rmt, equal weights", weights),
     "rmt-equal-flops": ("rmt, equal FLOPs", flops),
@@ -90,7 +94,7 @@ def _search(scale: Scale, system: str, width: int) -> Search:
 
 
 def _searches(system: str, width: int) -> tuple[str, ...]:
-    """Return the names of the searches of the arms of a system."""
+    """Return the names of the searches whose best values a system's arms (models) use."""
     ends = WIDTHS[0], WIDTHS[-1]
     return tuple(_name(system, end) for end in ((width,) if width in ends else ends))
 
@@ -98,7 +102,8 @@ def _searches(system: str, width: int) -> tuple[str, ...]:
 def plan(scale: Scale) -> Plan:
     """Return the plan of the experiment's runs at a scale.
 
-    The plain Transformer is the arm of the experiment `depth`, with its searches and runs.
+    The baseline, a Transformer, is an arm (model) of the experiment `depth`, whose searches and
+    runs are used again.
     """
     size, of_depth = depth.SIZES[scale], depth.plan(scale)
     plain = f"transformer-{LAYERS}-layers"

@@ -69,7 +69,7 @@ class LogitChanges(NamedTuple):
 def changes_of(
     adjustment: Adjustment, ends: Collection[int], prompt_tokens: int, vocab_size: int
 ) -> LogitChanges:
-    """Return the changes of a single row, as NumPy arrays, before its first new token.
+    """Return the logit changes of one row before its first new token, as NumPy arrays.
 
     Args:
       adjustment: the settings.
@@ -92,7 +92,7 @@ def changes_of(
 
 
 def no_changes(rows: int, vocab_size: int) -> LogitChanges:
-    """Return changes of `rows` rows that change nothing."""
+    """Return neutral logit changes for `rows` rows, which alter no logits."""
     zeros = lambda dtype, *sizes: jnp.zeros((rows, *sizes), dtype)
     return LogitChanges(
         *(zeros(dtype, vocab_size) for dtype in (jnp.float32, jnp.int32, bool)),
@@ -101,7 +101,7 @@ def no_changes(rows: int, vocab_size: int) -> LogitChanges:
 
 
 def count_tokens(changes: LogitChanges, token: Int[Array, " batch"]) -> LogitChanges:
-    """Return the changes after one more new token of each row."""
+    """Return the logit changes after each row has got one more token, `token`."""
     rows = jnp.arange(len(token))
     return changes._replace(counts=changes.counts.at[rows, token].add(1))
 

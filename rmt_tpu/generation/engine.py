@@ -1,10 +1,10 @@
 """Text generation for many prompts at a time, with continuous batching.
 
-A slot is a row of the batch, and holds the text of one prompt. When the text in a slot has ended,
-the next prompt takes the slot. The engine reads a new prompt in a separate batch of one row, either
-in one pass or in parts of `PART` tokens, and then copies the row into the slot. Few programs are
-compiled, because arrays have only sizes that are powers of two. Lengths, sampling settings and
-the set of ended rows are arguments of the programs.
+A slot is a row of the batch, which contains the text of one prompt. When the text in a slot has
+ended, the slot is given to the next prompt. The engine reads a new prompt in a separate batch of
+one row, either in one pass or in parts of `PART` tokens, and then copies the row into the slot. Few
+programs are compiled, because arrays have only sizes that are powers of two. Lengths, sampling
+settings and the set of ended rows are arguments of the programs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,9 +31,12 @@ from rmt_tpu.generation.programs import (
 )
 from rmt_tpu.generation.sampling import Sampling, choice
 
-_MIN_SIZE = 32  # minimum number of tokens per row for which programs are compiled
-PART = 2048  # maximum number of prompt tokens that are read at a time
-SLOTS = 8  # default number of slots
+# Minimum number of tokens per row for which programs are compiled.
+_MIN_SIZE = 32
+# Maximum number of prompt tokens that are read at a time.
+PART = 2048
+# Default number of slots (rows of the batch).
+SLOTS = 8
 
 
 class Request(NamedTuple):
@@ -90,8 +93,8 @@ class Engine:
       decoder: the model. If its parameters are sharded over a mesh, so is all computation. On TPUs,
         the layouts of its parameters are changed in place: see `layouts`.
       stop: the stop token or a list of stop tokens; each stop token ends a text.
-      text_vocab_size: the bound of the token ids that decode to text; other ids are never chosen.
-        None means all ids.
+      text_vocab_size: the number of token ids that decode to text; ids from this number onwards
+        are never chosen. None means that all ids decode to text.
       gaps: ids below `text_vocab_size` that have no text.
       slots: the number of slots (rows of the batch).
       steps: the number of decode steps per dispatch, after which the results are read.
@@ -170,7 +173,8 @@ class Engine:
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         ends, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        try:  # without stop tokens, each text has a second token, so that `steps` is compiled
+        # Without stop tokens, each text has a second token, so that `steps` is compiled.
+        try:
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
             # The longest text needs a larger cache for its decode steps than for its prompt.
             adjustments = [Adjustment(), Adjustment(min_tokens=1)][: 1 + adjusted]
@@ -187,7 +191,7 @@ class Engine:
             self._compile_moves(sizes, adjustment.changes_logits)
 
     def _compile_moves(self, sizes: list[int], changed: bool) -> None:
-        """Compile the growth of the cache to each larger size, and inserts of smaller rows.
+        """Compile programs that grow the cache to each larger size, and that insert smaller rows.
 
         Args:
           sizes: the sizes of caches, in tokens, in ascending order.
@@ -277,9 +281,9 @@ class Engine:
         return NewTokens(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
     def _like_rows(self, row: Rows) -> Rows:
-        """Give changes to logits to a new row if the batch has them, or the other way round.
+        """Return the new row, after giving neutral logit changes to it or to the batch if needed.
 
-        The added changes change nothing. Returns the new row.
+        A row can only be inserted if both it and the batch have logit changes, or neither has.
         """
         unchanged = lambda rows: programs.unchanged(self.model, self.params, rows)
         if row.changes is None and self.rows.changes is not None:
@@ -374,7 +378,7 @@ def bucket(tokens: int) -> int:
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
-    """Check that no other process holds rows of the batch, which this process could not read.
+    """Check that other processes own no rows of the batch, which this process could not read.
 
     Args:
       processes: the processes that own devices of the mesh.
@@ -386,8 +390,8 @@ def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
     rows = sharding.CACHE_RULES["batch"]
     if (count := len(processes)) > 1 and any(sizes[axis] > 1 for axis in rows):
         raise sharding.MeshError(
-            f"{' and '.join(rows)} divide texts over devices of {count} processes; legal: over "
-            "devices of one process only"
+            f"the mesh axes {' and '.join(rows)} divide texts over devices of {count} processes; "
+            "legal: only devices of one process"
         )
 
 

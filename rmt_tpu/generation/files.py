@@ -80,10 +80,10 @@ class Output:
             try:
                 value = json.loads(line)
             except ValueError:
-                continue  # an interrupted run left this line incomplete
+                continue  # An interrupted run left this line incomplete.
             if not isinstance(value, dict) or "number" not in value:
                 raise UsageError(
-                    f"{self.location}:{number} is not a line that this command writes; name "
+                    f"{self.location}:{number} is not a line that this command writes; legal: "
                     "another file"
                 )
             yield value
@@ -99,8 +99,8 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
     for line in output.lines:
         number = line["number"]
         same_prompt = number < len(prompts) and prompts[number] == line.get("prompt")
-        # An older version of this package, which did not have some setting, leaves the setting out
-        # of its lines. Its texts were generated as with the setting's default.
+        # Lines that an older version of this package wrote may lack a newer setting. Their texts
+        # were generated as with this setting's default.
         line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same_prompt or line_settings != settings:
             raise RunError(
@@ -114,5 +114,7 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
 def _split(location: str) -> tuple[Folder, str]:
     folder, name = open_parent(location)
     if not name:
-        raise UsageError(f"{location!r} does not name a file")
+        raise UsageError(
+            f"{location!r} does not name a file; legal: a path that ends with a file name"
+        )
     return folder, name

@@ -53,12 +53,12 @@ class Draft:
       number: the index of the prompt.
       tokenizer: the model's tokenizer.
       stop: stop strings; the text ends before the first stop string in it.
-      min_tokens: the number of first tokens in whose text no stop string is looked for.
+      min_tokens: the number of tokens at the start of the text in which stop strings are ignored.
     """
 
     def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0):
         self.number, self.text = number, Text(tokenizer, stop)
-        self._unstopped = min_tokens  # how many more tokens cannot stop the text
+        self._unstopped = min_tokens  # number of next tokens in which stop strings are ignored
 
     def add(self, new_tokens: NewTokens) -> Completion:
         """Return the newly generated piece of the completion, cut before any stop string."""
@@ -174,7 +174,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
 
 
 def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the arguments of `Engine` that say which token ids decode to text."""
+    """Return the arguments of `Engine` that state which token ids decode to text."""
     return {"text_vocab_size": tokenizer.vocab_size, "gaps": tokenizer.gaps}
 
 

@@ -70,7 +70,7 @@ def _repeat(
     site, core = dict(sublayer["site"]), dict(sublayer.get("core", {}))
 
     def repeat_rows(x: Array, first: int = heads) -> Array:
-        """Repeat the 2 G key and value rows of [layers, first + 2 G, ...]; keep further rows."""
+        """Repeat the 2 G key and value rows that follow the first `first` rows on axis 1 of x."""
         q, kv, others = jnp.split(x, [first, first + 2 * groups], axis=1)
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 

@@ -27,8 +27,10 @@ from rmt_tpu.generation.programs import ModelSpec
 # number of decode steps. Programs of other sizes transpose the same weights. The capacity is
 # small, because a cache for more tokens than a text generator has room for may not fit in memory.
 _CAPACITY, _COUNT = 128, 8
-_ROUNDS = 4  # maximum number of compilations
-_PLATFORM = "tpu"  # other platforms have only one layout
+# Maximum number of compilations.
+_ROUNDS = 4
+# The only platform on which arrays can have several layouts.
+_PLATFORM = "tpu"
 _MATRICES = ("embedding", "hidden", "unembedding")
 _ENTRY = "\nENTRY "
 _PARAMETER = re.compile(r"%(\S+) = \S+ parameter\((\d+)\)")

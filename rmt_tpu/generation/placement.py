@@ -26,7 +26,8 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
     axes = metadata(decoder, "axes")
     for s, stack in enumerate(decoder.config.stacks):
         for k, core in enumerate(stack.cores):
-            site = axes["stacks"][s][k].get("site", {})  # a site may have no parameters
+            # A site (a place before a sublayer) may have no parameters.
+            site = axes["stacks"][s][k].get("site", {})
             if "read_fewer" in site and getattr(core, "kv_heads", 0) % mesh.shape["tensor"]:
                 # Too few key heads to shard: replicate their weight over the mesh axis `tensor`.
                 # The module `key_heads` then repeats the heads, so that they can be sharded.

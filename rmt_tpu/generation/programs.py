@@ -4,8 +4,8 @@ Each function is compiled once for every size of its arrays.
 
 On a mesh, every device holds its own rows and heads of the cache, and its shard of each parameter.
 The tokens of a prompt are sharded over devices, and so are the tokens of a decode step (one per
-row). If the mesh axes `data` and `fsdp` divide rows, a prompt that is read as a single row is
-computed redundantly on all of their devices, and the device that owns the slot keeps the result.
+row). If the mesh axes `data` and `fsdp` divide rows, a prompt, which is read as a single row, is
+computed redundantly along these axes. The device that owns the prompt's slot keeps the result.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,10 @@ from rmt_tpu.generation.adjustment import (
 )
 from rmt_tpu.generation.sampling import Choice, penalize, sample
 
-RANKS = 5  # number of likeliest tokens that are computed per position
-_SCORED = 64  # number of prompt tokens whose logits are in memory at a time
+# Number of likeliest tokens that are computed per position.
+RANKS = 5
+# Number of prompt tokens whose logits are in memory at a time.
+_SCORED = 64
 
 _BATCH, _TOKENS = sharding.CACHE_RULES["batch"], sharding.CACHE_RULES["tokens"]
 _WHOLE = PartitionSpec()
@@ -252,7 +254,7 @@ def empty_rows(model: ModelSpec, params: nnx.State, rows: int, capacity: int) ->
 
 @partial(jax.jit, static_argnames=("model", "rows"))
 def unchanged(model: ModelSpec, params: nnx.State, rows: int) -> LogitChanges:
-    """Return changes to logits of `rows` rows per device that change nothing."""
+    """Return neutral logit changes for `rows` rows per device, which alter no logits."""
     make = lambda decoder: no_changes(rows, decoder.config.vocab_size)
     return model.run(make, params, (), (), model.spec(_BATCH))
 
@@ -264,7 +266,7 @@ def prefill(
     tokens: Int[Array, "1 seq"],
     settings: GenerationSettings,
 ) -> tuple[Rows, ChosenTokens]:
-    """Read a prompt in one pass; return its row and its first new token."""
+    """Read a prompt in one pass; return it as a batch of one row, and its first new token."""
 
     def read(decoder, tokens, settings):
         cache = decoder.empty_cache(1, tokens.shape[1])

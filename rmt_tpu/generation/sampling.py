@@ -23,8 +23,8 @@ _MIN_NORMAL = 2.0**-126  # the smallest float32 that devices do not flush to 0
 _Penalty = Annotated[
     float, Range("positive, at most 3.4e+38, at least 1.2e-38", _MIN_NORMAL, 3.4e38)
 ]
-# The number is limited, because the cache allocates memory for the keys and values of all new
-# tokens.
+# The number of new tokens is limited, because the cache allocates memory for the keys and values of
+# all of them.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 

@@ -25,8 +25,8 @@ class Text:
 
         Args:
           tokens: the tokens.
-          may_stop: whether stop strings are looked for in the text of the tokens. If not, a later
-            stop string does not begin in it either.
+          may_stop: whether a stop string in these tokens ends the text. If not, a stop string that
+            begins in these tokens is ignored, too, even if it ends in later tokens.
         """
         # Skip token ids that the model has in addition to its tokenizer's, because they have no
         # text.

@@ -123,8 +123,8 @@ class Folder(ABC):
         """Write a whole file if it does not exist yet; exactly one of several writers succeeds.
 
         Returns:
-          Whether the file now exists with exactly this content. This holds even if a write was
-          retried because its response was lost.
+          Whether the file now exists with exactly this content. The result is correct even if a
+          write was retried because its response was lost.
         """
 
     @abstractmethod

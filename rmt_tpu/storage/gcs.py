@@ -38,8 +38,10 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Object, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_CHECK_SECONDS = 9.0  # time limit in seconds for the check of a folder, including retries
-_SECONDS = 120.0  # time limit in seconds for any other request, including retries
+# Time limit in seconds for the check of a folder, including retries.
+_CHECK_SECONDS = 9.0
+# Time limit in seconds for any other request, including retries.
+_SECONDS = 120.0
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 # Matches the name of the object that `append` uploads before it composes two objects. A killed
@@ -120,7 +122,7 @@ class GcsFolder(Folder):
                 return None
             # Check the size before the download allocates memory.
             if blob.size > limit:
-                raise Fault(f"{self._url_of(name)} has {blob.size} bytes, more than {limit}")
+                raise Fault(f"{self._url_of(name)} has {blob.size} bytes; legal: at most {limit}")
             try:
                 # Download the bytes as stored: decompression could yield more than `limit` bytes.
                 data = blob.download_as_bytes(
@@ -142,7 +144,8 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
-            except PreconditionFailed:  # this call may have created it, and its response was lost
+            # A first try of this call may have created the object although its response was lost.
+            except PreconditionFailed:
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -152,7 +155,8 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
-            except PreconditionFailed:  # this call may have replaced it, and its response was lost
+            # A first try of this call may have replaced the object although its response was lost.
+            except PreconditionFailed:
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -179,7 +183,8 @@ class GcsFolder(Folder):
             except (NotFound, PreconditionFailed):
                 now = self._bucket.get_blob(self._key(name), **_retry_options())
                 # If the first request succeeded but its response was lost, the retry was refused,
-                # and the object has the size of both pieces. Otherwise another process appended.
+                # and the object has the size of the two composed objects. Otherwise another process
+                # has appended.
                 if now is None or now.size != whole.size + len(data):
                     raise Fault(
                         f"{self._url_of(name)}: another process is writing to this file"
@@ -333,13 +338,15 @@ class ObjectReader(io.RawIOBase):
                 end=self._at + count - 1,
                 if_generation_match=self._generation,
                 raw_download=True,
-                checksum=None,  # the stored checksum covers the whole object, not a range
+                # Check no checksum, because the stored one is that of the whole object.
+                checksum=None,
                 retry=None,
                 timeout=_retry_options()["timeout"],
             )
         except GoogleAPICallError as error:
             if error.response is not None:
-                error.response.close()  # a response that is not read keeps its connection open
+                # A response that is not read would keep its connection open.
+                error.response.close()
             raise
 
 
@@ -367,8 +374,8 @@ def _client(url: str) -> Any:
     Raises:
       UsageError: the client finds no credentials.
     """
-    # Turn off the client's telemetry request, which the user did not ask for and may not be
-    # allowed.
+    # Turn off the client's telemetry request, which the user did not ask for and which may
+    # be forbidden.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     emulator = os.environ.get(_EMULATOR)
     if emulator:
@@ -378,7 +385,7 @@ def _client(url: str) -> Any:
     try:
         return _client_of(emulator)
     except UsageError as error:
-        raise UsageError(f"{url} {error}") from None
+        raise UsageError(f"{url}: {error}") from None
 
 
 @functools.cache
@@ -394,8 +401,8 @@ def _client_of(emulator: str | None) -> Any:
         file = os.environ.get(_KEY_FILE)
         instead = f"{_KEY_FILE}={file} cannot be used" if file else "none were found"
         raise UsageError(
-            f"needs credentials, and {instead}: run `gcloud auth application-default login`, "
-            f"or name a key file in {_KEY_FILE}"
+            f"Google Cloud Storage needs credentials, and {instead}: run `gcloud auth "
+            f"application-default login`, or name a key file in {_KEY_FILE}"
         ) from None
     atexit.register(client.close)
     return client
@@ -438,7 +445,7 @@ def _one_line_errors(what: str, kind: type[Exception] = Fault) -> Iterator[None]
 
     Args:
       what: the URL that is accessed, with which each message begins.
-      kind: class of the errors. Instead of Fault, errors of access are raised as Unavailable.
+      kind: class of the errors. If it is Fault, a failed access raises Unavailable instead.
     """
     try:
         yield

@@ -60,7 +60,7 @@ class LocalFolder(Folder):
         except OSError as error:
             what = "written to" if write else "read"
             why = error.strerror
-            # No folder can be created, for example, in /proc.
+            # Name the folder in which no folder can be created, such as /proc.
             if write and isinstance(error, FileNotFoundError):
                 there = next(path for path in self.local_path.parents if path.exists())
                 why = f"{there} does not allow new folders or files"
@@ -88,7 +88,7 @@ class LocalFolder(Folder):
             # Check the size before the read allocates memory.
             path = self.local_path / join(name)
             if path.is_file() and (size := path.stat().st_size) > limit:
-                raise Fault(f"{self._url_of(name)} has {size} bytes, more than {limit}")
+                raise Fault(f"{self._url_of(name)} has {size} bytes; legal: at most {limit}")
             found = self._kv.read(name).result()
         if found.state == "missing":
             return None
@@ -129,7 +129,8 @@ class LocalFolder(Folder):
                     left = memoryview(data)
                     while left:
                         left = left[file.write(left) :]
-                except OSError:  # the write failed, for example because the disk is full
+                # The write may fail, for example because the disk is full.
+                except OSError:
                     file.truncate(before)
                     raise
 
@@ -182,7 +183,7 @@ class LocalFolder(Folder):
 def _check_path(url: str, path: str) -> None:
     try:
         os.fsencode(path)
-        path.encode("utf-8")  # tensorstore encodes paths as UTF-8
+        path.encode("utf-8")  # Tensorstore encodes paths as UTF-8.
     except UnicodeEncodeError:
         raise UsageError(
             f"{url!r} cannot be opened: Python does not read file names as UTF-8 here; set "

@@ -11,7 +11,8 @@ from rmt_tpu.storage.folder import Folder, Object
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-Location = str | os.PathLike | Folder  # what callers may pass for a folder
+# The types by which callers may give a folder.
+Location = str | os.PathLike | Folder
 
 
 def open_folder(url: Location) -> Folder:
@@ -35,7 +36,7 @@ def open_folder(url: Location) -> Folder:
     if _SCHEME.match(url):
         raise UsageError(f"{url!r} cannot be opened; legal: a local path, or gs://bucket/path")
     if not url:
-        raise UsageError("'' names no folder; legal: a local path, or gs://bucket/path")
+        raise UsageError("'' is not the name of a folder; legal: a local path, or gs://bucket/path")
     from rmt_tpu.storage.local import LocalFolder
 
     return LocalFolder(url)

@@ -89,5 +89,5 @@ def test_a_dry_run_tells_how_often_each_text_is_read(config, here):
 
 
 def test_experiments_take_one_text(config, here):
-    with pytest.raises(UsageError, match="--mixture is not for experiments"):
+    with pytest.raises(UsageError, match="--mixture cannot be used for experiments"):
         ExperimentText(config(mixture="a.txt=1"), open_folder(here))

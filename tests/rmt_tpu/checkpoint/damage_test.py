@@ -379,12 +379,13 @@ def test_a_chunk_that_unpacks_to_more_than_the_array_is_not_unpacked(tmp_path):
 
 def test_files_that_are_too_large_are_not_read(saver, reports, monkeypatch):
     monkeypatch.setattr(checkpoint, "MANIFEST_LIMIT", 100)
-    with pytest.raises(RunError, match=r"step 3: \S+/manifest.json has \d+ bytes, more than 100"):
+    message = r"step 3: \S+/manifest.json has \d+ bytes; legal: at most 100"
+    with pytest.raises(RunError, match=message):
         saver.restore(small_tree(0), 3)
     monkeypatch.undo()
     saver.root.write("3/COMMIT", saver.root.read("3/COMMIT").data + b" " * 2**20)
     assert saver.restore(small_tree(0))[0] == 2
-    assert "3/COMMIT has 10486" in reports[0] and reports[0].endswith("more than 4096")
+    assert "3/COMMIT has 10486" in reports[0] and reports[0].endswith("at most 4096")
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,16 @@ def test_pages_of_wikitext_are_made_ready_and_counted_as_they_were():
 
 
 WRONG = [
-    ("arc_easy", "{", "line 2 is not JSON"),
+    ("arc_easy", "{", "line 2: the line is not JSON"),
     (
         "arc_easy",
         ARC,
-        "line 2 has no text field 'answerKey'; its fields: 'question', 'choices'",
+        "line 2: the line has no text field 'answerKey'; its fields: 'question', 'choices'",
     ),
     ("arc_easy", ARC | {"answerKey": "C"}, "'answerKey'='C'; legal: one of the labels"),
     ("piqa", {"query": "a", "choices": ["b"], "gold": 0}, "no field 'choices' with a list of"),
     ("piqa", {"query": "a", "choices": ["b", "c"], "gold": 2}, "has 'gold'=2; legal: 0 to 1"),
-    ("winogrande", {"sentence": "a"}, "has no '_' in 'sentence'"),
+    ("winogrande", {"sentence": "a"}, "the field 'sentence' has no '_'"),
     ("winogrande", {"sentence": "_", "answer": 3}, "has 'answer'=3; legal: '1' or '2'"),
     ("lambada_openai", {"text": "word"}, "has a 'text' of one word"),
 ]
@@ -99,7 +99,7 @@ def test_a_malformed_line_is_told_with_its_place(tmp_path, task, line, message):
     }[task]
     bad = line if isinstance(line, str) else json.dumps(line)
     (tmp_path / f"{task}.jsonl").write_text(json.dumps(good) + "\n" + bad + "\n")
-    with pytest.raises(UsageError, match=f"--data_dir='.*{task}.jsonl' line 2 .*legal: ") as error:
+    with pytest.raises(UsageError, match=f"--data_dir='.*{task}.jsonl' line 2: .*legal: ") as error:
         read_task(TASKS[task], str(tmp_path))
     assert message in str(error.value)
     assert len(read_task(TASKS[task], str(tmp_path), limit=1).documents) == 1
