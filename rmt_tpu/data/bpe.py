@@ -85,7 +85,7 @@ class BpeTokenizer(Tokenizer):
             library = tokenizers.Tokenizer(
                 tokenizers.models.BPE.from_file(str(encoder), str(merges))
             )
-        except Exception as error:  # The library raises no narrower class.
+        except Exception as error:  # The library raises no narrower class of errors.
             raise _damaged(error) from None
         # Check the ids in the file, because the library has already reduced them modulo 2^32.
         _check_ids(json.loads(encoder.read_text(encoding="utf-8")))
@@ -104,7 +104,7 @@ class BpeTokenizer(Tokenizer):
         tokenizers = _import()
         try:
             library = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # The library raises no narrower class.
+        except Exception as error:  # The library raises no narrower class of errors.
             raise _damaged(error) from None
         return cls(name, library)
 

@@ -27,7 +27,7 @@ CONTEXT = 2**30
 
 # Default name of the field or column that has the text.
 USUAL_FIELD = "text"
-# Default names of the field or column of documents of other kinds, by kind.
+# Default field or column names for kinds of documents other than "text".
 _FIELDS = {"messages": "messages"}
 
 

@@ -80,7 +80,7 @@ class Mixture:
 
     @property
     def shares(self) -> list[float]:
-        """The share of each text, which add up to 1."""
+        """The shares of the texts, which add up to 1."""
         return [units / sum(self._units) for units in self._units]
 
     @property
@@ -160,8 +160,9 @@ class Mixture:
     def resumed(self, position: int, saved: Mapping[str, Any]) -> "Mixture":
         """Return this mixture in the state in which it continues a run after `position` windows.
 
-        If the shares or texts differ between this mixture and the checkpoint, this mixture takes
-        effect now, and each text continues with the windows that the run has not read yet.
+        If the shares or texts differ between this mixture and the checkpoint, the shares of this
+        mixture apply from now on, and each text continues with the windows that the run has not
+        read yet.
 
         Args:
           position: number of windows read in the run.

@@ -3,9 +3,8 @@
 The content of a part depends only on the text and the arguments of the store. Its files are written
 to a folder that is named after an attempt. The part is valid once its manifest, which is created
 last, names that attempt. Valid parts are therefore complete, no matter how and when a process is
-killed.
-The name of an attempt is derived from the plan, and each file is written as a whole, with bytes
-that are derived from the text. Therefore several processes may write the same part without
+killed. The name of an attempt is derived from the plan, and each file is written as a whole, with
+bytes that are derived from the text. Therefore several processes may write the same part without
 conflict, and files left by a killed process are overwritten.
 
 The manifest has a digest of the bytes of each span. An existing part is kept only if its spans
@@ -213,7 +212,7 @@ def _digesting(digest: Any, tick: Callable[[int], None]) -> BlockCallback:
 
 
 class PartWriter:
-    """A writer of parts of a token store, one part after the other."""
+    """A writer that writes parts of a token store, one part after the other."""
 
     def __init__(self, options: StoreOptions, tick: Callable[[int], None]):
         """Create a writer of parts.
@@ -353,8 +352,8 @@ class PartWriter:
     def _batches(self, spans: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
         """Yield the documents of some spans, in batches that are large enough for the tokenizer.
 
-        The digest of each span is appended to `inputs`; all digests are there when the last batch
-        is yielded.
+        The digest of each span is appended to `inputs`, which is complete when the last batch is
+        yielded.
         """
         with usage_errors("input", self._options.source):
             texts: list[str] = []

@@ -163,7 +163,8 @@ def _groups(span: Span, count: int) -> list[int]:
     return [group for group in range(count) if span.start <= _begin(span, group, count) < span.stop]
 
 
-# A reader yields pairs: the position in the span up to which it has read, and texts.
+# The pairs that a reader of a table yields: the position in the span up to which it has read, and
+# the texts of some rows.
 _Texts = Iterator[tuple[int, list[str | None]]]
 
 

@@ -93,7 +93,7 @@ class Part(NamedTuple):
                 return cls(value["attempt"], *splits)
         except (TypeError, KeyError):
             pass
-        raise Fault("the manifest lists an impossible part")
+        raise Fault("the manifest lists a part with invalid fields")
 
     def json(self) -> dict[str, Any]:
         """Return a JSON value that describes the part, for `from_json`."""
@@ -144,7 +144,7 @@ class TokenStore:
             parts = [Part.from_json(value) for value in content["parts"]]
             vocabulary, bos = self.tokenizer.vocab_size, self.tokenizer.bos
             if not (type(vocabulary) is type(bos) is int and 0 <= bos < vocabulary <= 2**31):
-                raise Fault("the manifest lists an impossible tokenizer")
+                raise Fault("the manifest has invalid fields of the tokenizer")
             self.has_marks = "format" in content["plan"]
             if len(parts) != content["plan"]["num_parts"]:
                 raise Fault("the manifest does not list all parts")
@@ -384,7 +384,7 @@ def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> No
                     read = array[start : min(start + SHARD, size)].read().result()
                     crc32 = zlib.crc32(np.ascontiguousarray(read), crc32)
             if name == "tokens" and crc32 != of_split.crc32:
-                raise Fault(f"{what}: its checksum does not match")
+                raise Fault(f"{what}: the checksum does not match that of the manifest")
 
 
 def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[str, Any]:

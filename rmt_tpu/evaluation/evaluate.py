@@ -224,9 +224,10 @@ def _line(answer: Answer, per_token: bool) -> dict[str, Any]:
 
 
 def _by_position(source_requests: SourceRequests, lines: dict[int, dict[str, Any]]) -> np.ndarray:
-    """Return sums of nats and numbers of tokens, [2, positions], by position in the window.
+    """Return the sum of nats and the number of tokens for each position in a window.
 
-    The position of a token is the number of tokens that precede it.
+    The result has the shape [2, positions]. The position of a token is the number of tokens that
+    precede it.
     """
     longest = max(request.length for request in source_requests.requests) + 1
     sums = np.zeros((2, longest))
@@ -254,7 +255,7 @@ class _Progress(ProgressDisplay):
         self._label, self._total, self._done = label, total, 0
 
     def add(self, count: int) -> None:
-        """Count `count` more answered requests."""
+        """Add `count` to the displayed number of answered requests."""
         self._done += count
         line = f"{self._label}: {self._done:,} of {self._total:,} requests"
         self.show(lambda: line, completed=self._done)

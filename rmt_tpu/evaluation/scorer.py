@@ -29,7 +29,7 @@ from rmt_tpu.residual.fixed_point import with_float_residual
 
 # Default number of tokens per batch, for each device that has its own rows.
 BATCH_TOKENS = 16384
-# Minimum number of tokens per row.
+# Minimum number of tokens to which a row is padded.
 _MIN_ROW = 32
 
 

@@ -258,7 +258,7 @@ def write_commands(runs: Sequence[PlannedRun], script: Path) -> None:
     next run. A signal, or a wrong flag, stops the script.
 
     Args:
-      runs: the runs in order; none may grow its residual.
+      runs: the runs in order. Runs whose residual grows are not allowed.
       script: the path of the local file to write; an existing file is replaced.
     """
     configs = script.absolute().with_suffix(".configs")

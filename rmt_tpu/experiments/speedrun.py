@@ -189,7 +189,7 @@ class Result:
 
 
 def entry(track: Track, base: RunConfig, source: str) -> RunConfig:
-    """Return the config to which an entry's flags apply: a preset's, with the track's changes.
+    """Return a preset's config with a track's changes, to which an entry's flags then apply.
 
     Args:
       track: the track.
@@ -351,7 +351,7 @@ def _flops(config: RunConfig, tokens: int) -> int:
 
 
 def table(track: Track, results: Sequence[Result]) -> str:
-    """Return a Markdown table of entries, the fastest first, and those that failed last.
+    """Return a Markdown table of entries, with the fastest first and the failed ones last.
 
     Times and FLOPs are means over the seeds that reached the loss.
     """

@@ -101,7 +101,7 @@ def no_changes(rows: int, vocab_size: int) -> LogitChanges:
 
 
 def count_tokens(changes: LogitChanges, token: Int[Array, " batch"]) -> LogitChanges:
-    """Return the logit changes after each row has got one more token, `token`."""
+    """Return the logit changes after counting one more new token for each row."""
     rows = jnp.arange(len(token))
     return changes._replace(counts=changes.counts.at[rows, token].add(1))
 

@@ -27,7 +27,7 @@ from rmt_tpu.generation.programs import ModelSpec
 # number of decode steps. Programs of other sizes transpose the same weights. The capacity is
 # small, because a cache for more tokens than a text generator has room for may not fit in memory.
 _CAPACITY, _COUNT = 128, 8
-# Maximum number of compilations.
+# Maximum number of compilations of the decode steps.
 _ROUNDS = 4
 # The only platform on which arrays can have several layouts.
 _PLATFORM = "tpu"

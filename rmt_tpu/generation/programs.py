@@ -242,7 +242,7 @@ def empty_cache(model: ModelSpec, params: nnx.State, rows: int, capacity: int) -
 
 @partial(jax.jit, static_argnames=("model", "rows", "capacity"))
 def empty_rows(model: ModelSpec, params: nnx.State, rows: int, capacity: int) -> Rows:
-    """Return `rows` rows per device, which all count as ended."""
+    """Return `rows` empty rows per device, all of them marked as ended."""
 
     def make(decoder):
         zeros = jnp.zeros(rows, jnp.int32)

@@ -66,8 +66,8 @@ class Folder(ABC):
     """A folder in some storage, which need not exist before something is written into it.
 
     Every method except `check` raises `Fault` with a one-line message if the storage does not
-    answer or refuses. Names of files are relative, with `/` between their parts. A name that would
-    lead out of the folder, such as one with `..`, raises UsageError.
+    answer or refuses access. Names of files are relative, with `/` between their parts. A name that
+    would lead out of the folder, such as one with `..`, raises UsageError.
 
     Attributes:
       url: the folder's location as it was given, for messages.

@@ -38,9 +38,9 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Object, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# Time limit in seconds for the check of a folder, including retries.
+# Time limit in seconds for the check that a folder can be accessed, including retries.
 _CHECK_SECONDS = 9.0
-# Time limit in seconds for any other request, including retries.
+# Time limit in seconds for a request to the service, including retries.
 _SECONDS = 120.0
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
@@ -338,7 +338,7 @@ class ObjectReader(io.RawIOBase):
                 end=self._at + count - 1,
                 if_generation_match=self._generation,
                 raw_download=True,
-                # Check no checksum, because the stored one is that of the whole object.
+                # Skip the test of the checksum, which is that of the whole object.
                 checksum=None,
                 retry=None,
                 timeout=_retry_options()["timeout"],

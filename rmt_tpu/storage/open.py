@@ -11,7 +11,7 @@ from rmt_tpu.storage.folder import Folder, Object
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-# The types by which callers may give a folder.
+# The types of arguments that specify a folder.
 Location = str | os.PathLike | Folder
 
 
