@@ -142,8 +142,9 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
     """Return the text of a conversation in pieces; the messages of the assistant have a loss.
 
     If the template marks answers by the tag `generation`, the marked parts have a loss. Otherwise
-    the text is rendered up to each answer: an answer begins where the text with
-    `add_generation_prompt` ends, and ends where the text that includes the answer ends.
+    the messages before each answer are rendered with `add_generation_prompt`. The answer begins
+    after the prefix that this rendering has in common with the whole text, and ends where the
+    rendering of all messages up to the answer ends.
 
     Raises:
       UsageError: the template fails, or the text up to an answer is not the beginning of the whole

@@ -120,7 +120,7 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    # If nothing in this list differs, the input's division into parts does, due to other content.
+    # If no argument differs, the input is divided into parts differently, so its content differs.
     changed = "the content of its input has changed"
     raise UsageError(
         f"--output={folder.url} was made by another command: {'; '.join(different) or changed}. "

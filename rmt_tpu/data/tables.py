@@ -85,7 +85,7 @@ def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator
 
 
 def _encoded(text: str | None) -> bytes:
-    """Return bytes for a text, whose concatenation is unique for each sequence of texts."""
+    """Encode a text such that different sequences of texts have different concatenations."""
     if text is None:
         return b"null\n"
     content = text.encode()

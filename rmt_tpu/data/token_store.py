@@ -295,7 +295,7 @@ class TokenStream:
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
         while at < stop:
             begin, end = int(self._begins[number]), int(self._begins[number + 1])
-            if at < end:  # skip a part that has no tokens of this split
+            if at < end:  # Skip parts that have no tokens of this split.
                 pieces.append((at - start, number, at - begin, min(stop, end) - begin))
                 at = min(stop, end)
             number += 1

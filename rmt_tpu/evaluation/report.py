@@ -163,7 +163,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
 def _bars(results: Mapping[str, list[Result]]) -> dict[tuple[str, str], list[Metric]]:
     """Return the metrics that are reported as shares, such as accuracies.
 
-    The keys are pairs (task name, metric name). A value has one metric per model.
+    The keys are pairs (task name, metric name). Each value has one metric per model.
     """
     bars: dict[tuple[str, str], list[Metric]] = {}
     for model_results in results.values():

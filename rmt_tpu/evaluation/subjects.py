@@ -97,7 +97,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
     tokens = without_marks(tokens)
     counts = (
         np.bincount(tokens, minlength=tokenizer.vocab_size) + 1.0
-    )  # add one to each count, so that no count is 0
+    )  # Add one to each count, so that no count is 0.
     logs, likeliest = np.log(counts) - math.log(counts.sum()), int(np.argmax(counts))
 
     def scores(tokens: np.ndarray, targets: np.ndarray) -> TokenScores:

@@ -113,7 +113,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
 
 def _draw_differences(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw one row per arm (model): its difference in loss with the interval, and the paper's."""
+    """Draw one row per arm (model): its loss difference, the interval, and the paper's value."""
     from matplotlib.figure import Figure
 
     by_name = {o.arm.name: o for o in outcomes}

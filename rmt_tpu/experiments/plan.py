@@ -149,7 +149,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def geometric_mean(found: Sequence[Point]) -> Point:
-    """Return the geometric mean of several points, which set the same config paths, by path."""
+    """Return, for each config path, the geometric mean of its values in the points."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]

@@ -22,7 +22,7 @@ class Adjustment(Checked):
     """The settings of one text that change logits, or that end the text at further tokens.
 
     The penalties and the bias are added after the repetition penalty and before the division by
-    the temperature. Penalties count the new tokens only, not the prompt's.
+    the temperature. Penalties count the new tokens only, not those of the prompt.
 
     Attributes:
       presence_penalty: the number that is subtracted from the logits of tokens that the text has.

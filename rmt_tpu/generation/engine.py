@@ -255,7 +255,7 @@ class Engine:
 
     def _empty(self) -> None:
         """Replace the cache of all rows by an empty cache of the smallest capacity."""
-        self.rows = None  # free the old rows before allocating the new ones
+        self.rows = None  # Free the old rows before allocating the new ones.
         self.capacity = self._size(1)
         rows = self.slots // self.model.devices("batch")
         self.rows = programs.empty_rows(self.model, self.params, rows, self.capacity)
@@ -265,7 +265,8 @@ class Engine:
         length = len(request.tokens)
         row, chosen = self._read(request)
         if len(self._free()) == self.slots and self._size(length) < self.capacity:
-            self._empty()  # use a smaller cache, because steps read the unused part of a cache too
+            # Use a smaller cache, because decode steps also read the unused part of a cache.
+            self._empty()
         self.lengths[slot], self.requests[slot] = length, request
         self._grow(length)
         row = self._like_rows(row)

@@ -157,6 +157,8 @@ def _top_k_top_p(logits, choice: Choice) -> Bool[Array, "batch vocab"]:
     probabilities = jax.nn.softmax(ordered, axis=-1)
     preceding = jnp.cumsum(probabilities, axis=-1) - probabilities
     mask &= (preceding < choice.top_p[:, None]) | (choice.top_p[:, None] >= 1)
-    mask |= jnp.arange(logits.shape[-1]) == 0  # keep the likeliest, even if top_p is 0 in float32
+    mask |= (
+        jnp.arange(logits.shape[-1]) == 0
+    )  # Keep the likeliest token, even if top_p is 0 in float32.
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.zeros_like(mask).at[rows, order].set(mask, unique_indices=True)
