@@ -35,9 +35,9 @@ class Range:
         return above and below  # NaN is in no interval, because its comparisons are False
 
 
-LARGEST_SIZE = 2**31 - 1  # the largest size of an axis, and largest count; jax uses int32
-LARGEST_SEED = 2**32 - 1  # the largest seed, because jax uses only 32 bits of a seed
-_LARGEST_FLOAT = 3.4e38  # about the largest float32
+LARGEST_SIZE = 2**31 - 1  # the largest axis size and the largest count, because JAX uses int32
+LARGEST_SEED = 2**32 - 1  # the largest seed, because JAX uses only 32 bits of it
+_LARGEST_FLOAT = 3.4e38  # approximately the largest float32
 
 Size = Annotated[int, Range(f"positive, at most {LARGEST_SIZE}", 1, LARGEST_SIZE)]
 Count = Annotated[int, Range(f"at least 0, at most {LARGEST_SIZE}", 0, LARGEST_SIZE)]
@@ -58,7 +58,7 @@ LogDecay = Annotated[float, Range("at least -100, below 0, like -5", -100, 0, op
 class Checked:
     """A base class for dataclasses that checks each number against the Range in its annotation.
 
-    None is accepted for every field; the types are checked elsewhere.
+    None is accepted for every field. The types of the fields are not checked here.
 
     Raises:
       UsageError: a number is out of range; the message has its name, its value and the legal range.
@@ -75,7 +75,7 @@ class Checked:
 
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
-    """Return the Range of each field of a dataclass whose annotation has a Range, by name."""
+    """Return the Ranges in the annotations of a dataclass, as a dict from field names to Ranges."""
     ranges_by_name: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         # The Range may belong to the annotation itself, or to a part of it, as in `Size | None`.

@@ -33,7 +33,7 @@ class Port(NamedTuple):
 
 
 RESIDUAL_PORT = Port(residual=True)
-# What the model's norm is applied to: what a core reads, what it writes, or both.
+# The norm of a sublayer can be applied to the input of its core, to the output, or to both.
 Normed = Literal["input", "output", "both"]
 
 
@@ -86,18 +86,21 @@ class Computes(Checked):
         return self
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters that one token uses: all of them, except in experts."""
+        """Return the number of parameters that one token uses.
+
+        These are all parameters, except in a mixture of experts.
+        """
         return self.parameters(width, read_width)
 
 
 def check_situ(core: Any) -> None:
-    """Raise UsageError if a core has bounds of SiTU but a different activation."""
+    """Raise UsageError if a core sets bounds for SiTU, but has a different activation function."""
     for name in ("situ_beta", "situ_linear_beta"):
         default, value = getattr(type(core), name), getattr(core, name)
         if core.activation != "situ" and value != default:
             raise UsageError(
                 f"{type(core).__name__}.{name}={value} needs activation='situ', not "
-                f"{core.activation!r}; legal without: {default}"
+                f"{core.activation!r}; legal without it: {default}"
             )
 
 
@@ -120,8 +123,8 @@ class Heads(Computes):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that the devices of a mesh must divide, by name of the field.
+        """The numbers of heads that the number of devices must divide, by name of the config field.
 
-        Devices that share the tokens of a sequence each compute some of the heads.
+        Devices that share the tokens of a sequence each compute an equal part of the heads.
         """
         return {"num_heads": self.num_heads}

@@ -75,7 +75,7 @@ class Attention(Heads):
             self._check_rope(self.positions.dims)
         if self.query_key_norm_over == "heads" and not self.query_key_norm:
             raise UsageError(
-                "Attention.query_key_norm_over='heads' needs query_key_norm; legal without: head"
+                "Attention.query_key_norm_over='heads' needs query_key_norm; legal without it: head"
             )
         if self.num_heads % self.kv_heads:
             legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
@@ -120,17 +120,17 @@ class Attention(Heads):
 
     @property
     def projects(self) -> bool:
-        """Whether W_O is a parameter of the core and not of the site that writes its output."""
+        """Whether the output projection W_O is a parameter of the core, which then applies it."""
         return self.output_bias or self.normed != "input"
 
     @property
     def writes(self) -> Port:
-        """The vectors that the core writes: one per head, or the whole residual if it projects."""
+        """The vectors that the core writes: one per head, or one for the residual after W_O."""
         return RESIDUAL_PORT if self.projects else super().writes
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that the devices of a mesh must divide, by name of the field."""
+        """The numbers of heads that the number of devices must divide, by name of the field."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
@@ -140,7 +140,7 @@ class Attention(Heads):
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of entries in gains and biases, and in W_O if the core projects.
+        """Return the number of entries in gains and biases, and in W_O if the core applies W_O.
 
         The matrices or key vectors that read queries, keys and values are not counted here, but by
         the config of the store (the residual).
@@ -156,7 +156,7 @@ class Attention(Heads):
         """Return the FLOPs per token for logits, softmax (3 per logit) and weighted values.
 
         A token attends to `seq_len` tokens, or to `window` tokens if that is fewer. The product
-        with W_O is included if the core projects.
+        with W_O is included if the core applies W_O.
         """
         tokens = seq_len if self.window is None else min(seq_len, self.window)
         attended = 4 * tokens * self.num_heads * self.head_dim + 3 * tokens * self.num_heads
@@ -226,7 +226,7 @@ class FeedForward(Computes):
         return self._weights(width, read_width) + biases + (self.normed != "input") * width
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs per token for the matrix products."""
+        """Return the FLOPs per token for the matrix products with W_1 and W_2."""
         return 2 * self._weights(width, read_width)
 
     def _weights(self, width: int, read_width: int) -> int:
@@ -359,7 +359,7 @@ class Kda(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that the devices of a mesh must divide, by name of the field."""
+        """The numbers of heads that the number of devices must divide, by name of the field."""
         return {"num_heads": self.num_heads, "num_key_heads": self.key_heads}
 
     @property
@@ -465,7 +465,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
-    """Return how many times in a row the `size` layers from `start` onwards occur."""
+    """Return how often the sequence of `size` layers that begins at `start` occurs in a row."""
     period, count = layers[start : start + size], 1
     while layers[start + count * size : start + (count + 1) * size] == period:
         count += 1

@@ -35,9 +35,9 @@ class _DepthAttention(BankedSystem):
       newest_bias: initial value of a learned number per site that is added to the logit of the
         newest source; None if there is no such number.
       cumulative: whether a source is the sum of the embedding and all outputs up to the end of a
-        block, instead of the sum of the block's outputs. The sum of the embedding and all outputs
-        so far is then a source of every site, besides the last complete block's, which it equals
-        at sites right after a block.
+        block, instead of the sum of the block's outputs. Every site then has one more source, the
+        sum of the embedding and all outputs so far. At a site right after a block, this source
+        equals the source of that block.
       output_site: what the unembedding reads: "attention" over all sources as at every other site,
         the "sum" of the embedding and all outputs, or the "newest" source alone. Only "attention"
         has parameters at this site.
@@ -68,7 +68,7 @@ class _DepthAttention(BankedSystem):
             )
 
     def check(self, model: Sizes) -> None:
-        """Raise UsageError if the blocks do not fit the depth, or the heads the residual."""
+        """Raise UsageError if blocks do not fit the depth, or heads do not fit the residual."""
         self.sublayers_a_block(model.num_sublayers)
         size = model.residual_size
         if size % self.num_heads:
@@ -78,10 +78,11 @@ class _DepthAttention(BankedSystem):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True unless an option weights some outputs differently from others.
+        """Return whether a new model equals the plain model, which sums all outputs.
 
-        All logits start at zero, so a site reads the mean of all sources. The mean is the plain sum
-        divided by the number of sources, and the norm before the read removes this factor.
+        The result is True unless an option weights some outputs differently from others. All logits
+        start at zero, so a site reads the mean of all sources. The mean is the plain sum divided by
+        the number of sources, and the norm before the read removes this factor.
         """
         window = getattr(self, "window", None)
         if window is not None and window < model.num_sublayers:
@@ -156,19 +157,19 @@ class _DepthAttention(BankedSystem):
         return sources if self.output_site == "attention" else sources[:-1]
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return the number of sublayers per block, or None if an ablation rules out pipelines."""
+        """Return the number of sublayers per block, or None if an option rules out pipelines."""
         return self.sublayers_a_block(num_sublayers) if self.fused else None
 
     @property
     def fused(self) -> bool:
-        """Whether kernels can compute this mixer: not with most options from Table 4."""
+        """Whether kernels can compute this mixer, which most ablation options rule out."""
         options = (self.weights, self.key_norm, self.num_heads, self.newest_bias, self.cumulative)
         plain = ("softmax", True, 1, None, False)
         return self.query in ("static", "none") and options == plain
 
     @property
     def decode_kernels(self) -> bool:
-        """Whether kernels for decode steps can compute this mixer: the same as `fused`."""
+        """Whether kernels for decode steps can compute this mixer; always equal to `fused`."""
         return self.fused
 
 
@@ -207,7 +208,7 @@ class FullAttention(_DepthAttention):
         if self.phase_layers is not None and self.phase_layers > num_layers:
             raise UsageError(
                 f"FullAttention.phase_layers={self.phase_layers} is more than num_layers="
-                f"{num_layers}; legal: 1 to {num_layers}, or null to pick"
+                f"{num_layers}; legal: 1 to {num_layers}, or null for a choice"
             )
         return 1
 
@@ -238,7 +239,7 @@ class _Blocks(BankedSystem):
         if len(set_sizes) > 1:
             assignments = " and ".join(f"{name}={getattr(self, name)}" for name in set_sizes)
             raise UsageError(
-                f"{type(self).__name__}.{assignments} both set the blocks' size; give one of them"
+                f"{type(self).__name__}.{assignments} both set the blocks' size; set only one"
             )
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
@@ -266,8 +267,8 @@ class _Blocks(BankedSystem):
             legal = sorted({-(-sublayers // s) for s in range(1, sublayers + 1)})
             nearest = sorted(legal, key=lambda n: abs(n - blocks))[:2]
             raise UsageError(
-                f"{type(self).__name__}.num_blocks={blocks} does not divide {sublayers} sublayers "
-                f"into equal blocks and a last one that is no larger; nearest legal: "
+                f"{type(self).__name__}.num_blocks={blocks} cannot divide {sublayers} sublayers "
+                f"into equal blocks and a last block that is no larger; nearest legal: "
                 f"{' or '.join(map(str, sorted(nearest)))}"
             )
         return size
@@ -277,7 +278,7 @@ class _Blocks(BankedSystem):
 class BlockAttention(_Blocks, _DepthAttention):
     """Block Attention Residuals: attention over the embedding and sums of outputs within blocks.
 
-    The size of blocks is set as in `_Blocks`.
+    At most one of the fields num_blocks, sublayers_per_block and layers_per_block may be set.
     """
 
     kind: ClassVar[str] = "block_attention"
@@ -291,8 +292,8 @@ class DeltaAttention(_Blocks):
     block. A learned gate per site scales what attention over the deltas adds.
 
     Attributes:
-      gate: initial value of every site's gate. With 0 the model starts as the plain one. The paper
-        has no gate, which is the constant 1.
+      gate: initial value of every site's gate. With 0, a new model equals the plain one. The
+        paper has no gate, which equals a constant gate of 1.
       null_source: initial value of the logit of a source whose value is 0, one learned logit per
         site; None if there is no such source.
       key_gain: whether the norm of the keys has a learned gain.
@@ -301,7 +302,8 @@ class DeltaAttention(_Blocks):
 
     kind: ClassVar[str] = "delta_attention"
     note: ClassVar[str] = "a learned gate per site, which starts at zero, as the plain model"
-    # The options of attention over depth that delta attention does not have, at their defaults.
+    # Delta attention does not have these options of attention over depth. The code that both share
+    # reads them, so they are constants with the default values of the options.
     query: ClassVar[str] = "static"
     key_norm: ClassVar[bool] = True
     num_heads: ClassVar[int] = 1
@@ -320,13 +322,16 @@ class DeltaAttention(_Blocks):
         self.sublayers_a_block(model.num_sublayers)
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether gates start at zero, so that nothing is added to the plain residual."""
+        """Return whether a new model equals the plain model, which sums all outputs.
+
+        The result is True if gates start at zero.
+        """
         if self.gate:
             return PlainStart(False, f"gate={self.gate:g} adds attention over deltas")
         return PlainStart(True, "gates of zero add nothing to the plain residual")
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of parameters: a query, a gate and, if set, a key gain and a logit."""
+        """Return the number of parameters: a query, a gate, any key gain and any logit per site."""
         a_site = model.residual_size * (1 + self.key_gain) + 1 + (self.null_source is not None)
         return (model.num_sublayers + 1) * a_site
 
@@ -336,20 +341,21 @@ class DeltaAttention(_Blocks):
         return sum(4 * size * deltas + 2 * size for deltas in self.sources(model.num_sublayers))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return the size of the residual for queries and key gains.
+        """Return how many terms are summed in a logit, by parameter name: the residual's size.
 
-        Gates and the logits of null sources learn at the rate of the model's other gains.
+        Only queries and key gains are listed. Gates and the logits of null sources learn at the
+        rate of the model's other gains.
         """
         names = ("query", "key_gain") if self.key_gain else ("query",)
         return dict.fromkeys(names, model.residual_size)
 
     def sources(self, num_sublayers: int) -> list[int]:
-        """Return the number of deltas at each site, in the order of depth."""
+        """Return the number of deltas (sums of outputs) at each site, in the order of depth."""
         block = self.sublayers_a_block(num_sublayers)
         return [-(-site // block) for site in range(num_sublayers + 1)]
 
     def chunk_multiple(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block, which must divide a pipeline chunk's."""
+        """Return the number of sublayers per block, which must divide that of a pipeline chunk."""
         return self.sublayers_a_block(num_sublayers)
 
 
@@ -358,8 +364,8 @@ class Dense(BankedSystem):
     """DenseFormer: the input of a layer is a learned weighted sum of all earlier layers' outputs.
 
     Attributes:
-      dilation: only every k-th earlier output is summed, with k this number.
-      period: a weighted sum is computed only after every p-th layer, with p this number.
+      dilation: the number k; a sum contains only every k-th earlier output.
+      period: the number p; a weighted sum is computed only after every p-th layer.
     """
 
     kind: ClassVar[str] = "dense"
@@ -369,7 +375,10 @@ class Dense(BankedSystem):
     period: Size = 1
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True, because every weighted sum starts as its newest term alone."""
+        """Return True: a new model equals the plain model, which sums all outputs.
+
+        Every weighted sum at first contains only the newest output.
+        """
         return PlainStart(True, "each weighted sum is its newest term alone")
 
     def parameters(self, model: Sizes) -> int:
@@ -405,19 +414,20 @@ class Mudd(BankedSystem):
         first = [core for n, core in enumerate(model.sublayers) if n % 2 == 0]
         if any(getattr(core, "output_gate", False) for core in first):
             raise UsageError(
-                "ModelConfig.mixer=mudd has no input for the gates of attention.output_gate=True; "
-                "legal: false"
+                "ModelConfig.mixer=mudd does not support attention.output_gate=True; legal: false"
             )
         others = sorted({core.kind for core in first if not isinstance(core, Attention)})
         if others:
             raise UsageError(
-                f"ModelConfig.mixer=mudd gives queries, keys and values different inputs, which "
-                f"only attention has, but layers begin with {', '.join(others)}; legal: layers of "
-                "attention followed by another core"
+                f"ModelConfig.mixer=mudd needs layers that begin with attention, but layers begin "
+                f"with {', '.join(others)}; legal: layers of attention followed by another core"
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True, because the static weights select the newest output, and W_2 is zero."""
+        """Return True: a new model equals the plain model, which sums all outputs.
+
+        The static weights at first select the newest output, and W_2 is zero.
+        """
         return PlainStart(True, "each weighted sum is its newest term alone")
 
     def parameters(self, model: Sizes) -> int:
@@ -431,15 +441,16 @@ class Mudd(BankedSystem):
         return sum(4 * size * n + 2 * n**2 for n in self._weights(model))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return the largest number of hidden units in a network, for the second projections.
+        """Return how many terms are summed in a weight, by name of the parameter.
 
-        A weight of a sum is a sum over these units. The other parameters learn at the rate that
-        their roles give.
+        The weights are outputs of networks, so the number is the largest number of hidden units of
+        a network. Only the second projections are listed. The other parameters learn at the rate
+        that their roles give.
         """
         return {"project_out": max(self._weights(model))}
 
     def _weights(self, model: Sizes) -> list[int]:
-        """Return the numbers of weights per token: of layers 2 to L, and of the unembedding."""
+        """Return the number of weights per token in layers 2 to L, and in the unembedding."""
         layers = range(2, model.num_layers + 1)
         return [*(len(MUDD_WAYS) * sources for sources in layers), model.num_layers + 1]
 
@@ -452,7 +463,7 @@ class Hierarchical(System):
 
     Attributes:
       hidden_dim: hidden size of a node. With the default, 128, and the published D_FF, the model
-        has the parameter count that the RMT paper prints.
+        has the parameter count in the RMT paper.
       every: number of layers per node.
       shared: whether nodes with the same number of inputs share their weights.
     """
@@ -473,7 +484,10 @@ class Hierarchical(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False, because the weights of nodes are drawn at random."""
+        """Return False: a new model differs from the plain one.
+
+        The weights of nodes are drawn at random.
+        """
         return PlainStart(False, "the weights of nodes are drawn at random")
 
     def parameters(self, model: Sizes) -> int:

@@ -106,9 +106,11 @@ class Experts(Computes):
         super().__post_init__()
         check_situ(self)
         if self.latent_norm and self.latent_dim is None:
-            raise UsageError("Experts.latent_norm=True needs latent_dim; legal without: false")
+            raise UsageError("Experts.latent_norm=True needs latent_dim; legal without it: false")
         if self.shared_gate and not self.shared:
-            raise UsageError("Experts.shared_gate=True needs shared experts; legal without: false")
+            raise UsageError(
+                "Experts.shared_gate=True needs shared experts; legal without them: false"
+            )
         if self.top_k > self.num_experts:
             raise UsageError(
                 f"Experts.top_k={self.top_k} must be at most num_experts={self.num_experts}"

@@ -54,7 +54,7 @@ class System(Checked):
         """Raise UsageError if the mixer's options do not fit the model's sizes or cores."""
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model starts as the plain model with the same weights.
+        """Return whether a new model computes the same as the plain model with equal weights.
 
         The result is "not known" for a mixer that does not override this method.
         """

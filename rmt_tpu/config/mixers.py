@@ -37,7 +37,7 @@ class Sum(System):
     remats: ClassVar[tuple[str, ...]] = ("none", "dots", "full", "reversible")
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True, because this mixer is the plain model's."""
+        """Return True: the plain model, which sums all outputs, has this mixer."""
         return PlainStart(True, "the residual is the plain sum")
 
 

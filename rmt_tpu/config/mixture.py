@@ -7,7 +7,7 @@ from typing import Any
 from rmt_tpu.config.checks import Checked, Share
 from rmt_tpu.errors import UsageError, shown
 
-SHARE_UNITS = 10_000  # shares are multiples of 1 / SHARE_UNITS
+SHARE_UNITS = 10_000  # each share is a multiple of 1 / SHARE_UNITS
 
 _LIKE = "'gs://BUCKET/web=0.7,runs/books=0.3'"
 
@@ -36,12 +36,13 @@ def check_mixture(mixture: tuple[MixtureSource, ...]) -> None:
     """Check that the shares of a mixture are exact and add up to 1, and that no source is repeated.
 
     Raises:
-      UsageError: one of these is not so; the message begins with `data.mixture`.
+      UsageError: a share is not exact, the sum is not 1, or a source is repeated; the message
+        begins with `data.mixture`.
     """
     where = f"data.mixture={shown(','.join(f'{m.source}={m.share:g}' for m in mixture))}"
     for each in mixture:
         if not each.source.strip():
-            raise UsageError(f"{where} has a source without a name; legal: like {_LIKE}")
+            raise UsageError(f"{where} has a source without a name; legal: a list like {_LIKE}")
         if abs(each.share * SHARE_UNITS - each.units) > 1e-6:
             raise UsageError(
                 f"{where}: the share {each.share} of {each.source} is not exact; legal: multiples "
@@ -53,7 +54,7 @@ def check_mixture(mixture: tuple[MixtureSource, ...]) -> None:
         )
     for source, count in Counter(each.source for each in mixture).items():
         if count > 1:
-            raise UsageError(f"{where} names {source} {count} times; list each source only once")
+            raise UsageError(f"{where} lists {source} {count} times; legal: each source once")
 
 
 def parse_mixture(text: str) -> list[dict[str, Any]]:
@@ -77,6 +78,6 @@ def parse_mixture(text: str) -> list[dict[str, Any]]:
             name = ""
     if name:
         raise UsageError(
-            f"data.mixture={shown(text)}: {name.strip()!r} has no share; legal: like {_LIKE}"
+            f"data.mixture={shown(text)}: {name.strip()!r} has no share; legal: a list like {_LIKE}"
         )
     return found

@@ -93,8 +93,8 @@ class ModelConfig(Checked):
       norm_epsilon: constant added to the variance or mean square.
       norm_bias: whether these norms also have a bias (only for a vector store).
       embedding_scale: factor of the embeddings of tokens, in addition to muP's.
-      tied_embeddings: whether the embeddings of tokens are also the weights of the unembedding, and
-        are initialised as these are.
+      tied_embeddings: whether the unembedding uses the embeddings of tokens as its weights. They
+        are then initialised like the weights of the unembedding.
       logit_cap: a soft cap c of the model's logits: `c tanh(x / c)` in place of each logit x. None
         means no cap.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
@@ -186,8 +186,9 @@ class ModelConfig(Checked):
                 stack.cores[-1].writes
             ):
                 raise UsageError(
-                    f"ModelConfig.stacks.{index} repeats, but its last core has other write keys "
-                    "than what precedes it; legal: its first period as a separate stack"
+                    f"ModelConfig.stacks.{index} cannot repeat: its last core has different write "
+                    "keys from the core before the stack; legal: a separate stack for its first "
+                    "period"
                 )
             for core in stack.cores:
                 for port in (core.reads, core.writes):
@@ -199,7 +200,7 @@ class ModelConfig(Checked):
                 previous = core.writes
 
     def _check_norms(self):
-        """Check that the store and the mixer have what biases and norms of outputs need."""
+        """Raise UsageError if biases, or norms of outputs, do not fit the store or the mixer."""
         needs = {"norm_bias": self.norm_bias}
         for core in self.cores:
             if getattr(core, "output_bias", False):
@@ -211,8 +212,8 @@ class ModelConfig(Checked):
                 raise UsageError(f"ModelConfig.{name}={value} needs a vector store; legal: vector")
         if hasattr(self.mixer, "fused") and not all(core.reads.normed for core in self.cores):
             raise UsageError(
-                f"ModelConfig.mixer={self.mixer.kind} norms what a core reads, and a core has "
-                "normed='output'; legal: input, both"
+                f"ModelConfig.mixer={self.mixer.kind} needs a norm before every core, but a core "
+                "has normed='output'; legal: input, both"
             )
 
     def _write_size(self, port: Port) -> Any:
@@ -274,8 +275,8 @@ class ModelConfig(Checked):
         own = next((core.kind for core in attends if core.scale is not None), None)
         if scaled and own is not None:
             raise UsageError(
-                f"ModelConfig.{own}.scale is a factor of logits, which muP has itself; legal: "
-                "null, or parametrization=standard"
+                f"ModelConfig.{own}.scale sets the factor of attention logits, which muP "
+                "sets itself; legal: null, or parametrization=standard"
             )
         if kinds(self.base_model) != kinds(self):
             raise UsageError(
@@ -310,7 +311,7 @@ class ModelConfig(Checked):
         if "stacks" in values:
             raise UsageError(
                 f"ModelConfig.{next(iter(short_values))} and ModelConfig.stacks both set what "
-                "sublayers compute; give one of them"
+                "sublayers compute; set only one of them"
             )
         cls.check_short(short_values)
         num_layers = short_values.pop("num_layers")
@@ -326,12 +327,12 @@ class ModelConfig(Checked):
         cores = [name for name in names if name != "num_layers"]
         if len(cores) != 2 or "num_layers" not in names:
             raise UsageError(
-                f"the model has {', '.join(names)}; legal: num_layers and two cores, like "
-                "attention and feed_forward, or model.stacks"
+                f"the model has the fields {', '.join(names)}; legal: num_layers and two cores, "
+                "like attention and feed_forward, or model.stacks"
             )
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Return the config with some fields replaced, which may be fields of the short form."""
+        """Return the config with some fields replaced, including fields of the short form."""
         if "stacks" in changes:
             return replace(self, **changes)
         return self.from_short(**(self.short_form() | changes))
@@ -374,7 +375,9 @@ class ModelConfig(Checked):
     def _core(self, cls: type) -> Any:
         matches = self.cores_of_kind(cls.kind)
         if len(matches) != 1:
-            raise AttributeError(f"the model has {len(matches)} different cores {cls.kind!r}")
+            raise AttributeError(
+                f"the model has {len(matches)} different {cls.kind!r} cores; legal: exactly 1"
+            )
         return matches[0]
 
     @property
@@ -416,7 +419,7 @@ class ModelConfig(Checked):
                 if port is None:
                     raise UsageError(
                         f"MatrixStore.vectors={vectors} and MatrixStore.vector_dim={vector_dim} "
-                        "must be set, because no core of the model has heads; legal: numbers"
+                        "must be set, because no core of the model has heads; legal: whole numbers"
                     )
                 return vectors or port.heads[0], vector_dim or port.head_dim
 

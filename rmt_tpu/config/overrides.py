@@ -34,7 +34,7 @@ def to_json(config: Any, *, short: bool = True) -> Any:
     for name, part in parts.items():
         values[name] = to_json(part, short=short)
         if name in short_names and isinstance(values[name], dict):
-            del values[name]["kind"]  # in the short form, the field's name says the kind
+            del values[name]["kind"]  # in the short form, the name of the field is the kind
     return values
 
 
@@ -102,7 +102,7 @@ _LONG_FORM_FIELD = "stacks"
 def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     """Return all pairs `(holder, key)` in `node` for which `holder[key]` is the value at `keys`.
 
-    If a node has no field of a given name, the name stands for all objects of that kind in the
+    If a node has no field of a given name, the name refers to all objects of that kind in the
     lists below the node.
     """
     if isinstance(node, list):
@@ -119,11 +119,11 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     places = []
     for holder, key in holders:
         child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
-        if isinstance(child, str):  # an earlier override has set the object by its kind alone
+        if isinstance(child, str):  # an earlier override gave only the object's kind
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
             parent = path.split(".")[: 1 - len(keys)]
-            raise UsageError(f"{path}: {'.'.join(parent)} is a value without fields")
+            raise UsageError(f"{path}: {'.'.join(parent)} has no fields; legal: a new value for it")
         places += _places(child, keys[1:], path)
     return places
 
@@ -148,7 +148,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     path, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not path:
-        raise UsageError(f"--set={shown(text)} is not path=value, like model.num_layers=6")
+        raise UsageError(f"--set={shown(text)} must be path=value, like model.num_layers=6")
     try:
         return path, parse_json(value)
     except ValueError:
@@ -208,13 +208,13 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             raise UsageError(f"{path}={_shown(value)} must be a list")
         (item_type, *_), numbered = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(item_type) and typing.get_origin(item_type) is Literal:
-            numbered = False  # error messages about plain values name the list without an index
+            numbered = False  # error messages about plain values give the path without an index
         return tuple(
             _parse(item_type, item, f"{path}.{index}" if numbered else path)
             for index, item in enumerate(items)
         )
     if dataclasses.is_dataclass(annotation):
-        if hasattr(annotation, "kind"):  # a component with only one choice
+        if hasattr(annotation, "kind"):  # a component for which only one class exists
             return _parse_choice((annotation,), value, path)
         return _parse_fields(annotation, value, path)
     return _parse_scalar(annotation, value, path)
@@ -233,7 +233,7 @@ def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:
 def _parse_fields(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
         subject = f"{path}={_shown(values)}" if path else "the config"
-        raise UsageError(f"{subject} must be an object of fields")
+        raise UsageError(f"{subject} must be a JSON object with fields")
     short = getattr(cls, "short_names", {})
     hints = typing.get_type_hints(cls) | short
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -251,21 +251,21 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
         required = [name for name in required if name != _LONG_FORM_FIELD]
     if missing := [name for name in required if name not in values]:
         if not path:
-            raise UsageError(f"the config has no {' and no '.join(missing)}")
+            raise UsageError(f"the config lacks required fields: {', '.join(missing)}")
         kind = {"kind": cls.kind} if hasattr(cls, "kind") else {}
         example = json.dumps(kind | dict.fromkeys(missing, 64))
         raise UsageError(f"{path} needs {', '.join(missing)}, like {path}={example}")
     join = lambda name: f"{path}.{name}" if path else name
     parsed = {}
     for name, value in values.items():
-        # In the short form, the field's name says the kind of the core, so the value has no `kind`.
+        # In the short form, the field's name is the kind of the core, so the value has no `kind`.
         if name in in_short and dataclasses.is_dataclass(hints[name]):
             parsed[name] = _parse_fields(hints[name], value, join(name))
         else:
             parsed[name] = _parse(hints[name], value, join(name))
     try:
         return cls.from_short(**parsed) if in_short else cls(**parsed)
-    except UsageError as error:  # name the path in the config instead of the class
+    except UsageError as error:  # replace the class by the path in the config
         raise UsageError(str(error).replace(f"{cls.__name__}.", join(""))) from None
 
 
@@ -282,7 +282,7 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    """Return a value as the user wrote it: None, True and False in the spelling of JSON."""
+    """Return a value in the spelling of the user: None, True and False as in JSON."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
@@ -291,5 +291,5 @@ def _shown(value: Any) -> str:
     return shown(value) if text is value else text
 
 
-_BEYOND_FLOAT = 2**1023  # larger integers do not fit a float
+_BEYOND_FLOAT = 2**1023  # integers from this size on may not fit into a float
 _ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

@@ -1,12 +1,12 @@
-"""The statement whether a new model starts as another model with the same weights."""
+"""The result of the check whether a new model computes the same as another model."""
 
 from typing import NamedTuple
 
 
 class PlainStart(NamedTuple):
-    """Whether a new model starts as the plain model with the same weights, with the reason.
+    """Whether a new model computes the same as the plain model with equal weights, and why.
 
-    The plain model has the mixer `sum` and is otherwise equal.
+    The plain model has the mixer `sum` and is otherwise equal to the new model.
 
     Attributes:
       same: True if the two models have the same logits, up to rounding and the norm's epsilon;

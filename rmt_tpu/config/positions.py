@@ -74,7 +74,7 @@ class YarnScaling(Checked):
     A frequency that makes fewer than `slow` turns within `original_length` tokens is divided by
     `factor`. A frequency that makes more than `fast` turns is unchanged. A frequency in between
     becomes a weighted mean of both values, whose weights change linearly with the frequency's
-    number. Rotated queries and keys are multiplied by `magnitude`, and thus logits by its square.
+    index. Rotated queries and keys are multiplied by `magnitude`, and thus logits by its square.
 
     Peng et al. 2023, YaRN: Efficient Context Window Extension of Large Language Models.
 
@@ -84,8 +84,8 @@ class YarnScaling(Checked):
       fast, slow: the numbers of turns between which frequencies are weighted means.
       magnitude: the factor of queries and keys; None means `0.1 log(factor) + 1`, or 1 if the
         factor is below 1.
-      whole: whether the weights begin and end to change at whole numbers of frequencies, which
-        are rounded outwards.
+      whole: whether the weights begin and end to change at indices of frequencies that are
+        rounded to whole numbers, outwards.
     """
 
     kind: ClassVar[str] = "yarn"

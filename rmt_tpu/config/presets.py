@@ -193,8 +193,9 @@ _KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
 def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int, top_k: int):
     linear = Kda(heads, 128)
     latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions(), latent_epsilon=1e-6)
-    # Files of the hub have biases of experts and no rate. A model that is opened from one has the
-    # rate given here, so that a run that begins with its weights has the same biases.
+    # Model files of the Hugging Face hub contain the biases of experts, but not the rate at which
+    # training changes them. A model opened from such a file gets the rate given here, so that
+    # training from its weights starts with the same biases.
     balance = SignRule(2.0**-10)
     experts = Experts(num_experts, top_k, hidden_dim, scale=2.446, balance=balance)
     cores = [latent if n % 4 == 0 or n == layers else linear for n in range(1, layers + 1)]
@@ -466,8 +467,8 @@ def modern_run(model: ModelConfig) -> RunConfig:
 def _kimi_run(model: ModelConfig) -> RunConfig:
     """Return a run that trains a model on 1.4T tokens, in batches of 8M tokens.
 
-    The paper does not give the learning rate; the value here comes from a note on the paper. The
-    budget of Kimi Linear stands in for that of Kimi K3, too.
+    The paper does not give the learning rate; the value here comes from a note on the paper. Kimi
+    K3 gets the same number of tokens as Kimi Linear.
     """
     train = TrainConfig(
         steps=round(_KIMI_TOKENS / (_KIMI_BATCH * _KIMI_LENGTH)),

@@ -14,7 +14,7 @@ START_FIELDS = ("init_from", "with_optimizer")
 def free(default: Any) -> Any:
     """Return a dataclass field that may always change, because it does not affect the loss curve.
 
-    Only the order of sums over devices may differ.
+    It may at most change the order in which sums over devices are computed.
     """
     return dataclasses.field(default=default, metadata={"resume": "free"})
 
@@ -35,7 +35,7 @@ def resume_rule(config: Any, path: str) -> Rule:
     """
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
-        if name not in fields:  # `kind`, or a field of a class that the config does not use here
+        if name not in fields:  # `kind`, or a field that this config's class lacks
             break
         if rule := fields[name].metadata.get("resume"):
             # A component of a different kind would not fit the saved state, so its kind is fixed.

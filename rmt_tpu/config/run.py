@@ -36,7 +36,7 @@ STATISTIC_ROLES = ("load", "balance_steps", "histogram")
 
 @dataclass(frozen=True)
 class AdamW(Checked):
-    """AdamW (Loshchilov and Hutter 2019), with the gradient's norm clipped to `clip_norm` before.
+    """AdamW (Loshchilov and Hutter 2019), after the gradient's norm is clipped to `clip_norm`.
 
     Attributes:
       learning_rate: peak learning rate. A linear warmup over `warmup_fraction` of the steps leads
@@ -55,7 +55,7 @@ class AdamW(Checked):
     """
 
     kind: ClassVar[str] = "adamw"
-    implied: ClassVar[bool] = True  # the kind of an optimizer without "kind", as in old files
+    implied: ClassVar[bool] = True  # an optimizer without "kind", as in old files, is AdamW
     learning_rate: Positive = 2e-3
     warmup_fraction: Share = 0.05
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -112,10 +112,10 @@ class TrainConfig(Checked):
         queries, for the second projections of the networks in mudd, and for the factors of the
         residual in residual_scalars. These parameters have no weight decay. None keeps the factor
         of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate` for a new run.
-      freeze: patterns of paths of parameters that stay as they are, such as `stacks/0/1/core/*`; a
-        pattern with a leading `!` excepts what it matches (see `rmt_tpu.training.freeze`).
-      freeze_steps: number of first steps in which these parameters stay as they are; None means the
-        whole run.
+      freeze: patterns of paths of parameters that are not trained, such as `stacks/0/1/core/*`; a
+        pattern with a leading `!` excludes its matches (see `rmt_tpu.training.freeze`).
+      freeze_steps: number of steps at the start in which these parameters are not trained; None
+        means the whole run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
         parameters. Once the run has a checkpoint, this folder is not read any more and the option
@@ -203,22 +203,22 @@ class TrainConfig(Checked):
         if self.freeze_steps is not None and not self.freeze:
             raise UsageError(
                 f"train.freeze_steps={self.freeze_steps} needs train.freeze, the patterns of the "
-                "parameters that stay as they are"
+                "parameters that are not trained; legal without it: null"
             )
         if self.with_optimizer and not self.init_from:
             raise UsageError(
-                "--with_optimizer needs --init_from=RUN, the folder of the run that is copied"
+                "--with_optimizer needs --init_from=RUN, the folder of the run to continue"
             )
         names = self.tracker_names
         if not {*names} <= {*TRACKERS} or len({*names}) < len(names):
             raise UsageError(
-                f"train.tracker={shown(self.tracker)}; legal: {', '.join(TRACKERS)}, or both with "
-                "a comma between them"
+                f"train.tracker={shown(self.tracker)} is not supported; legal: "
+                f"{', '.join(TRACKERS)}, or both with a comma between them"
             )
         if self.tensorboard == "off" and "tensorboard" in names:
             raise UsageError(
                 f"train.tracker={shown(self.tracker)} and --tensorboard=off contradict each other; "
-                "give one"
+                "set only one of them"
             )
 
     @property
@@ -274,13 +274,13 @@ class RunConfig:
     def __post_init__(self):
         if isinstance(self.train.optimizer, Muon) and isinstance(self.model.parametrization, MuP):
             raise UsageError(
-                "train.optimizer=muon is not defined with model.parametrization=mup, whose rates "
+                "train.optimizer=muon cannot be used with model.parametrization=mup, whose rates "
                 "are for Adam; legal: train.optimizer=adamw, or model.parametrization=standard"
             )
         match self.model.learned_positions:
             case Learned(max_length=max_length) if self.data.seq_len > max_length:
                 raise UsageError(
-                    f"--seq_len={self.data.seq_len} is beyond the model's {max_length} learned "
+                    f"--seq_len={self.data.seq_len} is more than the model's {max_length} learned "
                     f"positions; legal: at most {max_length}, or "
                     f"--set=model.attention.positions.max_length={self.data.seq_len}, "
                     "or positions alibi, rope or none"

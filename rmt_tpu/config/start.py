@@ -1,18 +1,18 @@
-"""The comparison of a new model's config with that of the model whose weights it takes over."""
+"""A comparison of a new model's config with the config of the model that its weights are from."""
 
 from rmt_tpu.config import overrides
 from rmt_tpu.config.mixers import Sum
 from rmt_tpu.config.model import ModelConfig
 from rmt_tpu.config.plain_start import PlainStart
 
-# Fields that do not change which function a model computes: the mixer and the store each have
-# their own statement, and the others affect only rounding, memory, speed or the values of new
-# weights.
+# Fields that `_differences` does not compare. The mixer and the store are compared separately. The
+# other fields do not change which function a model computes, but only rounding, memory, speed or
+# the values of new weights.
 _OTHERS = ("mixer", "store", "compute_dtype", "remat", "kernels", "init_std")
 
 
 def is_same_model(model: ModelConfig, source: ModelConfig) -> bool:
-    """Return whether two models with equal weights compute the same function by their configs."""
+    """Return whether the models of two configs compute the same function if weights are equal."""
     return (
         not _differences(model, source)
         and model.mixer == source.mixer
@@ -21,9 +21,10 @@ def is_same_model(model: ModelConfig, source: ModelConfig) -> bool:
 
 
 def start_from(model: ModelConfig, source: ModelConfig) -> PlainStart:
-    """Return whether a new model that takes over all weights of `source` starts as that model.
+    """Return whether a new model that starts with the weights of `source` equals that model.
 
-    Weights that only the new model has are at their initial values.
+    Two models are equal if they compute the same function. Weights that only the new model has are
+    at their initial values.
     """
     if different := _differences(model, source):
         return PlainStart(None, "; ".join(different[:3]))

@@ -32,9 +32,9 @@ class VectorStore(Checked):
     dtype: DType = changeable("auto")
 
     def plain_start(self, source: "Store") -> PlainStart:
-        """Return whether a model with this store starts as one with the store `source`.
+        """Return whether a new model computes the same as a model with the store `source`.
 
-        All weights that both stores have are equal.
+        The new model has this store. Weights that both models have are equal.
         """
         if source.kind != self.kind:
             return PlainStart(False, "the matrices that read and write the residual are random")
@@ -83,9 +83,9 @@ class MatrixStore(Checked):
     vector_dim: Size | None = None
 
     def plain_start(self, source: "Store") -> PlainStart:
-        """Return whether a model with this store starts as one with the store `source`.
+        """Return whether a new model computes the same as a model with the store `source`.
 
-        All weights that both stores have are equal.
+        The new model has this store. Weights that both models have are equal.
         """
         if source.kind != self.kind:
             return PlainStart(False, "the key vectors that read and write the residual are random")

@@ -36,7 +36,10 @@ class HyperConnections(System):
     tanh: bool = True
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True, because all streams stay equal to the plain residual."""
+        """Return True: a new model equals the plain model, which sums all outputs.
+
+        All streams stay equal to the plain residual.
+        """
         return PlainStart(True, "all streams are equal to the plain residual")
 
     def parameters(self, model: Sizes) -> int:
@@ -86,7 +89,11 @@ class Mhc(System):
     rounds: Size = 20
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True if cores read norms, which remove the sum of the read weights."""
+        """Return whether a new model equals the plain model, which sums all outputs.
+
+        It does if all cores read with a norm, because all streams equal the plain residual, and a
+        norm removes the sum of the read weights.
+        """
         return _equal_streams(model)
 
     @property
@@ -130,12 +137,15 @@ class MhcLite(System):
         super().__post_init__()
         if self.streams > 6:
             raise UsageError(
-                f"MhcLite.streams={self.streams} would take {self.streams}! permutations; "
-                "legal: 1 to 6"
+                f"MhcLite.streams={self.streams} needs {self.streams}! permutations; legal: 1 to 6"
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True with init=prenorm, if cores read norms, as for `Mhc`."""
+        """Return whether a new model equals the plain model, which sums all outputs.
+
+        It does with `init="prenorm"` if all cores read with a norm, which removes the sum of the
+        read weights.
+        """
         if self.init == "paper":
             return PlainStart(False, "with init=paper streams are written with unequal weights")
         return _equal_streams(model)
@@ -184,7 +194,10 @@ class WideStreams(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether streams forget nothing, so that their mean is the plain residual."""
+        """Return whether a new model equals the plain model, which sums all outputs.
+
+        It does if streams forget nothing, because their mean is then the plain residual.
+        """
         if self.forget:
             return PlainStart(False, f"forget={self.forget:g} lets streams forget a part of writes")
         return PlainStart(True, "the mean of the streams is the plain residual")
@@ -204,7 +217,7 @@ class WideStreams(System):
 class ResidualScalars(System):
     """The plain residual with learned factors per layer, and the value residual of attention.
 
-    Each option can be used alone. With the default initial values the model starts as the plain
+    Each option can be used alone. With the default initial values, a new model equals the plain
     one. Zhou et al. (2024) start both factors of values at 0.5.
 
     Attributes:
@@ -232,8 +245,8 @@ class ResidualScalars(System):
         super().__post_init__()
         if not (self.scalars or self.values):
             raise UsageError(
-                "ResidualScalars.scalars=False with values=False learns no factor; legal: one of "
-                "them True, or mixer=sum for the plain residual"
+                "ResidualScalars.scalars=False with values=False learns no factor; legal: at least "
+                "one of them True, or mixer=sum for the plain residual"
             )
 
     @property
@@ -243,7 +256,10 @@ class ResidualScalars(System):
         return f"{starts} as the plain model; its factors do not decay"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether all factors that are used start at their values in the plain model."""
+        """Return whether a new model equals the plain model, which sums all outputs.
+
+        It does if all factors start at values without an effect.
+        """
         if changed := self._changed_factors:
             return PlainStart(False, f"{', '.join(changed)} changes the residual or values")
         return PlainStart(True, "all factors have their values in the plain model")
@@ -258,11 +274,11 @@ class ResidualScalars(System):
 
     @property
     def by_layers(self) -> bool:
-        """Whether two consecutive sublayers are a layer, which only the scalars a and b need."""
+        """Whether two consecutive sublayers are one layer: only if factors a and b are used."""
         return self.scalars
 
     def check(self, model: Sizes) -> None:
-        """Raise UsageError if values are mixed, but not all layers have values of equal shape."""
+        """Raise UsageError if `values` is set, but not all layers have values of equal shape."""
         cores = [core for core in model.sublayers if isinstance(core, Heads)]
         shapes = {(core.kv_heads, core.head_dim) for core in cores if isinstance(core, Attention)}
         alike = len(shapes) == 1 and all(isinstance(core, Attention) for core in cores)
@@ -270,8 +286,8 @@ class ResidualScalars(System):
             kinds = sorted({core.kind for core in cores} - {Attention.kind})
             sizes = sorted(f"attention with {heads} value heads of {d}" for heads, d in shapes)
             raise UsageError(
-                f"ResidualScalars.values=True needs value heads of one shape in all layers, which "
-                f"only attention has, but the model has {', '.join(sizes + kinds) or 'none'}; "
+                f"ResidualScalars.values=True needs attention in all layers, with value heads of "
+                f"one shape, but the model has {', '.join(sizes + kinds) or 'no attention'}; "
                 "legal: False"
             )
 
@@ -286,7 +302,7 @@ class ResidualScalars(System):
         return 4 * (self.scalars * model.num_layers * model.residual_size + sum(values))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return the number of layers, for the factors a, each of which scales the residual once.
+        """Return how many terms are summed in a logarithm, by parameter name: one per layer.
 
         The logarithm of the residual's final scale is a sum over layers of the logarithms of the
         factors a. The factors b, l1 and l2 learn at the rate of the model's gains.
@@ -317,7 +333,10 @@ class Highway(System):
     form: Literal["add", "carry", "gated"] = "add"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False, because the weights of gates and values are drawn at random."""
+        """Return False: a new model differs from the plain model, which sums all outputs.
+
+        The weights of gates and values are drawn at random.
+        """
         return PlainStart(False, "the weights of gates and values are drawn at random")
 
     def parameters(self, model: Sizes) -> int:
@@ -351,7 +370,7 @@ class DepthLstm(System):
     cell_start: Literal["zero", "embedding"] = "zero"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False, because an LSTM cell replaces the sum over depth."""
+        """Return False: an LSTM cell replaces the sum over depth of the plain model."""
         return PlainStart(False, "an LSTM cell replaces the sum over depth")
 
     def parameters(self, model: Sizes) -> int:
@@ -370,7 +389,11 @@ def _streams_flops(streams: int, size: int) -> int:
 
 
 def _equal_streams(model: Sizes) -> PlainStart:
-    """Return the start of a mixer with equal streams and read weights that do not add up to 1."""
+    """Return whether a new model whose streams are all equal computes the same as the plain model.
+
+    The read weights do not add up to 1, so every core must read with a norm, which removes their
+    sum.
+    """
     if not all(core.reads.normed for core in model.sublayers):
         return PlainStart(False, "read weights scale the streams, and a core reads without a norm")
     return PlainStart(True, "all streams are equal to the plain residual")

@@ -104,7 +104,7 @@ class Attention(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq_or_gathered vectors size"]:
-        """Return one data vector per head, or of the whole residual, in z's dtype.
+        """Return one vector per head, or one for the whole residual after W_O, in z's dtype.
 
         Logits and softmax are computed in at least float32.
         """
@@ -131,8 +131,9 @@ class Attention(Core):
     ]:
         """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
-        With an explicit mask, `pull_back` recomputes the attention instead, and the returned array
-        has 0 heads. With output gates it does so, too, and nothing else is returned.
+        With an explicit mask or with output gates, `pull_back` recomputes the attention and does
+        not need the log-sum-exp. The returned array then has 0 heads with a mask, and is () with
+        gates.
         """
         if self.core.output_gate:
             return super().forward(z, context, index, to)
@@ -230,11 +231,11 @@ class Attention(Core):
         return self._output(self._to_tokens(y)), cache
 
     def _within_reach(self, cache, layer, end):
-        """Return the keys and values of a layer that a window may contain, for each row.
+        """Return the cached keys and values of a layer to which a row's new tokens may attend.
 
-        A window ends before the token `end` of its row. If the cache is at least twice as long as a
-        window, so that copying the window costs less than reading the cache, a part of the cache
-        is returned, and otherwise all of it.
+        The window of a row ends before its token `end`. If the cache is at least twice as long as a
+        window, only the window is returned, because copying the window then costs less than reading
+        the cache. Otherwise the whole cache of the layer is returned.
 
         Returns:
           Keys and values, [batch, keys, heads_size], and the position of the first of them, [batch
@@ -263,7 +264,7 @@ class Attention(Core):
         return self._to_heads(gates), z._replace(heads=others)
 
     def _output(self, y):
-        """Return what is written: one vector per head, or W_O y with its bias and its norm.
+        """Return what the site writes: one vector per head, or `W_O y` with its bias and norm.
 
         In the second case there is one vector, for this device's tokens; see `vector.Store.write`.
         """
@@ -369,9 +370,9 @@ class Attention(Core):
         return q, k, v
 
     def _normed(self, x, gain, count):
-        """Return this device's share of `count` heads after the norm of each, or of all together.
+        """Normalise this device's share of `count` heads, each separately or all heads together.
 
-        All devices that divide the heads have the same tokens.
+        All devices over which the heads are sharded have the same tokens.
         """
         if self.core.query_key_norm_over == "head":
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
@@ -384,7 +385,7 @@ class Attention(Core):
 
     def _own_heads(self, z):
         """Return queries, keys and values of this device's heads, with biases added."""
-        if self._multi_head:  # one exchange between devices moves queries, keys and values
+        if self._multi_head:  # all three have as many heads, so they are exchanged together
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
             queries, keys, _ = (count // self._read_devices for count in self.core.qkv_heads)
@@ -399,7 +400,7 @@ class Attention(Core):
 
     @property
     def _read_devices(self):
-        """The number of devices that divide the heads which the site reads."""
+        """The number of devices over which heads are sharded when the site reads them."""
         return sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
 
     def _attend_masked(self, q, k, v, index, query_positions, key_positions, mask):
@@ -416,7 +417,7 @@ class Attention(Core):
         """Attend with one query per row to cached keys and values, whose heads share one axis.
 
         Each query is padded with zeros to the size of all heads, so that one product covers all
-        heads. This takes more arithmetic than a product per head, but the keys need not be copied
+        heads. This needs more arithmetic than a product per head, but the keys need not be copied
         to a layout that has a separate axis for heads.
         """
         dtype = jnp.result_type(q, jnp.float32)

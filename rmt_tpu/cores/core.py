@@ -97,7 +97,7 @@ def put_tokens(
 ) -> Float[Array, "repeat batch capacity size"]:
     """Return the cache with new tokens of one layer written after the first `start` tokens per row.
 
-    Tokens beyond the capacity are dropped. The axis `size` of the cache holds the vectors of all
+    Tokens beyond the capacity are dropped. The axis `size` of the cache contains the vectors of all
     heads. If heads had a separate axis, a TPU would store the cache in another layout, and a loop
     over layers could not update the cache without copying it.
     """
@@ -113,8 +113,8 @@ def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Arra
     """Flatten the new tokens of all rows into one row, padded to a multiple of the devices.
 
     When decoding on a mesh that shards tokens, each row has a single new token, which cannot be
-    divided over devices; one row with the tokens of all rows can. On one device, or if there are no
-    earlier tokens in a cache, x is returned unchanged.
+    divided over devices, but one row with the tokens of all rows can be divided. On one device, or
+    if there are no earlier tokens in a cache, x is returned unchanged.
     """
     devices = sharding.axis_size(sharding.token_axes())
     if context.start is None or devices == 1:
@@ -148,8 +148,8 @@ def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float
     """Return the factor by which attention multiplies the products of queries and keys.
 
     In the standard parametrisation the factor is `1 / sqrt(size)`, where `size` is the size of a
-    query. In muP the factor is `attention_multiplier * sqrt(base size) / size`. A core may have a
-    factor of its own.
+    query. In muP the factor is `attention_multiplier * sqrt(base size) / size`. If the
+    core's config sets a factor, this factor is used instead.
     """
     if (own := getattr(core, "scale", None)) is not None:
         return own
@@ -180,7 +180,7 @@ def to_tokens(
     exchange over `axes` takes place.
     """
     y = sharding.swap(y, axes, split=1, join=2)
-    if not layout.projected:  # the store writes all heads of this device's tokens
+    if not layout.projected:  # the store writes all heads for this device's tokens
         y = sharding.swap(y, "tensor", split=1, join=2)
     return y
 
@@ -211,7 +211,7 @@ def gated(
     y: Float[Array, "batch seq heads head_dim"],
     gates: Float[Array, "batch seq heads head_dim"] | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Multiply heads' outputs by the sigmoids of their gates, which are None without gates."""
+    """Multiply heads' outputs by the sigmoids of their gates; `gates` None returns y unchanged."""
     if gates is None:
         return y
     wide = gates.astype(jnp.result_type(gates, jnp.float32))
@@ -241,7 +241,7 @@ class Core(nnx.Module):
           context: the rule for which tokens may attend to which.
           index: the number of sublayers before this one.
         """
-        raise NotImplementedError  # every core overrides this method
+        raise NotImplementedError  # every subclass overrides this method
 
     def with_aux(
         self, z: Read, context: Context, index: Index

@@ -85,8 +85,8 @@ class Experts(Core):
         `SignRule`, its value is the bias divided by the rule's rate: the number of steps in which
         the bias rose, minus the number of steps in which it fell.
       seen: [E, bins], only with `Quantiles`: each expert's histogram for the last batch, with
-        the share of tokens in each bin. The histogram's variable is the expert's score minus the
-        token's highest biased score that was not chosen. None with other rules.
+        the share of tokens in each bin. A token is counted at the expert's score minus
+        the token's highest biased score that was not chosen. None with other rules.
       w_1: G and U of each expert, [E, D, 2, F], or [E, L, 2, F] for latent experts.
       w_2: W_2 of each expert, [E, F, D] or [E, F, L].
       w_down, w_up: W_down [D, L] and W_up [L, D] with latent experts, or else None.
@@ -236,7 +236,7 @@ class Experts(Core):
                 above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
                 loss += _zero_with_gradient(self.seen, _histogram(above))
             case cfg.BalanceLoss(weight=weight):
-                # Loads must refer to a whole sequence, whose tokens may be sharded over devices.
+                # Loads are needed for whole sequences, but the tokens of a sequence may be sharded.
                 shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
                 loads = sharding.total(row_loads, sharding.token_axes())
                 loads = loads / jnp.sum(loads, axis=-1, keepdims=True)
@@ -344,10 +344,10 @@ def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[A
     affect the choice of experts.
     """
     bins = seen.shape[-1]
-    # For each bin, the weight of the tokens at or above the bin's lower edge.
+    # This is the share of tokens at or above the lower edge of each bin.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
     target_share = share * above[:, :1]
-    # The threshold lies in the highest bin with at least the target share of tokens at or above
+    # The threshold is in the highest bin with at least the target share of tokens at or above
     # its lower edge. The threshold's position within the bin is interpolated.
     at = jnp.sum(above >= target_share, axis=1, keepdims=True) - 1
     at_bin = lambda x: jnp.take_along_axis(x, at, axis=1)

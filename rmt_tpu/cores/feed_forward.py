@@ -1,4 +1,4 @@
-"""The feed-forward layer."""
+"""The core of a feed-forward sublayer."""
 
 import functools
 from typing import ClassVar
@@ -24,8 +24,8 @@ class FeedForward(Core):
 
     These are equations 10 and 23 to 25 of the RMT paper (Mak and Flanigan 2025).
 
-    In a gated layer, W_1 [2, D, D_FF] holds the gate and the up projection, which are multiplied as
-    one matrix (Shazeer 2020).
+    In a gated layer, W_1 [2, D, D_FF] consists of the gate and the up projection, which are
+    multiplied as one matrix (Shazeer 2020).
 
     Args:
       config: the model's config, for the width and the norm.
@@ -97,7 +97,7 @@ class FeedForward(Core):
     def _run(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
         # Without isolation, XLA would slice the weights out of their stack and run both matrix
         # products in one instruction, which takes a fifth longer than two separate products. The
-        # single instruction is faster only for few tokens.
+        # single instruction is faster only if there are few tokens.
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         first = functools.partial(times, gathered=-2, isolated=sequential)
         second = functools.partial(times, gathered=-1, isolated=sequential)

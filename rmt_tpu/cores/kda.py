@@ -57,7 +57,8 @@ class Cache(NamedTuple):
 
     Attributes:
       states: the states S of this device's heads.
-      tails: the last few tokens' inputs to the convolutions, one array for each array of taps.
+      tails: the last few tokens' inputs to the convolutions, one array for each array of
+        convolution weights (taps).
     """
 
     states: Float[Array, "repeat batch heads head_dim head_dim"]
@@ -167,7 +168,7 @@ class Kda(Core):
         return y, stacks.update_at(cache, Cache(*new), layer)
 
     def _run(self, z, context, state, tail):
-        """Return the heads' outputs, and the state and the tail after the last token."""
+        """Return the heads' outputs, the final state, and the last tokens' convolution inputs."""
         x = sharding.gather(concatenate(z.residual), "tensor", axis=1)
         runs = [unflatten_rows(run, context) for run in self._own_heads(z.heads)]
         gates = None
@@ -205,7 +206,7 @@ class Kda(Core):
         return [taps for taps in (self.taps, self.value_taps) if taps is not None]
 
     def _convolve(self, runs, context, tails):
-        """Convolve queries, keys and values; return them and the tails for the next decode step."""
+        """Convolve queries, keys and values; return them, and the last inputs for the next step."""
         found, new = [], []
         for n, (run, all_taps) in enumerate(zip(runs, self._all_taps, strict=True)):
             batch, seq, groups = run.shape[:3]
@@ -220,7 +221,7 @@ class Kda(Core):
         return found, tuple(new)
 
     def _of_values(self, x):
-        """Repeat queries or keys x, so that each value head has its own copy."""
+        """Repeat the heads of queries or keys x, so that there is one head for each value head."""
         each = self.core.num_heads // self.core.key_heads
         return jnp.repeat(x, each, axis=2) if each > 1 else x
 

@@ -110,8 +110,8 @@ class Mla(Core):
         k, v = self._expand(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         # This device has the tokens of all devices along `tensor`. It now exchanges heads for the
-        # tokens of all devices along the other mesh axes, such as `sequence`. If the number of
-        # devices does not divide the heads, each device keeps its own tokens along `sequence`, and
+        # tokens of all devices along the other mesh axes, such as `sequence`. If the heads
+        # cannot be divided evenly, each device keeps its own tokens along `sequence`, and
         # keys are passed around a ring of devices.
         ring = ring_axis(self.core.num_heads, sharding.token_axes())
         swapped = tuple(axis for axis in other_axes() if axis != ring)
@@ -198,7 +198,7 @@ class Mla(Core):
         return sharding.gather(self.w_kv_up.astype(dtype), "fsdp", axis=1)
 
     def _expand(self, latent):
-        """Compute this device's heads' keys, without their rope part, and values, from latents."""
+        """Compute keys, without their rope part, and values of this device's heads from latents."""
         split = lambda x: x.reshape(*x.shape[:-1], -1, self.core.head_dim)
         return [split(jnp.dot(latent, w)) for w in self._up(latent.dtype)]
 
@@ -242,7 +242,7 @@ class Step(NamedTuple):
 def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
     """Attend with W_kvb absorbed into queries and outputs.
 
-    The function never computes the keys and values of the heads. It holds all logits in memory at
+    The function never computes the keys and values of the heads. It keeps all logits in memory at
     the same time.
     """
     q, (w_uk, w_uv) = step.q, step.w_up
@@ -274,7 +274,7 @@ def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads 
 
     def add(part, state):
         first = part * size
-        at = jnp.minimum(first, capacity - size)  # the last two parts may overlap
+        at = jnp.minimum(first, capacity - size)  # parts have equal sizes, so two may overlap
         zero, layer = jnp.zeros_like(at), step.layer.astype(at.dtype)
 
         def slice_part(x):

@@ -43,11 +43,14 @@ def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array
 
 
 def _yarn_range(base: float, dims: int, yarn: cfg.YarnScaling) -> tuple[float, float]:
-    """Return the frequencies' numbers at which the share of the scaled value leaves 0 and is 1."""
-    number = lambda turns: (
+    """Return the range of frequency indices in which YaRN interpolates frequencies.
+
+    At the first index, a frequency is unchanged. At the last index, it is divided by the factor.
+    """
+    index = lambda turns: (
         dims * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
     )
-    first, last = number(yarn.fast), number(yarn.slow)
+    first, last = index(yarn.fast), index(yarn.slow)
     if yarn.whole:
         first, last = math.floor(first), math.ceil(last)
     first, last = float(max(first, 0)), float(min(last, dims - 1))

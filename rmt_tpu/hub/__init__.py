@@ -1,7 +1,7 @@
 """Models in the Hugging Face hub's format: a config.json and safetensors files.
 
 `families` lists the supported model types, `models` reads and writes config.json, `tensors` maps
-tensors to slices of parameters, `own` defines a model type that can hold every model of this
+tensors to slices of parameters, `own` defines a model type that fits every model of this
 package, `weights` reads and writes tensors, and `folder` reads and writes a whole folder, including
 the tokenizer. `rmt_tpu.load` accepts such a folder wherever it accepts a run folder, and training
 can start from its weights.

@@ -28,7 +28,7 @@ Mixer = cfg.BlockAttention | cfg.FullAttention
 
 
 def is_one(model: cfg.ModelConfig) -> bool:
-    """Return whether a model has the options of attention over depth that define this type."""
+    """Return whether a model has the options that define the model type "qwen3_attnres"."""
     mixer = model.mixer
     return isinstance(mixer, Mixer) and mixer.cumulative and mixer.newest_bias is not None
 
@@ -95,7 +95,7 @@ def pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[Piece]
 
     Args:
       layer: the prefix of the layer's tensor names.
-      place: the place of the sublayer that follows the site.
+      place: the location of the sublayer's parameters.
       sublayer: the sublayer's part of the tensor names: "attn" or "mlp".
       dim: the width of the residual.
     """

@@ -39,7 +39,7 @@ class Family(NamedTuple):
       other_bases: alternative prefixes that files may use in place of `base`.
       ignored: name prefixes of tensors that are not part of the text model.
       ropes: whether layers with a window have their own RoPE, in `rope_parameters`.
-      renamed: alternative field names in config.json, and the names that this package uses.
+      renamed: alternative field names in config.json, each with the name that this package uses.
     """
 
     architecture: str
@@ -58,35 +58,44 @@ class Family(NamedTuple):
     renamed: Mapping[str, str] = {}
 
 
-# The traits. BIAS: queries, keys and values have biases. QUERY_KEY_NORM: queries and keys are
-# normed. UNROTATED_LAYERS: some layers have no RoPE. PARTIAL_ROPE: RoPE may rotate only a part of
-# each head, and the projections of the same input are stored as one tensor.
+# These constants are traits: features of a model type that Llama lacks. BIAS: queries, keys and
+# values have biases. QUERY_KEY_NORM: queries and keys are normed. UNROTATED_LAYERS: some layers
+# have no RoPE. PARTIAL_ROPE: RoPE may rotate only a part of each head, and the projections of the
+# same input are stored as one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
 PARTIAL_ROPE = "rope of a part"
-# Some layers are mixtures of experts.
+# EXPERTS: some layers are mixtures of experts.
 EXPERTS = "experts"
-# Sublayers norm their output, not their input. Query and key norms are over all heads together.
+# NORMS_AFTER: sublayers norm their output, not their input. The norms of queries and keys are over
+# all heads together.
 NORMS_AFTER = "norms of outputs"
-# Sublayers norm both their input and their output; norm gains are stored minus one; embeddings are
-# multiplied by the square root of the width; a field scales attention logits; logits may be capped.
+# GEMMA: sublayers norm both their input and their output, and files store the gains of norms minus
+# one. Embeddings are multiplied by the square root of the width. A field of config.json scales
+# attention logits, and logits may be capped.
 GEMMA = "norms of inputs and outputs"
-# Layers of Gated DeltaNet and gated attention, a gated shared expert, and special tensor names.
+# NEXT: layers have Gated DeltaNet or gated attention, the shared expert has a gate, and tensors
+# have special names.
 NEXT = "gated delta net"
-# Gated DeltaNet has separate projection tensors. Either all layers have experts, or no layers.
+# APART: Gated DeltaNet has separate projection tensors. Either all layers or no layers have
+# experts.
 APART = "projections apart"
-# Attention over depth, whose sources are running sums (see `rmt_tpu.hub.attnres`).
+# ATTNRES: the model has attention over depth, whose sources are running sums (see
+# `rmt_tpu.hub.attnres`).
 ATTNRES = "attention over depth"
-# Latent attention, experts whose scores have biases, and special tensor names.
+# LATENT: layers have latent attention, the scores of experts have biases, and tensors have special
+# names.
 LATENT = "latent attention"
-# In addition to LATENT: layers of Kimi Delta Attention, and latent attention without positions.
+# KIMI, in addition to LATENT: some layers have Kimi Delta Attention, and latent attention has no
+# positions.
 KIMI = "kimi delta attention"
-# The matrices of routed experts are packed as MXFP4 (see `rmt_tpu.hub.packed`).
+# PACKED: the matrices of routed experts are packed as MXFP4 (see `rmt_tpu.hub.packed`).
 PACKED = "packed experts"
-# In the files, RoPE rotates pairs of adjacent numbers.
+# INTERLEAVED: the files store weights for a RoPE that rotates pairs of adjacent numbers.
 INTERLEAVED = "rope of adjacent numbers"
-# Biases everywhere, layer norms, learned positions, and special names.
+# GPT2: all projections have biases, norms are layer norms, positions are learned, and fields and
+# tensors have special names.
 GPT2 = "layernorm"
-# The type `rmt_tpu`, which can express any model of this package.
+# OWN: this is the model type `rmt_tpu`, which can express any model of this package.
 OWN = "own"
 
 FAMILIES = {
@@ -329,7 +338,7 @@ FAMILIES = {
     ),
     "rmt_tpu": Family("RmtTpuForCausalLM", {}, frozenset({OWN}), base=""),
 }
-# Qwen3 with attention over depth.
+# The type "qwen3_attnres" is Qwen3 with attention over depth.
 FAMILIES[attnres.KIND] = FAMILIES["qwen3"]._replace(
     architecture="Qwen3AttnResForCausalLM",
     absent={**FAMILIES["qwen3"].absent, **attnres.ABSENT},
@@ -356,7 +365,7 @@ FAMILIES["qwen3_5_text"] = Family(
     frozenset({NEXT, APART}),
     rotated=0.25,
     other_bases=("model.language_model.",),
-    # Layers for multi-token prediction, and the image model.
+    # These tensors belong to layers for multi-token prediction, and to the image model.
     ignored=("mtp.", "model.visual."),
 )
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
@@ -376,7 +385,7 @@ FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
 )
 for _kind in ("qwen3_5", "qwen3_5_moe"):
     FAMILIES[_kind] = FAMILIES[f"{_kind}_text"]._replace(inside="text_config")
-# Text-and-image models whose text model is a `gemma3_text`.
+# The type `gemma3` is for text-and-image models whose text model is a `gemma3_text`.
 FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
     absent={
         **FAMILIES["gemma3_text"].absent,
@@ -394,7 +403,8 @@ FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
         for part in ("vision_tower", "multi_modal_projector")
     ),
 )
-# A text-and-image model whose text model is a `kimi_linear` with further fields.
+# The type `kimi_k3` is for a text-and-image model. Its text model is a `kimi_linear` with further
+# fields.
 FAMILIES["kimi_k3"] = FAMILIES["kimi_linear"]._replace(
     base="",
     inside="text_config",

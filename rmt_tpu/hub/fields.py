@@ -77,7 +77,7 @@ class Fields:
         return value
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids in a field that must be one id, or a list, all below `vocab_size`.
+        """Return the ids in a field that must be one token id or a list of ids below `vocab_size`.
 
         Raises:
           UsageError: the field has a different value or is missing.

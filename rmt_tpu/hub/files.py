@@ -2,7 +2,7 @@
 
 The package safetensors can only map local files into memory. This module reads a file's header, and
 then the byte ranges that are needed. Files in a bucket are therefore read like local files, and a
-host never holds more of a file than the requested ranges.
+host never has more of a file in memory than the requested ranges.
 
 This module does not import JAX.
 """
@@ -22,7 +22,7 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import Folder, Object, find_objects, open_object
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# The supported dtypes: safetensors' names, with the numpy dtype of each.
+# This dict maps the supported dtypes from safetensors' names to numpy dtypes.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -30,11 +30,11 @@ DTYPES = {
     "F64": np.dtype(np.float64),
 }
 BYTES = "U8"
-_MOST_HEADER = 100 * 10**6  # bytes, the limit of the package safetensors
+_MOST_HEADER = 100 * 10**6  # in bytes, as in the package safetensors
 
 
 class LocalFile:
-    """A local file, from which byte ranges are read.
+    """A local file that supports reads of byte ranges.
 
     Attributes:
       name: the file's path or URL, for messages.
@@ -84,7 +84,7 @@ def _fill(file, buffer: memoryview) -> None:
     while buffer:
         count = file.readinto(buffer)
         if not count:
-            raise ValueError("it ends within a tensor")
+            raise ValueError("the file ends within a tensor")
         buffer = buffer[count:]
 
 
@@ -143,7 +143,7 @@ def _header(file: File) -> dict[str, Entry]:
     """Read a file's header, a JSON object, and return the location of each tensor by name."""
     length = int.from_bytes(_bytes(file, 0, 8), "little")
     if length > min(_MOST_HEADER, file.size - 8):
-        raise ValueError(f"its header would have {length} bytes")
+        raise ValueError(f"the header cannot have {length} bytes")
     values = json.loads(_bytes(file, 8, length))
     values.pop("__metadata__", None)
     entries = {}
@@ -153,7 +153,7 @@ def _header(file: File) -> dict[str, Entry]:
         itemsize = itemsize_of(value["dtype"])
         fits = itemsize is None or end - begin == count * itemsize
         if not (0 <= begin <= end <= file.size - 8 - length and fits):
-            raise ValueError(f"{name} {list(shape)} does not lie in the file")
+            raise ValueError(f"{name} {list(shape)} is not inside the file")
         entries[name] = Entry(file, value["dtype"], shape, 8 + length + begin)
     return entries
 
@@ -179,7 +179,7 @@ def read_errors(name: str) -> Iterator[None]:
         yield
     except (MemoryError, RunError):
         raise
-    except Exception as error:  # damaged headers and storage raise errors of several types
+    except Exception as error:  # damaged files and storage raise many types of errors
         raise RunError(f"{name} cannot be read: {error}") from None
 
 
@@ -226,7 +226,8 @@ def blocks(
       most: maximum number of bytes in a block; a block has at least one element.
     """
     shape, strides = view.shape, view.strides
-    extents = [itemsize]  # bytes that one index of each axis spans, from first to last element
+    # For each axis, this is the number of bytes from the first to the last element of one index.
+    extents = [itemsize]
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):
         extents.insert(0, (size - 1) * stride + extents[0])
 

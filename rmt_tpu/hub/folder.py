@@ -102,7 +102,7 @@ def export(
       UsageError: the hub's format cannot express the model, or the folder cannot be written.
     """
     if kind not in (None, *EXPLICIT):
-        raise UsageError(f"kind={kind} cannot be given; legal: None, {', '.join(EXPLICIT)}")
+        raise UsageError(f"kind={kind} cannot be chosen; legal: None, {', '.join(EXPLICIT)}")
     path, model = Path(folder), decoder.config
     kind = kind_of(model) if kind is None else kind
     family, special = FAMILIES[kind], {"bos": tokenizer.bos, "ends": tokenizer.ends}

@@ -21,7 +21,7 @@ FIELDS = """
     activation_situ_beta activation_situ_linear_beta attn_res_block_size latent_moe_use_norm
     mla_use_output_gate routed_expert_hidden_size
 """.split()
-# Fields that the transformers library may write for any model. Kimi models do not use them.
+# The transformers library may write these fields for any model. Kimi models do not use them.
 FIELDS += """
     add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
@@ -149,22 +149,22 @@ def _mixer_values(model: cfg.ModelConfig) -> dict[str, Any]:
     if isinstance(mixer, cfg.Sum):
         return {}
     if not isinstance(mixer, cfg.BlockAttention):
-        raise _not_expressed("", mixer.kind, "sum, block_attention")
+        raise _not_expressed("model.mixer", mixer.kind, "sum, block_attention")
     found = cfg.BlockAttention(epsilon=model.norm_epsilon)
     sizes = ("num_blocks", "sublayers_per_block", "layers_per_block")
     for name in (field.name for field in dataclasses.fields(mixer)):
         value, legal = getattr(mixer, name), getattr(found, name)
         if name not in sizes and value != legal:
-            raise _not_expressed(f".{name}", value, legal)
+            raise _not_expressed(f"model.mixer.{name}", value, legal)
     block = mixer.sublayers_a_block(model.num_sublayers)
     if block % 2:
-        raise _not_expressed(".sublayers_per_block", block, "an even number")
+        raise _not_expressed("model.mixer.sublayers_per_block", block, "an even number")
     return {"attn_res_block_size": block // 2}
 
 
 def _not_expressed(name: str, value: object, legal: object) -> UsageError:
     return UsageError(
-        f"model.mixer{name}={value} cannot be written as kimi_linear; legal: {legal}, or the kind "
+        f"{name}={value} cannot be written as kimi_linear; legal: {legal}, or the kind "
         "rmt_tpu for this package alone (recipes.export --kind=rmt_tpu)"
     )
 

@@ -27,10 +27,11 @@ from rmt_tpu.hub.ropes import (
 LINEAR = "linear_attention"
 _DENSE, _SPARSE = "dense", "sparse"
 _LINEAR_CONFIG = "linear_attn_config"
-# The epsilon in the norms of latents. It is fixed in these models' code, not in config.json.
+# This is the epsilon in the norms of latent vectors. It is fixed in the code of these models and
+# not in config.json.
 _LATENT_EPSILON = 1e-6
-# The update rate of expert biases. Files contain the biases but not their rate. A parameter is
-# bias / rate, a number of steps, and division by a power of two is exact.
+# Training changes the biases of experts by this rate. Files contain the biases, but not the rate.
+# The parameter is bias / rate, and the division is exact because the rate is a power of two.
 _RATE = 2.0**-10
 
 
@@ -61,7 +62,7 @@ _DEEPSEEK_NAMES = Names(
     "n_group",
     "scoring_func",
 )
-# Fields that do not affect the outputs of a trained model.
+# These fields do not affect the outputs of a trained model.
 _WITHOUT_EFFECT = """
     _name_or_path architectures attention_dropout auto_map aux_loss_alpha bos_token_id dtype
     eos_token_id ep_size head_dim initializer_range model_type output_router_logits pad_token_id
@@ -351,7 +352,7 @@ def _expert_values(experts: cfg.Experts, names: Names) -> Mapping[str, Any]:
 
 
 def _sparse_values(sparse: list[bool], is_kimi: bool) -> Mapping[str, Any]:
-    """Return the fields that say which layers have experts."""
+    """Return the fields of config.json that list the layers with experts."""
     first, layers = sparse.index(True) if any(sparse) else len(sparse), range(len(sparse))
     of_step = lambda step: [layer >= first and layer % step == 0 for layer in layers]
     step = next((n for n in range(1, len(sparse) + 1) if of_step(n) == sparse), 1)

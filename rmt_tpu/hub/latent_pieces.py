@@ -99,7 +99,7 @@ def _latent_attention_pieces(
     if core.output_gate:
         width = core.num_heads * size
         yield place.piece(f"{name}g_proj.weight", "core/w_gate", *full(dim, width))
-    # The file alternates per head: the keys of a head, then its values.
+    # In the file, the keys of each head are followed by the values of that head.
     heads = [
         place.piece("", "core/w_kv_up", (k, k + 1), (0, latent), (head * size, (head + 1) * size))
         for head in range(core.num_heads)
@@ -115,7 +115,7 @@ def _rotated(
 
     Args:
       name: the name of the tensor.
-      place: the place of the sublayer.
+      place: the location of the sublayer's parameters.
       path: the path of the parameter.
       inputs: the number of the matrix's inputs.
       sizes: the sizes of the output parts, alternately without and with RoPE.

@@ -157,7 +157,7 @@ def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
     config_fields.only("quantization_config", None)
     if GEMMA in family.traits:
         config_fields.only("use_bidirectional_attention", False, None)
-        if _OF_ATTENTION not in family.absent:  # transformers ignores the cap of these models
+        if _OF_ATTENTION not in family.absent:  # the transformers library ignores it
             config_fields.only(_OF_ATTENTION, None)
     cores = _attention(config_fields, family)
     seconds = _feed_forward(config_fields, family, len(cores))

@@ -19,7 +19,7 @@ _SCALARS = ("_res_bias",)
 class Part(NamedTuple):
     """A strided part of a tensor: every `step`-th of the `total` indices of `axis`, from `begin`.
 
-    The tensor's other axes are covered whole.
+    The part contains all indices of the tensor's other axes.
     """
 
     axis: int
@@ -36,8 +36,8 @@ class Piece(NamedTuple):
       path: the path of the parameter in the tree of `nnx.to_pure_dict`.
       at: the (start, stop) of the slice along each axis of the parameter.
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
-      part: the part of the tensor that holds the slice; None means the whole tensor. In a list of
-        pieces, all pieces of one tensor are adjacent.
+      part: the part of the tensor that contains the slice; None means the whole tensor. In a list
+        of pieces, all pieces of one tensor are adjacent.
       as_it_is: whether the tensor has the same shape as the slice. Otherwise the tensor has at most
         two axes, apart from `ones`.
       offset: when tensors are read, parameter = tensor / factor + offset.
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index that selects the piece in `matrix`."""
+        """The index that selects the piece's part of a tensor with the shape `matrix`."""
         if self.part is None:
             return (slice(None),) * len(self.own_shape)
         axis, begin, _, step = self.part

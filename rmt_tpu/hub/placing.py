@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from rmt_tpu.hub.pieces import Piece
 from rmt_tpu.hub.weights import Target, Tensors, fill, is_moved
 
-_ITEM = 4  # bytes of a number in float32
+_ITEM = 4  # the number of bytes of a float32
 
 
 class Step(NamedTuple):
@@ -60,7 +60,7 @@ def read_parameter(
     shard = sharding.shard_shape(shape)
     devices = sharding.device_set
     own = -(-len(devices) // len({device.process_index for device in devices}))
-    # The host holds a step's array, and possibly a copy of it for the transfer to the device.
+    # The host needs memory for a step's array, and maybe for a copy that is sent to the device.
     most = max(tensors.memory // (4 * own * _ITEM), 1)
     steps = list(_steps(shard, _axis_order(parameter_pieces, stored, shape), most))
     where = sharding.addressable_devices_indices_map(shape)

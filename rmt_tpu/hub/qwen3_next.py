@@ -180,8 +180,8 @@ def _first(model: cfg.ModelConfig, kind: str) -> Any:
     found = model.cores_of_kind(kind)
     if not found:
         raise UsageError(
-            f"a model without {kind} cannot be written as qwen3_next or qwen3_5; legal: layers of "
-            "attention and kda, and for qwen3_next of experts"
+            f"a model without {kind} cannot be written as qwen3_next or qwen3_5; legal: a model "
+            "with layers of attention and of kda, and for qwen3_next with experts"
         )
     return found[0]
 

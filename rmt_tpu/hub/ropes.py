@@ -10,7 +10,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.hub.families import PARTIAL_ROPE, Family
 from rmt_tpu.hub.fields import Fields
 
-# The names of layers without and with a sliding window.
+# These are the names in config.json for layers without and with a sliding window.
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SCALINGS = {
     scaling.kind: scaling for scaling in (cfg.Llama3Scaling, cfg.LinearScaling, cfg.YarnScaling)
@@ -121,7 +121,7 @@ def _scaling(group: Fields, model: Fields, plain: bool) -> cfg.Scaling | None:
     """Return the RoPE scaling in a group of fields, or None if the group has no scaling.
 
     If the group lacks the context length before scaling, the model's `max_position_embeddings` is
-    used. With `plain`, no scaling is legal.
+    used. If `plain` is True, a group with a scaling raises UsageError.
     """
     kinds = () if plain else _SCALINGS
     for name in ("rope_type", "type"):
@@ -192,7 +192,7 @@ def logit_factor_values(rope: cfg.Rope, factor: float) -> dict[str, float]:
     if factor == 1.0 or not isinstance(scaling, cfg.YarnScaling) or scaling.factor <= 1:
         return {}
     scale = (math.sqrt(factor) - 1) / (0.1 * math.log(scaling.factor))
-    # Rounding removes the quotient's error, because config files have numbers of few digits.
+    # Rounding removes the quotient's error, because the numbers in config files have few digits.
     return {_ALL_DIMS: round(scale, 12)}
 
 

@@ -1,7 +1,7 @@
 """Conversion between hub tensors and parameters, one tensor at a time.
 
 A piece (`rmt_tpu.hub.pieces`) maps a tensor, or a part of it, to a slice of a parameter. A view
-(`rmt_tpu.hub.files`) says where the numbers of a piece are in the bytes of its tensor.
+(`rmt_tpu.hub.files`) describes where the numbers of a piece are in the bytes of its tensor.
 """
 
 import collections
@@ -23,18 +23,18 @@ from rmt_tpu.hub.pieces import Part, Piece
 from rmt_tpu.hub.tensors import pieces
 from rmt_tpu.storage import Location, open_folder
 
-# Name endings of constants in older files, which are ignored: RoPE frequencies, and GPT-2's causal
-# masks.
+# Tensors whose names have these endings are ignored. They are constants in older files: RoPE
+# frequencies, and GPT-2's causal masks.
 _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# The tensor of the unembedding W_U in every model type, and the path of the token embeddings, to
-# which W_U may be tied.
+# These are the tensor name of the unembedding W_U in every model type, and the path of the token
+# embeddings, which W_U may equal.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
-_SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
-# Limits of the host memory for reading, in bytes. More than _MOST_MEMORY does not make reading
-# faster. At least _LEAST_MEMORY avoids many small steps.
+_SHARD = 5 * 10**9  # the maximum number of bytes per file, as in the hub's tools
+# These are limits in bytes of the host memory for reading. More than _MOST_MEMORY does not make
+# reading faster. Less than _LEAST_MEMORY would divide reading into many small steps.
 _LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 64 * 2**20
-_BLOCK = 8 * 2**20  # maximum number of bytes that are read at a time
-_READS = 16  # maximum number of such reads at a time
+_BLOCK = 8 * 2**20  # the maximum number of bytes in one read
+_READS = 16  # the maximum number of parallel reads
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Tensors:
         for piece, regions in wanted:
             entry = self._entries[next(iter(_stored(piece)))]
             size, limit, view = _itemsize(entry), most, view_of(piece, _itemsize(entry))
-            if piece.packed:  # a block has whole groups of packed bytes, and unpacking enlarges it
+            if piece.packed:  # blocks have whole groups of numbers, and unpacking enlarges them
                 regions = [packed.of_groups(view, region) for region in regions]
                 view, size = packed.views(view)[0], packed.GROUP_BYTES
                 limit //= packed.GROWTH

@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 def outputs_in_place(target: Target) -> Choice:
     """Choose whether a sublayer's last matrix product is written directly into a stack of outputs.
 
-    The stack holds the outputs of one sublayer in all repeats of the layers.
+    The stack contains the outputs of one sublayer in all repeats of the layers.
     """
     if target.slug in _WRITES_IN_PLACE:
         return Choice(
@@ -83,7 +83,7 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
 
 
 def few_tokens(tokens: int) -> bool:
-    """Return whether a sequence has so few tokens that the kernels for decoding support it."""
+    """Return whether the kernels for decoding support a sequence with this number of tokens."""
     return tokens < LANES
 
 

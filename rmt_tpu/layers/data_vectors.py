@@ -1,4 +1,4 @@
-"""Conversion between a token's data vectors and one long vector that holds all of them.
+"""Conversion between a token's data vectors and one long vector that contains all of them.
 
 Data vectors are the vectors that a layer reads from the residual and writes to it. Entry
 `i * vectors + r` of the long vector is entry i of data vector r. The kernels for the residual

@@ -90,7 +90,7 @@ class Unembedding(nnx.Module):
         self.multiplier = output_multiplier / config.width_ratio
         self.cap = config.logit_cap
         if config.tied_embeddings:
-            # The same parameter is in both modules, so a decoder's state has it once.
+            # Both modules have the same parameter object, so a decoder's state contains it once.
             self.kernel, self.tokens = None, embedding.tokens
             return
         # The kernel is stored as one 2-D matrix, because XLA would transpose a kernel that has a
@@ -105,7 +105,7 @@ class Unembedding(nnx.Module):
 
     @property
     def matrix(self) -> Float[Array, "own_width vocab"]:
-        """The matrix W_U, transposed; per-device code has the device's rows of it."""
+        """The transposed matrix W_U; in per-device code, only the rows of this device."""
         return self.tokens[...].T if self.kernel is None else self.kernel[...]
 
     def __call__(self, z: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens vocab"]:
@@ -118,15 +118,15 @@ class Unembedding(nnx.Module):
         return self.scaled(logits)
 
     def scaled(self, products: Float[Array, "*tokens vocab"]) -> Float[Array, "*tokens vocab"]:
-        """Return the logits, given the products `W_U z`: times muP's factor, and with a cap."""
+        """Convert the products `W_U z` to logits: apply muP's factor and the soft cap."""
         return soft_capped(self.multiplier * products, self.cap)
 
 
 def _unembedding_std(config: cfg.ModelConfig) -> float:
     """Return the initial standard deviation of W_U.
 
-    In muP, it follows from the base model's width, because the multiplier already divides the
-    logits by the ratio of this model's width to that width. A smaller standard deviation would also
-    need a smaller learning rate.
+    In muP, it is computed from the base model's width, because muP already divides the logits by
+    the ratio of this model's width to that width. A smaller standard deviation would also need a
+    smaller learning rate.
     """
     return config.init_std * (config.width / config.width_ratio) ** -0.5

@@ -1,4 +1,4 @@
-"""Norms over the last axis, with a gain and at will a bias."""
+"""Norms over the last axis, with a gain and an optional bias."""
 
 import functools
 from typing import Literal

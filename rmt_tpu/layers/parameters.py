@@ -38,7 +38,7 @@ class Seed(NamedTuple):
         return self._replace(name=f"{self.name}/{attribute}")
 
     def numbered(self, index: Int[Array, ""] | int) -> "Seed":
-        """Return the seed for sublayer number `index`, which may be traced."""
+        """Return the seed for sublayer number `index`, which may be a traced value."""
         return self._replace(base=jax.random.fold_in(self.base, index))
 
     def key(self) -> Key[Array, ""]:

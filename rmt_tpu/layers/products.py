@@ -1,4 +1,4 @@
-"""Matrix products of tokens with weights; when decoding, kernels read weights from their stack.
+"""Matrix products of tokens with weights, which kernels read from the stack of all layers.
 
 The weights of all layers are stacked in one array. A module that computes products with `times`
 lists the names of these weights in its class attribute `MULTIPLIED`. When decoding,

@@ -12,8 +12,8 @@ def convolve(
 ) -> Float[Array, "batch seq *channels"]:
     """Compute `sum_j weights[taps - 1 - j] x[t - j]` at each token t, with j from 0 to `taps - 1`.
 
-    Tokens of other segments (documents) than that of t count as zero. The result has the dtype of
-    x.
+    Tokens of a different segment (document) from that of t count as zero. The result has the dtype
+    of x.
 
     Args:
       x: the input values per token.

@@ -52,7 +52,7 @@ def scan(
 
 @jax.custom_jvp
 def isolate(x: Array) -> Array:
-    """Return x, and keep XLA from fusing the computation of x into the operations that use x.
+    """Return x, and prevent XLA from fusing its computation into the operations that use x.
 
     Under differentiation, x is returned without this restriction, because x is then used more than
     once, and computing x again for each use may be faster.
@@ -106,7 +106,7 @@ def write_unread(
 ) -> Array:
     """Return the stack with `x` written into slice `index`, which nothing has read so far.
 
-    `complete` says whether x has its final value. Nothing may read the slice before a call with
+    `complete` tells whether x has its final value. The slice must not be read before a call with
     `complete` True. The gradient of x is the slice's gradient if `complete`, and 0 otherwise. The
     gradient of the stack is passed on unchanged. JAX's own update would set the slice of that
     gradient to zero, which copies the entire stack.

@@ -55,7 +55,7 @@ def test_a_mixture_is_a_flag_or_a_list(config):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"mixture": "a.txt"}, "--mixture='a.txt': 'a.txt' has no share; legal: like"),
+        ({"mixture": "a.txt"}, "--mixture='a.txt': 'a.txt' has no share; legal: a list like"),
         ({"mixture": "a.txt=0.5"}, "--mixture='a.txt=0.5': the shares add up to 0.5; legal:"),
         ({"mixture": "a=0.5,a=0.5"}, "names a 2 times"),
         ({"mixture": "a.txt=1", "data": "b.txt"}, "--data and --mixture both set the text"),

@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Positions, distances i - j, which tokens j token i may see, and which are not padding."""
+    """Token positions, distances i - j, masks of the tokens j that i sees, and of real tokens."""
 
     positions: torch.Tensor
     distances: torch.Tensor
@@ -189,7 +189,7 @@ def depth_attention(model, h, places):
     for k, (site, core, _) in enumerate(places):
         v = [sum(sums[: n + 1]) for n in range(len(sums))] if o.cumulative else sums
         v = v[:1] + v[1:][-(getattr(o, "window", None) or depth) :]
-        if block or o.cumulative:  # if cumulative, this source is the standard residual
+        if block or o.cumulative:  # a cumulative source is the standard residual
             v = v + [sum(sums + block if o.cumulative else block)]
         if k == depth and o.output_site != "attention":
             u = v[-1] if o.output_site == "newest" or o.cumulative else sum(v)
@@ -201,7 +201,7 @@ def depth_attention(model, h, places):
             if o.query == "scalars":
                 new = len(v) - (o.cumulative and not block)
                 own, scored = model.mixer.logits[scored : scored + new], scored + new
-                own = torch.cat([own, own[-1:]])[: len(v)]  # repeated source, same logit
+                own = torch.cat([own, own[-1:]])[: len(v)]  # a repeated source keeps its logit
                 logits = logits + own[:, None, None, None]
             if o.newest_bias is not None:
                 logits = torch.cat([logits[:-1], logits[-1:] + site.mix.newest_bias])

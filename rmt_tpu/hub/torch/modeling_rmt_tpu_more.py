@@ -131,7 +131,7 @@ def hyper_connections(model, h, places):
     x = h[:, :, None].expand(-1, -1, o.streams, -1)
     coefficients = dynamic if o.kind == "hyper_connections" else projected
     for site, core, _ in places:
-        if site.mix is None:  # before the unembedding
+        if site.mix is None:  # this is the site of the unembedding
             yield model.residual.read(wide(x).sum(2).to(h.dtype), site, core)
         alpha, beta, a = coefficients(model, wide(x), site.mix)
         u = (alpha[..., None] * wide(x)).sum(-2).to(h.dtype)
@@ -292,7 +292,7 @@ def experts(model, z, p, core, context, scale):
     logits = wide(x) @ wide(p.w_router)
     scores = logits.softmax(-1) if core.scores == "softmax" else logits.sigmoid()
     biased = scores + balance_bias(p, core)
-    if core.groups > 1:  # only the best groups; a group scores the sum of its two best experts
+    if core.groups > 1:  # keep the groups with the largest sums of their two best scores
         by_group = biased.unflatten(1, (core.groups, -1))
         best = by_group.topk(2).values.sum(-1).topk(core.top_groups).indices
         others = torch.ones(best.shape[0], core.groups).to(biased).scatter(1, best, 0.0).bool()

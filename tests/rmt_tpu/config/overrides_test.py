@@ -88,7 +88,7 @@ def test_all_overrides_are_in_place_before_any_is_checked():
 @pytest.mark.parametrize(
     "assignment, message",
     [
-        ("model.store.key_dim", "'model.store.key_dim' is not path=value"),
+        ("model.store.key_dim", "'model.store.key_dim' must be path=value"),
         ("model.stroe.key_dim=3", "field of model 'stroe' is unknown; did you mean 'store'"),
         ("trian.steps=3", "field of the config 'trian' is unknown; did you mean 'train'"),
         ("model.num_layers=six", "model.num_layers='six' must be a whole number"),
@@ -99,7 +99,7 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.store=true", "model.store 'true' is unknown"),
         ("model=null", "model=null must be an object"),
         ("model.num_layers=0", "model.num_layers=0 must be positive"),
-        ("model.num_layers.x=1", "model.num_layers is a value without fields"),
+        ("model.num_layers.x=1", "model.num_layers has no fields; legal: a new value"),
         ("model.norm=batchnorm", "model.norm 'batchnorm' is unknown.*layernorm, rmsnorm"),
         ("model.attention.positions=ropee", "did you mean 'rope'.*learned, alibi, rope, none"),
         ("model.store=vector", 'model.store needs dim, like model.store={"kind": "vector"'),
@@ -127,7 +127,7 @@ def test_what_is_not_legal_is_named(assignment, message):
 
 
 def test_learned_positions_must_reach_the_window():
-    with pytest.raises(UsageError, match="--seq_len=512 is beyond the model's 16 learned"):
+    with pytest.raises(UsageError, match="--seq_len=512 is more than the model's 16 learned"):
         apply("model.attention.positions.max_length=16", base="rmt-46m")
 
 

@@ -370,12 +370,12 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.Attention(4, 4, query_key_norm_over="heads"),
-            "query_key_norm_over='heads' needs query_key_norm; legal without: head",
+            "query_key_norm_over='heads' needs query_key_norm; legal without it: head",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
         (
             lambda: cfg.FeedForward(4, "swiglu", situ_beta=2.0),
-            "FeedForward.situ_beta=2.0 needs activation='situ', not 'swiglu'; legal without: 4.0",
+            "situ_beta=2.0 needs activation='situ', not 'swiglu'; legal without it: 4.0",
         ),
         (
             lambda: cfg.Kda(4, 4, num_key_heads=3),
@@ -383,17 +383,17 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: model("vector", "sum", stacks=(cfg.Stack(WINDOWED),), mixer=cfg.Mudd()),
-            "mixer=mudd has no input for the gates of attention.output_gate=True; legal: false",
+            "mixer=mudd does not support attention.output_gate=True; legal: false",
         ),
         (
             lambda: model(
                 "vector", "sum", stacks=(cfg.Stack(WINDOWED),), parametrization=cfg.MuP()
             ),
-            "attention.scale is a factor of logits, which muP has itself; legal: null, or param",
+            "attention.scale sets the factor of attention logits, which muP sets itself; legal: nu",
         ),
         (
             lambda: model("vector", "sum", stacks=STACKS[1:], parametrization=cfg.MuP()),
-            "mla.scale is a factor of logits, which muP has itself; legal: null, or param",
+            "mla.scale sets the factor of attention logits, which muP sets itself; legal: null, or",
         ),
         (
             lambda: model("matrix", "sum", stacks=(cfg.Stack(BIASED[:2]),)),
@@ -409,7 +409,7 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: model("vector", "full", stacks=(cfg.Stack(AFTER),)),
-            "mixer=full_attention norms what a core reads, and a core has normed='output'; legal",
+            "mixer=full_attention needs a norm before every core, but a core has normed='output'",
         ),
         (
             lambda: cfg.ModelConfig(STACKS, cfg.MatrixStore(6, vectors=3, vector_dim=8)),
@@ -417,7 +417,7 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GROUPED,), 2),), STORES["vector"]),
-            "stacks.0 repeats, but its last core has other write keys than what precedes it",
+            "stacks.0 cannot repeat: its last core has different write keys from the core before",
         ),
         (
             lambda: cfg.ModelConfig(

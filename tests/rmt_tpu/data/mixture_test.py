@@ -234,7 +234,7 @@ def test_a_mixture_is_parsed_from_the_command_line():
     assert parse("a.txt,b.txt=1,x=y=0") == [("a.txt,b.txt", 1.0), ("x=y", 0.0)]
     assert parse("") == []
     for text in "a", "a=0.5,b", "a=0.5,b=much":
-        with pytest.raises(UsageError, match="has no share; legal: like"):
+        with pytest.raises(UsageError, match="has no share; legal: a list like"):
             parse_mixture(text)
 
 

@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(tmp_path):
     model = values["model"] | {"mixer": {"kind": "block_attention", "num_blocks": -1}}
     with pytest.raises(UsageError, match="^here: model: mixer.num_blocks=-1 must be positive"):
         model_config(values | {"model": model}, "here")
-    with pytest.raises(UsageError, match="^here: model: the config must be an object of fields$"):
+    with pytest.raises(UsageError, match="^here: model: the config must be a JSON object with"):
         model_config({"model_type": "rmt_tpu"}, "here")
     with pytest.raises(UsageError, match="mixer=block_attention cannot be .* --kind=rmt_tpu"):
         export(made(MODELS["blocks"]), ByteTokenizer(), tmp_path / "own", max_length=32)

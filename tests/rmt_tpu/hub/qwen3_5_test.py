@@ -57,7 +57,7 @@ def test_the_text_model_of_a_model_of_images(tmp_path):
 def test_no_other_kind_is_written_by_name(tmp_path):
     model = model_config(MOE, "x")
     decoder, tokenizer = rmt_tpu.load(written(tmp_path / "hub", MOE, oracle.drawn(MOE)))
-    with pytest.raises(UsageError, match="kind=llama cannot be given; legal: None, rmt_tpu, qwen"):
+    with pytest.raises(UsageError, match="kind=llama cannot be chosen; legal: None, rmt_tpu, qwen"):
         export(decoder, tokenizer, tmp_path / "out", max_length=64, kind="llama")
     layers = list(zip(*2 * (iter(model.sublayers),), strict=True))
     (net, experts), (attention, _) = layers[0], layers[-1]

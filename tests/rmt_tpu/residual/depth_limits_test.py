@@ -107,7 +107,7 @@ def test_a_taken_slice_gives_its_gradient_to_the_stack():
 @pytest.mark.parametrize(
     ("mixer", "message"),
     [
-        (cfg.BlockAttention(num_blocks=5), "num_blocks=5 does not divide 6 .* legal: 3 or 6"),
+        (cfg.BlockAttention(num_blocks=5), "num_blocks=5 cannot divide 6 .* legal: 3 or 6"),
         (cfg.BlockAttention(sublayers_per_block=7), "per_block=7 .* 6 sublayers; legal: 1 to 6"),
         (cfg.BlockAttention(layers_per_block=4), "per_block=4 .* 3 layers; legal: 1 to 3"),
         (cfg.FullAttention(window=7), "window=7 is more than the 6 sublayers .* legal: 1 to 6"),

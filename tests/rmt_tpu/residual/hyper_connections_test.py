@@ -142,5 +142,5 @@ def test_errors():
         cfg.HyperConnections(streams=0)
     with pytest.raises(UsageError, match="Mhc.rounds=0 must be positive"):
         cfg.Mhc(rounds=0)
-    with pytest.raises(UsageError, match="MhcLite.streams=7 would take 7! permutations"):
+    with pytest.raises(UsageError, match="MhcLite.streams=7 needs 7! permutations"):
         cfg.MhcLite(streams=7)

@@ -267,12 +267,12 @@ def test_each_weight_learns_by_its_own_fan_in():
     ("base", "optimizer", "message"),
     [
         (("store.dim=8",), AdamW(), "parametrization.base: field of store 'dim' is unknown"),
-        (("store.key_dim",), AdamW(), "parametrization.base: 'store.key_dim' is not path=value"),
+        (("store.key_dim",), AdamW(), "parametrization.base: 'store.key_dim' must be path=value"),
         (("mixer=dense",), AdamW(), "parametrization.base has a different"),
         (
             ("store.key_dim=2",),
             Muon(),
-            "optimizer=muon is not defined with model.parametrization=mup",
+            "optimizer=muon cannot be used with model.parametrization=mup",
         ),
     ],
 )
