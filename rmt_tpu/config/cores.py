@@ -102,14 +102,14 @@ class Attention(Heads):
 
     @property
     def softmax(self) -> Softmax:
-        """The sizes of the softmax over all earlier tokens."""
+        """The sizes of the core's softmax attention."""
         alibi = isinstance(self.positions, Alibi)
         sizes = self.num_heads, self.kv_heads, self.head_dim, self.head_dim
         return Softmax(*sizes, alibi, self.window, self.logit_cap)
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
-        """Numbers of queries, of keys and of values."""
+        """Number of query heads, of key heads and of value heads."""
         return self.num_heads, self.kv_heads, self.kv_heads
 
     @property
@@ -125,7 +125,7 @@ class Attention(Heads):
 
     @property
     def writes(self) -> Port:
-        """The vectors that the core writes: one per head, or one for the residual after W_O."""
+        """The vectors that the core writes: one per head, or W_O's output if it applies W_O."""
         return RESIDUAL_PORT if self.projects else super().writes
 
     @property
@@ -465,7 +465,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
-    """Return how often the sequence of `size` layers that begins at `start` occurs in a row."""
+    """Return how often the sequence of `size` layers from `start` on occurs consecutively."""
     period, count = layers[start : start + size], 1
     while layers[start + count * size : start + (count + 1) * size] == period:
         count += 1

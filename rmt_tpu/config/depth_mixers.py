@@ -208,7 +208,7 @@ class FullAttention(_DepthAttention):
         if self.phase_layers is not None and self.phase_layers > num_layers:
             raise UsageError(
                 f"FullAttention.phase_layers={self.phase_layers} is more than num_layers="
-                f"{num_layers}; legal: 1 to {num_layers}, or null for a choice"
+                f"{num_layers}; legal: 1 to {num_layers}, or null for an automatic choice"
             )
         return 1
 
@@ -355,7 +355,10 @@ class DeltaAttention(_Blocks):
         return [-(-site // block) for site in range(num_sublayers + 1)]
 
     def chunk_multiple(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block, which must divide that of a pipeline chunk."""
+        """Return the number of sublayers per block, which must divide the number per chunk.
+
+        A chunk contains the layers that a pipeline stage runs consecutively.
+        """
         return self.sublayers_a_block(num_sublayers)
 
 

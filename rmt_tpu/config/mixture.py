@@ -19,8 +19,8 @@ class MixtureSource(Checked):
     Attributes:
       source: the text, like `DataConfig.source`.
       share: the fraction of the training tokens that come from this text, a multiple of 0.0001. A
-        text with the share 0 is not trained on, but the loss on its held-out part is measured, and
-        its place is kept for later.
+        text with the share 0 is not trained on, but the loss on its held-out part is measured. If
+        its share is increased later, training continues where it stopped reading the text.
     """
 
     source: str

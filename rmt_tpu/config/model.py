@@ -135,7 +135,7 @@ class ModelConfig(Checked):
     remat: RematPolicy = changeable("auto")
     kernels: Kernels = changeable("auto")
 
-    # Maps each field name that exists only in the short form to the field's type.
+    # This dict maps each field name that exists only in the short form to the field's type.
     short_names: ClassVar[dict[str, Any]] = {
         "num_layers": int,
         **{core.kind: core for core in get_args(Core)},
@@ -163,8 +163,8 @@ class ModelConfig(Checked):
             )
         if self.remat != "reversible" and dtype == "int16":
             raise UsageError(
-                f"MatrixStore.dtype='int16' has gradients only with remat='reversible', and remat "
-                f"is {self.remat!r}; legal: auto, float32, bfloat16, float64"
+                f"MatrixStore.dtype='int16' supports gradients only with remat='reversible', but "
+                f"remat is {self.remat!r}; legal: auto, float32, bfloat16, float64"
             )
 
     def _check_ports(self):

@@ -34,7 +34,7 @@ def to_json(config: Any, *, short: bool = True) -> Any:
     for name, part in parts.items():
         values[name] = to_json(part, short=short)
         if name in short_names and isinstance(values[name], dict):
-            del values[name]["kind"]  # in the short form, the name of the field is the kind
+            del values[name]["kind"]  # in the short form, the field's name is the kind of the core
     return values
 
 
@@ -82,7 +82,7 @@ def apply(config: Config, overrides: dict[str, Any]) -> Config:
 def value_at(config: Any, path: str) -> Any:
     """Return the value at a dotted path in a config, as JSON.
 
-    If the path names a kind of core, the value is taken from the first core of that kind.
+    If the path names a kind of core, the value of the first core of that kind is returned.
 
     Raises:
       UsageError: the config has no such path.
@@ -214,7 +214,7 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             for index, item in enumerate(items)
         )
     if dataclasses.is_dataclass(annotation):
-        if hasattr(annotation, "kind"):  # a component for which only one class exists
+        if hasattr(annotation, "kind"):  # only one class can be chosen here
             return _parse_choice((annotation,), value, path)
         return _parse_fields(annotation, value, path)
     return _parse_scalar(annotation, value, path)
@@ -265,7 +265,7 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
             parsed[name] = _parse(hints[name], value, join(name))
     try:
         return cls.from_short(**parsed) if in_short else cls(**parsed)
-    except UsageError as error:  # replace the class by the path in the config
+    except UsageError as error:  # show the config path instead of the class
         raise UsageError(str(error).replace(f"{cls.__name__}.", join(""))) from None
 
 

@@ -120,8 +120,8 @@ _MODELS |= {
     }.items()
 }
 
-# Models with attention over depth, at the size at which this project compares kernels. Maps each
-# model's name to the name of the model with the plain residual.
+# Models with attention over depth, at the size at which this project compares kernels. The dict
+# maps each model's name to the name of the model with the plain residual.
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))

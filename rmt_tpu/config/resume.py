@@ -7,7 +7,8 @@ Rule = Literal["fixed", "change", "free"]
 # Config paths of fields that can be "auto". A resumed run keeps the values that "auto" chose when
 # the run started, so that its loss curve continues.
 PINNED_ON_RESUME = ("model.remat", "model.store.dtype")
-# Fields of `train` that say how a run starts. They have no effect once the run has a checkpoint.
+# Fields of `train` that determine how a run starts. They have no effect once the run has a
+# checkpoint.
 START_FIELDS = ("init_from", "with_optimizer")
 
 
@@ -35,7 +36,7 @@ def resume_rule(config: Any, path: str) -> Rule:
     """
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
-        if name not in fields:  # `kind`, or a field that this config's class lacks
+        if name not in fields:  # the name is `kind`, or a field of a different class
             break
         if rule := fields[name].metadata.get("resume"):
             # A component of a different kind would not fit the saved state, so its kind is fixed.

@@ -107,17 +107,18 @@ class TrainConfig(Checked):
       batch_size: number of sequences per step, over all devices and accumulation steps.
       accumulate: number of parts into which a batch is split for gradient accumulation.
       optimizer: the optimizer with its hyperparameters.
-      depth_rate: factor of the learning rate for the parameters that compute the weights of
-        earlier outputs in the mixers full_attention, block_attention and delta_attention, such as
-        queries, for the second projections of the networks in mudd, and for the factors of the
-        residual in residual_scalars. These parameters have no weight decay. None keeps the factor
-        of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate` for a new run.
+      depth_rate: factor of the learning rate for some parameters of mixers. In full_attention,
+        block_attention and delta_attention, they are the parameters that compute the weights of
+        earlier outputs, such as queries. In mudd, they are the second projections of the networks,
+        and in residual_scalars the factors of the residual. These parameters have no weight decay.
+        None keeps the factor of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate`
+        for a new run.
       freeze: patterns of paths of parameters that are not trained, such as `stacks/0/1/core/*`; a
         pattern with a leading `!` excludes its matches (see `rmt_tpu.training.freeze`).
       freeze_steps: number of steps at the start in which these parameters are not trained; None
         means the whole run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
-      init_from: a run folder or a Hugging Face model folder from which a new run takes its initial
+      init_from: a run folder or a Hugging Face model folder from which a new run gets its initial
         parameters. Once the run has a checkpoint, this folder is not read any more and the option
         cannot change.
       with_optimizer: whether the new run continues from the last checkpoint of `init_from`, with
@@ -223,7 +224,7 @@ class TrainConfig(Checked):
 
     @property
     def tracker_names(self) -> tuple[str, ...]:
-        """The names in `tracker`."""
+        """The names of the trackers in the field `tracker`."""
         return tuple(name.strip() for name in self.tracker.split(",")) if self.tracker else ()
 
 
@@ -243,7 +244,7 @@ class DataConfig(Checked):
       text_field: name of the field of .jsonl files, or of the column of .parquet and .arrow files,
         that has the text of a document. A token store ignores it.
       format: what a document is: "text"; "messages", a conversation in the field `messages` that
-        the chat template renders, with a loss on what the assistant says; or "completion", the
+        the chat template renders, with a loss on the assistant's messages; or "completion", the
         fields `prompt` and `completion`, with a loss on the completion. A token store ignores it.
       chat_template: path of a chat template in place of the tokenizer's.
       mixture: texts that are mixed in given shares, in place of `source`; () reads `source`.

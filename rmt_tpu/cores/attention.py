@@ -104,7 +104,7 @@ class Attention(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq_or_gathered vectors size"]:
-        """Return one vector per head, or one for the whole residual after W_O, in z's dtype.
+        """Return one vector per head, or the output of W_O if the core applies W_O, in z's dtype.
 
         Logits and softmax are computed in at least float32.
         """
@@ -385,7 +385,7 @@ class Attention(Core):
 
     def _own_heads(self, z):
         """Return queries, keys and values of this device's heads, with biases added."""
-        if self._multi_head:  # all three have as many heads, so they are exchanged together
+        if self._multi_head:  # equal numbers of heads need only one exchange
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
             queries, keys, _ = (count // self._read_devices for count in self.core.qkv_heads)

@@ -264,7 +264,7 @@ def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads 
     """Attend to keys and values that are expanded from the latents, using attention kernels.
 
     The result equals that of `_attend_absorbed`. Earlier tokens are processed in parts, each with
-    as many tokens as there are new ones, so that memory holds the keys of only one part.
+    as many tokens as there are new ones, so that only the keys of one part are in memory.
     """
     q, start, capacity = step.q, step.start, step.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}

@@ -30,7 +30,7 @@ DTYPES = {
     "F64": np.dtype(np.float64),
 }
 BYTES = "U8"
-_MOST_HEADER = 100 * 10**6  # in bytes, as in the package safetensors
+_MOST_HEADER = 100 * 10**6  # the limit in bytes, as in the package safetensors
 
 
 class LocalFile:
@@ -143,7 +143,7 @@ def _header(file: File) -> dict[str, Entry]:
     """Read a file's header, a JSON object, and return the location of each tensor by name."""
     length = int.from_bytes(_bytes(file, 0, 8), "little")
     if length > min(_MOST_HEADER, file.size - 8):
-        raise ValueError(f"the header cannot have {length} bytes")
+        raise ValueError(f"the header length of {length} bytes exceeds the file or {_MOST_HEADER}")
     values = json.loads(_bytes(file, 8, length))
     values.pop("__metadata__", None)
     entries = {}

@@ -157,7 +157,7 @@ def _model_config(config_fields: Fields, family: Family) -> cfg.ModelConfig:
     config_fields.only("quantization_config", None)
     if GEMMA in family.traits:
         config_fields.only("use_bidirectional_attention", False, None)
-        if _OF_ATTENTION not in family.absent:  # the transformers library ignores it
+        if _OF_ATTENTION not in family.absent:  # the transformers library ignores this cap
             config_fields.only(_OF_ATTENTION, None)
     cores = _attention(config_fields, family)
     seconds = _feed_forward(config_fields, family, len(cores))
@@ -260,7 +260,7 @@ def _normed(family: Family) -> str:
 
 
 def _cap(config_fields: Fields, family: Family, name: str) -> float | None:
-    """Return the soft cap of logits in the field `name`; None means no cap (all but Gemma)."""
+    """Return the soft cap of logits in the field `name`, or None; only Gemma models have caps."""
     if GEMMA not in family.traits or not config_fields.has(name):
         return None
     return config_fields.positive(name)
@@ -296,7 +296,7 @@ def config_values(
         "model_type": kind,
         **special_tokens(bos, ends),
         "tie_word_embeddings": model.tied_embeddings,
-        # Null avoids the default of some model types, which may lie outside the vocabulary.
+        # Null avoids the default of some model types, which may be outside the vocabulary.
         "pad_token_id": None,
     }
     if kind == own.KIND:

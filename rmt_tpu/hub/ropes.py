@@ -86,7 +86,7 @@ def rope_values(family: Family, ropes: Ropes) -> dict[str, Any]:
 def _rope(
     fields: Fields, groups: tuple[Fields, ...], base: str, family: Family, head_dim: int
 ) -> cfg.Rope:
-    """Read one RoPE.
+    """Read the RoPE of the layers with a window, or of the layers without a window.
 
     The base comes from `groups[0]`, or else from the model's field named `base`. The last group
     with a scaling determines the scaling.

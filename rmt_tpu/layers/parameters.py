@@ -22,8 +22,8 @@ class Seed(NamedTuple):
     """The random seed of one parameter, derived from the run's seed, a sublayer number and a name.
 
     Two models with the same run seed therefore give the same initial value to weights that have the
-    same name, sublayer number and shape, whatever else the models contain and however their layers
-    are stacked. A name is the path of attributes to the parameter. The path starts from the model
+    same name, sublayer number and shape. The rest of the models, and how their layers are stacked,
+    do not matter. A name is the path of attributes to the parameter. The path starts from the model
     or, inside a layer, from the sublayer: for example `seed / "core" / "w_1"`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Seed(NamedTuple):
 
         Use the key for one draw only.
         """
-        # CRC-32 gives every process the same number. Python's own hash of a string would not.
+        # CRC-32 maps a name to the same number in every process. Python's own hash would not.
         return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
 
 

@@ -44,7 +44,7 @@ def tail(
 ) -> Float[Array, "batch count *channels"]:
     """Return the values to pass as `before` when the next tokens are convolved.
 
-    These are the last values of `before` followed by x, as many as `before` has tokens. `lengths`
+    The result has as many tokens as `before`: the last tokens of `before` followed by x. `lengths`
     is the number of valid tokens in each row of x; None means that all tokens are valid.
     """
     count = before.shape[1]

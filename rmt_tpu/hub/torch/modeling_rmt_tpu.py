@@ -35,7 +35,7 @@ class RmtTpuConfig(PretrainedConfig):
 
 
 class At:
-    """A module's parameters for one layer of a stack; a missing name gives None."""
+    """Access to a module's parameters for one layer of a stack; a missing name gives None."""
 
     def __init__(self, module, layer=None):
         self._module, self._layer = module, layer
