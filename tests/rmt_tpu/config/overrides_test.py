@@ -97,7 +97,7 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.num_layers=null", "model.num_layers=null must be a whole number"),
         ("model.norm=null", "model.norm 'null' is unknown"),
         ("model.store=true", "model.store 'true' is unknown"),
-        ("model=null", "model=null must be an object"),
+        ("model=null", "model=null must be a JSON object"),
         ("model.num_layers=0", "model.num_layers=0 must be positive"),
         ("model.num_layers.x=1", "model.num_layers has no fields; legal: a new value"),
         ("model.norm=batchnorm", "model.norm 'batchnorm' is unknown.*layernorm, rmsnorm"),
@@ -114,7 +114,7 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.store=" + "[" * 5000, "model.store '.{1,120}' is unknown"),
         ("model.store=" + "[" * 500 + "]" * 500, r"model.store \[+\.\.\.\]+ is unknown"),
         ("model.num_layers=" + "[" * 500 + "]" * 500, r"model.num_layers=\[+\.\.\.\]+ must be"),
-        ("model=" + "x" * 5000, "model='x+\\.\\.\\.x+' must be an object"),
+        ("model=" + "x" * 5000, "model='x+\\.\\.\\.x+' must be a JSON object"),
         ("train.optimizer.learning_rate=fast", "must be a number"),
         ("train.optimizer.independent_weight_decay=1", "must be true or false"),
     ],
@@ -145,5 +145,5 @@ def test_differences_name_every_leaf():
 def test_fields_left_out_of_a_file_take_their_defaults():
     values = {"model": overrides.to_json(rmt_tpu.preset("rmt-46m"))}
     assert overrides.from_json(cfg.RunConfig, values).train == cfg.TrainConfig()
-    with pytest.raises(UsageError, match="has no model"):
+    with pytest.raises(UsageError, match="lacks required fields: model"):
         overrides.from_json(cfg.RunConfig, {})
