@@ -54,7 +54,7 @@ def check_mixture(mixture: tuple[MixtureSource, ...]) -> None:
         )
     for source, count in Counter(each.source for each in mixture).items():
         if count > 1:
-            raise UsageError(f"{where} lists {source} {count} times; legal: each source once")
+            raise UsageError(f"{where} names {source} {count} times; legal: each source once")
 
 
 def parse_mixture(text: str) -> list[dict[str, Any]]:
