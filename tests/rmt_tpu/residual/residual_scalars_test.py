@@ -148,7 +148,7 @@ def test_only_the_scale_of_the_residual_learns_at_a_rate_of_its_own():
         ((cfg.Kda(3, 6), FORWARD, *LAYER), "attention with 3 value heads of 6, kda"),
         ((cfg.Mla(3, 6, kv_rank=4, rope_dim=2), FORWARD), "mla"),
         ((GROUPED, FORWARD, *LAYER), "attention with 2 value heads of 6, .* 3 value heads of 6"),
-        ((FORWARD, FORWARD), "none"),
+        ((FORWARD, FORWARD), "no attention"),
     ],
 )
 def test_values_of_other_shapes_are_refused(cores, found):
