@@ -26,7 +26,7 @@ from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
-_OP = flags.DEFINE_list("op", None, f"ops, at the papers' sizes: {', '.join(_OPS)}, or all")
+_OP = flags.DEFINE_list("op", None, f"ops to tune, at the papers' sizes: {', '.join(_OPS)}, or all")
 _PRESET = flags.DEFINE_string(
     "from_preset", None, "preset whose train and decode steps are tuned; see --list_presets"
 )
@@ -46,9 +46,11 @@ _TOP = flags.DEFINE_integer(
     "top", 5, "number of candidates to time per kernel, with --device", lower_bound=1
 )
 _BUDGET = flags.DEFINE_float(
-    "budget_minutes", 30.0, "minutes for all kernels together, beyond the first candidate of each",
+    "budget_minutes",
+    30.0,
+    "time limit in minutes for all kernels together; the default block sizes are always tried",
     lower_bound=0.0,
-)  # fmt: skip
+)
 _LIMIT = flags.DEFINE_float(
     "limit_seconds",
     120.0,
@@ -75,7 +77,8 @@ def main() -> int:
     """Search for fast block sizes of kernels, write the best to a table, and return 0."""
     targets, device = _targets()
     work = _requested_work()
-    if not _DRY_RUN.value:  # check the table before the slow work starts
+    if not _DRY_RUN.value:
+        # Check that the table can be written before the slow work starts.
         from rmt_tpu.analysis import autotune
 
         out = _out()
@@ -105,7 +108,7 @@ def main() -> int:
 
 
 def _tune(target, problems, device, out, log, seconds, results: list[Any]) -> None:
-    """Tune the kernels of one target; append each result to `done` as soon as it is known."""
+    """Tune the kernels of one target; append each outcome to `results` as soon as it is known."""
     from rmt_tpu.analysis.autotune import Tuner
     from rmt_tpu.estimator.tuning import Compiler
 
@@ -126,7 +129,8 @@ def _targets() -> tuple[list[Any], Any]:
     """Return the targets to compile for, and this machine's device, or None without --device."""
     if _DEVICE.value == (_TARGET.value is not None):
         raise UsageError(
-            "give either --target=v5e,... or --device, which tunes for this machine's device"
+            "give either --target, to compile for devices like v5e, or --device, to time "
+            "candidates on this machine's device"
         )
     from rmt_tpu.estimator import DEVICES
 
@@ -146,8 +150,8 @@ def _targets() -> tuple[list[Any], Any]:
     if target is None:
         kinds = ", ".join(t.kind for t in DEVICES.values())
         raise UsageError(
-            f"--device: this machine's device, {device.device_kind}, cannot be tuned for; legal: "
-            f"{kinds}"
+            f"--device: tuning does not support this machine's device, {device.device_kind}; "
+            f"legal: {kinds}"
         )
     return [target], device
 
@@ -187,7 +191,7 @@ def _out() -> str:
 
     out = _OUT.value if _OUT.value is not None else tuned.user_path()
     if not out:
-        raise UsageError(f"--out is needed when {tuned.VARIABLE} is off")
+        raise UsageError(f"--out, the file for the table, is needed when {tuned.VARIABLE} is off")
     return out
 
 

@@ -65,7 +65,8 @@ def main() -> int:
         verdict = "ok" if row.ok else "NOT OK"
         line = f"{number}/{len(cases)} {case.op} {case.size}: {verdict}{time}"
         print(line, file=sys.stderr, flush=True)
-        if output is not None:  # after every case, so that an interrupted check keeps its results
+        # Write the file after every case, so that an interrupted check keeps its results.
+        if output is not None:
             values = device_check.record(rows, rates, device)
             text = json.dumps(values, indent=1, allow_nan=False) + "\n"
             output.write_text(text, encoding="utf-8")

@@ -132,8 +132,8 @@ def selected_config(
 def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> RunConfig:
     """Return `base` with the tokenizer and the vocabulary of --init_from.
 
-    The vocabulary's size may be larger than the tokenizer's. Whether embeddings are tied is also
-    taken over.
+    The vocabulary's size may be larger than the tokenizer's. The setting `tied_embeddings` of the
+    model in that folder is copied too.
 
     Args:
       base: the run config before --init_from is applied.
@@ -176,9 +176,10 @@ def _config_of_source(init_from: str) -> RunConfig:
     try:
         config = read_config(init_from)
     except ArgumentError as error:
-        raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
-    # Clear the fields that say where the source run itself got its weights from: a run that starts
-    # from the weights of the source run does not need them.
+        _, _, value_and_reason = str(error).partition("=")
+        raise UsageError(f"--init_from={value_and_reason}") from None
+    # Clear the fields that say where the source run got its own weights from: a run that starts
+    # from the source run's weights does not need them.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
@@ -217,8 +218,8 @@ def _check_once(flag_names: dict[str, str]) -> None:
 
     Raises:
       UsageError: --set and a flag in `flag_names` set the same value, so that one of the two would
-        have no effect. It is allowed that --set selects, by a string, the kind of the object that
-        contains the flag's field.
+        have no effect. However, --set may select, by a string, the kind of the object that contains
+        the flag's field.
     """
     for path, value in assigned().items():
         for flag_path, flag in flag_names.items():

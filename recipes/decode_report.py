@@ -47,7 +47,8 @@ _PICTURE = flags.DEFINE_string("picture", None, ".png file for the picture, loca
 common.define_list_presets()
 
 _HOST = "host"
-_MOST = 2**20  # maximum number of rows in a batch, and maximum number of tokens per row
+# The same maximum applies to the number of rows in a batch and to the number of tokens per row.
+_MOST = 2**20
 
 
 def main() -> int:
@@ -78,7 +79,8 @@ def main() -> int:
         raise RunError(str(error)) from None
     _write(rows, output, picture)
     if all(row.seconds is None for row in rows):
-        raise RunError(f"no step has a time: {rows[0].case.preset} {rows[0].fault}")
+        first, fault = rows[0].case.preset, rows[0].fault
+        raise RunError(f"no decode step has a time; for example, {first} {fault}")
     return 0
 
 
@@ -106,7 +108,7 @@ def _numbers(flag: flags.FlagHolder) -> list[int]:
 
 
 def _targets() -> list[Any]:
-    """Return the chips to estimate for; "host" stands for timing on this machine."""
+    """Return the chips to estimate for, or "host" to time steps on this machine."""
     import jax
 
     from rmt_tpu.estimator import TARGETS, TPUS

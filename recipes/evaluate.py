@@ -55,7 +55,8 @@ _MAX_LENGTH = flags.DEFINE_integer(
 _BATCH_TOKENS = flags.DEFINE_integer(
     "batch_tokens",
     16384,
-    "approximate number of tokens per batch on each device; devices that share rows count as one",
+    "approximate number of tokens per batch on each device; devices that share the rows of a batch "
+    "count as one device",
     lower_bound=1,
 )
 _AGAINST = flags.DEFINE_list(
@@ -126,7 +127,8 @@ def _other_subject(workdir: str):
     try:
         return _subject(workdir)
     except ArgumentError as error:
-        raise UsageError(f"--against={str(error).partition('=')[2]}") from None
+        _, _, value_and_reason = str(error).partition("=")
+        raise UsageError(f"--against={value_and_reason}") from None
 
 
 def _check_flags() -> None:
@@ -140,7 +142,11 @@ def _check_flags() -> None:
 
 
 def _check_hub_flags() -> None:
-    """Check the flags that a model in Hugging Face format needs, or cannot be used with."""
+    """Check that the flags are legal for a model in Hugging Face format.
+
+    Raises:
+      UsageError: --output is missing, or --against names a model that only a run has.
+    """
     in_workdir = flags.FLAGS.init_from is None
     flag = "--workdir in Hugging Face format" if in_workdir else "--init_from"
     if _OUTPUT.value is None:
@@ -148,13 +154,13 @@ def _check_hub_flags() -> None:
     runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
     if runs:
         raise UsageError(
-            f"--against={runs[0]} needs a --workdir that is a run folder; the start of that run's "
-            "training is what is compared"
+            f"--against={runs[0]} needs a --workdir that is a run folder, because the model to "
+            "compare with is made from the run's config and text"
         )
 
 
 def _by_name(compared: list) -> dict:
-    """Return the models by short unique names: the last part of the folder, or more parts."""
+    """Return a dict from a short, unique name to each model: see `trained.names`."""
     from rmt_tpu.evaluation.subjects import UNIGRAM, UNTRAINED
 
     runs = [subject for subject in compared if subject.name not in (UNTRAINED, UNIGRAM)]

@@ -39,7 +39,7 @@ from rmt_tpu.storage import Folder, open_folder
 # Maps each scale to the compute dtype that replaces "auto", which would depend on the machine.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string(
-    "name", None, "the experiment; its name alone, without --name=, does the same"
+    "name", None, "name of the experiment; it may be given alone, without --name="
 )
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "size of the models and runs")
 _JOBS = flags.DEFINE_integer("jobs", 1, "runs to train at the same time, on CPUs", lower_bound=1)
@@ -75,11 +75,12 @@ def main() -> int:
     experiment = catalog.experiment(_NAME.value)
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
-    _tasks(experiment)  # report missing data of tasks before anything is trained
+    # Report missing data of tasks before anything is trained.
+    _tasks(experiment)
     if experiment.plan is not None:
         return _PlanTrainer(experiment, folder).run()
     if _ONLY.value is not None:
-        raise UsageError(f"--only={_ONLY.value} selects runs, but {experiment.name} trains none")
+        raise UsageError(f"--only={_ONLY.value} selects runs, but {experiment.name} trains no runs")
     with flag_errors("workdir"):
         folder.check(write=True)
     page = experiment.compute() if experiment.compute else None
@@ -98,7 +99,8 @@ class _PlanTrainer:
         self.seeds = several.seeds() or list(self.plan.seeds)
         if flags.FLAGS.seed is not None:
             raise UsageError(
-                f"--seed={flags.FLAGS.seed}: arms have several seeds; legal: --seeds=0,1"
+                f"--seed={flags.FLAGS.seed}: experiments train each model with several seeds; "
+                "legal: --seeds, like --seeds=0,1"
             )
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
         # Report errors in flags and configs before anything is trained.
@@ -120,7 +122,8 @@ class _PlanTrainer:
         def configured(config: RunConfig) -> RunConfig:
             config = common.run_config(config)
             changes = {"data.source": self.text.store}
-            if config.model.compute_dtype == "auto":  # "auto" depends on the machine
+            # The dtype that "auto" selects would depend on the machine.
+            if config.model.compute_dtype == "auto":
                 changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
             return overrides.apply(config, changes)
 
@@ -137,7 +140,9 @@ class _PlanTrainer:
         searches = self.plan.searches.values()
         for path in {path for search in searches for point in search.points for path in point}:
             if (flag := common.given_paths().get(path)) is not None:
-                raise UsageError(f"{flag}: {self.experiment.name} searches {path}; leave it out")
+                raise UsageError(
+                    f"{flag}: {self.experiment.name} searches {path}; leave this flag out"
+                )
         used = {seed for search in searches for seed in search.seeds}
         if overlap := used.intersection(self.seeds):
             raise UsageError(f"--seeds has {min(overlap)}, which a search uses; legal: other seeds")
@@ -190,7 +195,8 @@ class _PlanTrainer:
         if _JOBS.value > 1:
             code = several.train_in_processes(trials, _JOBS.value)
             if self.runs.records is not None:
-                self.runs.records.read()  # read the records that the child processes have added
+                # The child processes have added records.
+                self.runs.records.read()
             return code
         from rmt_tpu.experiments.runs import train
 
@@ -217,7 +223,7 @@ class _PlanTrainer:
         try:
             write_commands(runs, script)
         except OSError as error:
-            raise UsageError(f"--commands={script}: {error.strerror}") from None
+            raise UsageError(f"--commands={script} cannot be written: {error.strerror}") from None
         if runs:
             print(f"runs to train: {len(runs)}, in {script}. When they have finished, repeat:")
             print(f"  {program.resume_command()}")

@@ -7,8 +7,8 @@ SwiGLU and the plain residual (`llama-...` presets), and a few more kinds. For a
 command stops with an error that names the unsupported config field. Other programs can load the
 folder, and so can the recipes train, generate and evaluate, with --init_from.
 
-With --kind=rmt_tpu, the folder holds any model, for example one with a different residual, and
-PyTorch code with which the transformers library opens it.
+With --kind=rmt_tpu, any model can be exported, for example one with a different residual. The
+folder then also contains PyTorch code with which the transformers library loads the model.
 """
 
 from absl import flags

@@ -69,7 +69,8 @@ def main() -> int:
             seed=_SEED.value,
         )
     except UsageError as error:
-        raise UsageError(str(error).replace("Sampling.", "--")) from None
+        message = str(error).replace("Sampling.", "--")
+        raise UsageError(message) from None
     if _PROMPTS.value is not None:
         return _generate_file(sampling)
     decoder, tokenizer = _load()
@@ -142,7 +143,8 @@ def _generate_file(sampling) -> int:
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
-    for number in sorted({number for number, _ in pending}):  # report long prompts at the start
+    # Report prompts that are too long before any text is generated.
+    for number in sorted({number for number, _ in pending}):
         try:
             tokens = tokenizer.with_bos(tokenizer.encode(prompts[number]))
             fitting_tokens(decoder.config, len(tokens), 1)

@@ -3,7 +3,7 @@
     python -m recipes.kernel_report --op=key_vector --targets=v5e --output=reports
     python -m recipes.kernel_report --step --presets=rmt-305m,gpt2-405m --batch_size=16
 
-For ops (--op), the kernel of every call is compared with the call's portable form. On a machine
+For ops (--op), the kernel of every call is compared with plain JAX. On a machine
 with a GPU or a TPU, ops and steps are measured instead of estimated, unless --targets is given. For
 steps (--step), the report has cycles per part, the ratio of the first preset to the second, the
 most expensive instructions, and a picture; a measured report has the time of each step and of its

@@ -72,7 +72,7 @@ def _without_defaults() -> None:
 
 
 def run() -> None:
-    """Run `main` as a program, which parses its own arguments; `rmt-lm-eval` calls this."""
+    """Run `main` as a program that parses its own arguments; `rmt-lm-eval` calls this function."""
     own_help = sys.argv[1:] in (["-h"], ["--help"], ["--version"])
     (program.start if own_help else program.start_unparsed)(main)
 

@@ -95,7 +95,7 @@ def hush_gloo() -> None:
     import jax
 
     if jax.default_backend() != "cpu":
-        return  # NCCL prints to stdout only on request
+        return  # NCCL, the library on GPUs, prints to standard output only on request.
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     with open(os.devnull, "wb") as nowhere:

@@ -1,6 +1,6 @@
 """Check whether a run fits on a pod, and estimate the time of a step there, without the pod.
 
-    python -m recipes.preflight --preset=rmt-305m --topology=v5e:16x16 --mesh=data=-1 \
+    python -m recipes.preflight --preset=rmt-305m --topology=v5e:16x16 --mesh=data=-1 \\
         --batch_size=1024
 
 The command takes the flags of recipes.train, and compiles the train step for all devices of a
@@ -10,11 +10,12 @@ fit, the report says what to change. The exit code is 1 if the step does not fit
 command is wrong. The step is the same as in recipes.train with the same flags; in particular, the
 vocabulary is that of --tokenizer (by default `byte`), unless --set=model.vocab_size sets its size.
 
-    python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \
+    python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \\
         --prompt=131072
 
-compiles the program that recipes.generate runs with that mesh to read a part of a prompt of that
-length. With --decode=32, it compiles a decode step for 32 rows of that length instead.
+With --prompt, the command compiles the program with which recipes.generate reads a part of a prompt
+of this length on this mesh. With --decode=32 in addition, it instead compiles a decode step for 32
+rows of this length.
 
 With several slices (--num_slices), the slices are laid out along the mesh axis data, stage or fsdp,
 and the traffic over the data center's network is reported separately.
@@ -77,7 +78,8 @@ def main() -> int:
     if config.train.init_from:
         from rmt_tpu.runs.warm_start import WarmStart
 
-        WarmStart(config.train.init_from, config.model)  # raises an error if shapes differ
+        # This check raises an error if the parameters' shapes differ.
+        WarmStart(config.train.init_from, config.model)
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text
@@ -87,8 +89,8 @@ def main() -> int:
 
     try:
         target = parse_topology(_TOPOLOGY.value or "", _SLICES.value)
-    except ValueError as error:
-        raise UsageError(f"--topology={error}") from None
+    except ValueError as value_and_reason:
+        raise UsageError(f"--topology={value_and_reason}") from None
     if _PART.value is not None and _PROMPT.value is None:
         raise UsageError(f"--part={_PART.value} needs --prompt")
     if _DECODE.value is not None and (_PROMPT.value is None or _PART.value is not None):

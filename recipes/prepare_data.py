@@ -1,6 +1,6 @@
 """Tokenise text into a token store, which recipes.train reads as --data.
 
-    python -m recipes.prepare_data --input='a.jsonl.gz,books/*.txt' --tokenizer=gpt2-bpe/ \
+    python -m recipes.prepare_data --input='a.jsonl.gz,books/*.txt' --tokenizer=gpt2-bpe/ \\
         --output=stores/books
     python -m recipes.train --data=stores/books --workdir=runs/books
 
@@ -90,7 +90,8 @@ def main() -> int:
     # Treat other signals that stop a program like Ctrl-C, so that worker processes and semaphores
     # are cleaned up.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
-        if signal.getsignal(number) is signal.SIG_DFL:  # programs under nohup ignore SIGHUP
+        # A program under nohup ignores SIGHUP, and must continue to ignore it.
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     group = SingleProcess()
     if members.join_processes():

@@ -111,7 +111,8 @@ def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
 
 def _prepare() -> None:
     streams.install()
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may not be a file
+    # `enable` raises an error if standard error is not a file.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.enable()
     # Hide the INFO logs of libraries; the recipes print their own messages instead of logging them.
     for library in ("jax", "matplotlib"):
@@ -143,7 +144,8 @@ def exit_code(stopped_by: signal.Signals) -> int:
 def resume_command() -> str:
     """Return the shell command that runs this program again, in the same folder."""
     program = Path(sys.argv[0])
-    if program.suffix != ".py":  # an installed command like rmt-train
+    # The program is an installed command like rmt-train if its file does not end in .py.
+    if program.suffix != ".py":
         return shlex.join(sys.argv)
     # Use this interpreter's path: "python" may be a different one if the environment is inactive.
     return shlex.join([sys.executable, "-m", f"recipes.{program.stem}", *sys.argv[1:]])
@@ -260,7 +262,7 @@ def _check_values_follow(arguments: list[str]) -> None:
     for argument in remaining:
         name = re.sub("^--?", "", argument)
         if argument == "--" or name == argument:
-            return  # absl parses no flags after this argument
+            return  # absl parses no flags after the first argument that is not a flag.
         if name not in flags.FLAGS or flags.FLAGS[name].boolean:
             continue
         if (value := next(remaining, "")).startswith("--"):

@@ -1,4 +1,4 @@
-"""Serve a trained decoder over HTTP, with the API of OpenAI's completions and chats.
+"""Serve a trained decoder over HTTP, with OpenAI's API for completions and chats.
 
     python -m recipes.serve --workdir=runs/rmt-tiny
 
@@ -68,7 +68,8 @@ _COMPILE_FIRST = flags.DEFINE_bool(
 )
 _LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "print a line for each request")
 
-_STEPS = 4  # number of decode steps between checks for new requests and closed connections
+# The server checks for new requests and closed connections after this number of decode steps.
+_STEPS = 4
 
 
 def main() -> int:
@@ -140,15 +141,15 @@ def _front():
 
 
 def _template(tokenizer):
-    """Return the chat template of the model, or None; a damaged template is an error at once."""
+    """Return the chat template of the model, or None, after checking that it is not damaged."""
     from rmt_tpu.data import read_template
     from rmt_tpu.errors import about_flag
     from rmt_tpu.hub.models import is_hub
     from rmt_tpu.storage import open_folder
 
     folder, file = open_folder(_WORKDIR.value), _CHAT_TEMPLATE.value
-    # A model that was trained here has read the start token before every text, unless it began with
-    # one that had not.
+    # A model from a run folder was trained with a start token before every text, unless the run
+    # started from the weights of a model that was trained without start tokens.
     starts = tokenizer.starts and not is_hub(folder)
     with about_flag("chat_template", file or "\0"):
         template = read_template(folder, tokenizer, file=file, starts=starts)

@@ -86,11 +86,11 @@ def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
 
 
 def stored_config_within(folder: Folder) -> Callable[[str], RunConfig | None]:
-    """Return the argument `stored_config` of `common.selected_config` for the runs in `folder`.
+    """Return a function for the argument `stored_config` of `common.selected_config`.
 
-    The argument is a function. If runs in `folder` have started from weights of --init_from, it
-    returns the config of one of these runs, because they no longer need the folder of --init_from.
-    It does not import jax if `folder` does not exist.
+    If runs in `folder` have started from the weights of --init_from, the function returns the
+    config of one of these runs, because they no longer need the folder of --init_from. Otherwise it
+    returns None. The function does not import jax if `folder` does not exist.
     """
 
     def stored_config(name: str) -> RunConfig | None:
@@ -161,7 +161,8 @@ def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
     handlers = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
         for s in signals.STOPS.values()
-        if signal.getsignal(s) is not signal.SIG_IGN  # programs under nohup ignore SIGHUP
+        # A program under nohup ignores SIGHUP, and must continue to ignore it.
+        if signal.getsignal(s) is not signal.SIG_IGN
     }
     try:
         while queue or running:

@@ -1,7 +1,7 @@
-"""Train entries of a speedrun: seconds and FLOPs to a stated loss on a fixed text.
+"""Measure the seconds and FLOPs of training until a model reaches a fixed loss on a fixed text.
 
     pip download --no-deps django==5.2.8
-    python -m recipes.speedrun --track=cpu --text=django-5.2.8-py3-none-any.whl \
+    python -m recipes.speedrun --track=cpu --text=django-5.2.8-py3-none-any.whl \\
         --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir=runs/speedrun
 
 Each preset trains in <workdir>/<preset>/seed-<n>, and a run stops at the first evaluation that
@@ -66,7 +66,7 @@ def main() -> int:
     for name in names:
         config = speedrun.entry(track, common.base_config(name, None), source)
         config = common.run_config(config)
-        # Samples take time, and say nothing here.
+        # A speedrun does not use samples, and generating them takes time.
         training = dataclasses.replace(config.train, sample_tokens=0)
         config = dataclasses.replace(config, train=training)
         trials += [
@@ -82,7 +82,10 @@ def main() -> int:
 
 
 def _train_to(loss: float) -> Callable:
-    """Return a function that trains a run until its held-out loss is `loss`, if it is not yet."""
+    """Return a function that trains a run until its held-out loss is at most `loss`.
+
+    The function does not train a run that has already reached this loss.
+    """
     from rmt_tpu.experiments import speedrun
     from rmt_tpu.training.trainer import train
 

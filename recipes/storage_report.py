@@ -34,12 +34,16 @@ from rmt_tpu.errors import RunError, UsageError, flag_errors
 _FOLDER = flags.DEFINE_string("folder", None, "folder for temporary checkpoints, local or gs://")
 _GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "size of the float32 state, in 10^9 bytes")
 _ARRAYS = flags.DEFINE_integer("arrays", 16, "number of arrays in the state")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "saves and restores of each kind")
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 3, "number of times to save and restore each kind of checkpoint"
+)
 _ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; local folders only")
 _STORE = flags.DEFINE_string("store", None, "token store to read, instead of checkpoints")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows per batch of --store")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens per window of --store")
-_SECONDS = flags.DEFINE_float("seconds", 10.0, "seconds of reading without, and with, train steps")
+_SECONDS = flags.DEFINE_float(
+    "seconds", 10.0, "seconds to read --store without train steps, and again with train steps"
+)
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for the table, JSON and picture")
 
 
@@ -103,7 +107,8 @@ def _read_store() -> int:
     try:
         r = reading_report(_STORE.value, **sizes, seconds=_SECONDS.value)
     except UsageError as error:
-        raise UsageError(str(error).replace("--data=", "--store=")) from None
+        message = str(error).replace("--data=", "--store=")
+        raise UsageError(message) from None
     print(
         f"{_STORE.value}, batches of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens: "
         f"{r.tokens_per_second:,.0f} tokens/s without steps; steps of a million tokens/s waited "
@@ -149,7 +154,7 @@ def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
 
     state = _state()
     measured: dict[str, list[Times]] = {name: [] for name in kinds}
-    # The kinds take turns, so that other load on the machine affects all kinds alike.
+    # The kinds of checkpoint take turns, so that other load on the machine affects all of them.
     for number in range(_ROUNDS.value):
         for name, kind in kinds.items():
             scratch = f"storage-report-{uuid.uuid4().hex[:8]}"

@@ -33,13 +33,18 @@ from rmt_tpu.storage import Folder, open_folder
 
 common.define_model_flags()
 _SWEEP = flags.DEFINE_multi_string(
-    "sweep", [], "path=1e-3,1e-2 or path=log:1e-4..1e-1:7; see above"
+    "sweep",
+    [],
+    "config path and its values, as a list (path=1e-3,1e-2) or a range (path=log:1e-4..1e-1:7)",
 )
 _SEARCH = flags.DEFINE_enum(
     "search", "grid", ["grid", "random", "halving"], "how the points of --sweep are chosen"
 )
 _TRIALS = flags.DEFINE_integer(
-    "trials", None, "number of random points; with halving, they replace the grid", lower_bound=1
+    "trials",
+    None,
+    "number of random points; with --search=halving, they are used instead of the grid",
+    lower_bound=1,
 )
 _SEARCH_SEED = flags.DEFINE_integer(
     "search_seed", 0, "seed for drawing --trials points", lower_bound=0
@@ -167,7 +172,8 @@ class _Sweep:
         self.rungs = [(len(self.points), steps)]
         if _SEARCH.value == "halving":
             self.rungs = sweep.rungs(len(self.points), steps, _FACTOR.value)
-        for name in variants:  # report config errors before anything is trained
+        # Report config errors before anything is trained.
+        for name in variants:
             self._trials(name, self.points, self.rungs[0][1])
 
     def run(self) -> int:
@@ -198,7 +204,7 @@ class _Sweep:
     def _points(self) -> list[dict[str, Any]]:
         if _SEARCH.value == "grid" and _TRIALS.value is not None:
             raise UsageError(
-                f"--trials={_TRIALS.value} has no effect on a grid, which has all its points; "
+                f"--trials={_TRIALS.value} has no effect on a grid, which uses all its points; "
                 "legal: --search=random or halving"
             )
         if _SEARCH.value == "random" and _TRIALS.value is None:
@@ -208,7 +214,7 @@ class _Sweep:
         return self.sweep.random_points(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
 
     def _trials(self, variant: str, points: list, steps: int) -> list[list[several.Trial]]:
-        """Return, for each point, its trials, one per seed."""
+        """Return a list of trials for each point, with one trial per seed."""
         base, folder = self.variants[variant], self.folder.child(variant)
         if _SEARCH.value == "halving":
             base = dataclasses.replace(base, train=dataclasses.replace(base.train, steps=steps))

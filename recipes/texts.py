@@ -11,10 +11,11 @@ from rmt_tpu.errors import UsageError
 
 
 def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the config changes that follow from a new text.
+    """Return the further config changes that follow if flags change the text of a run.
 
-    A mixture is parsed from its form on the command line. A token store brings its tokenizer; in a
-    mixture, the first token store does. A text that is given alone replaces a mixture.
+    A mixture is parsed from its form on the command line. If no flag sets the tokenizer, it becomes
+    that of the token store, or of the first token store in a mixture. A text that is given without
+    a mixture replaces an earlier mixture.
 
     Args:
       changes: the config changes of the flags, by config path.
@@ -29,8 +30,8 @@ def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> d
     if isinstance(mixture, str):
         mixture = more["data.mixture"] = parse_mixture(mixture)
     if source is not None and mixture:
-        both = " and ".join(flag_names[path] for path in ("data.source", "data.mixture"))
-        raise UsageError(f"{both} both set the text; give one")
+        text_flag, mixture_flag = flag_names["data.source"], flag_names["data.mixture"]
+        raise UsageError(f"{text_flag} and {mixture_flag} both set the text; give one")
     if source is not None and mixture is None:
         more["data.mixture"] = []
     if "data.tokenizer" in changes:
@@ -41,6 +42,7 @@ def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> d
     names = [each.get("source") for each in of_mixture if isinstance(each, dict)]
     for name in names or [source]:
         if isinstance(name, str) and data.is_store(name):
-            data.open_store(name)  # report an incomplete store before its tokenizer is read
+            # Report an incomplete store before its tokenizer is read.
+            data.open_store(name)
             return more | {"data.tokenizer": name}
     return more

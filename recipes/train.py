@@ -2,13 +2,16 @@
 
     python -m recipes.train --preset=rmt-tiny --data=stdlib --workdir=runs/rmt-tiny
 
-An interrupted run resumes when the command is repeated. The run folder, a local path or
-gs://bucket/path, contains config.json; metrics.jsonl; checkpoints/; plots/loss.png; samples.txt;
-starts.jsonl, with the command, versions and commit of each start; kernel_blocks.json, with the
-block sizes of the run's kernels, which stay the same even if the tables of block sizes change;
-kernels.json, which lists ops that use their plain form because one of their kernels gives wrong
-results on a device; and, if tensorboardX is installed, tensorboard/. To train on several hosts, run
-the same command on each host: see docs/guides/pods.md.
+An interrupted run resumes when the command is repeated. To train on several hosts, run the same
+command on each host: see docs/guides/pods.md. The run folder is a local path or gs://bucket/path.
+It contains config.json, metrics.jsonl, checkpoints/, plots/loss.png, samples.txt and:
+
+- starts.jsonl: the command, versions and commit of each start.
+- kernel_blocks.json: the block sizes of the run's kernels, which stay the same even if the tables
+  of block sizes change.
+- kernels.json: the ops that use plain JAX because one of their kernels gives wrong results on a
+  device.
+- tensorboard/: the values for TensorBoard, if tensorboardX is installed.
 """
 
 import threading
@@ -52,7 +55,8 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 common.define_run_flags()
 members.define_distributed_flags()
 
-_is_distributed = threading.Event()  # set once this process has connected to other processes
+# The event is set when this process has connected to other processes.
+_is_distributed = threading.Event()
 
 
 def main() -> int:

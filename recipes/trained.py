@@ -87,14 +87,16 @@ def check_mesh() -> str | None:
 
 
 def check_rows(flag: str, rows: int) -> None:
-    """Check that rows divide over the mesh; call this before the slow reading of the model.
+    """Check that the rows of a batch can be divided evenly over the mesh.
+
+    Call this function before the model is loaded, because loading is slow.
 
     Args:
       flag: the name of the flag that sets the number of rows.
       rows: the number of rows.
 
     Raises:
-      MeshError: the rows do not divide over the devices of --mesh.
+      MeshError: the rows cannot be divided evenly over the devices of --mesh.
     """
     from rmt_tpu.generation import check_slots
 
@@ -105,8 +107,8 @@ def check_rows(flag: str, rows: int) -> None:
 def names(workdirs: list[Folder]) -> list[str]:
     """Return short, unique names for run folders.
 
-    A name is the last component of the path, with as many parent components as tell it apart from
-    the others, for example where two presets each have a folder seed-0.
+    A name is the last component of the path, preceded by parent components if they are needed to
+    make it unique, for example if two presets each have a folder seed-0.
     """
     names = [w.name for w in workdirs]
     if len(set(names)) == len(names):

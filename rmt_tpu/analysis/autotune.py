@@ -117,7 +117,7 @@ class Tuner:
     def _table_entry(self, problem: Problem) -> tuned.Entry | None:
         """Return the table's entry for the current version of the problem's kernel, or None.
 
-        If candidates can be timed, an entry that was only estimated counts as missing.
+        If candidates can be timed, the result is also None for an entry that was only estimated.
         """
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
@@ -174,7 +174,7 @@ def _versions() -> dict[str, str]:
 
 
 def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
-    """Return the block sizes in which a candidate differs from the default, like "tokens=256"."""
+    """Return, as text, the block sizes that differ from the default ones, like "tokens=256"."""
     old, new = tuned.fields(default), tuned.fields(blocks)
     return " ".join(f"{name}={new[name]}" for name in new if new[name] != old[name]) or "default"
 
@@ -212,7 +212,7 @@ class TrialLog:
             self._folder.delete(self.name)
 
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
-        """Return the trials of a kernel that the log has for its current version and compiler.
+        """Return a kernel's logged trials that used its current version and the current compiler.
 
         Times that were measured on a device are left out, because they are comparable only with
         other times of the same run.

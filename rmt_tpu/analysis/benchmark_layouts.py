@@ -1,7 +1,7 @@
-"""The tables in docs/benchmarks, as functions from recipes' JSON values to Markdown.
+"""Functions that return the tables of docs/benchmarks as Markdown, from the JSON of recipes.
 
-An argument holds the JSON values of one source of `benchmark_tables` (a recipe's command). It maps
-the name of each part of the source, such as a chip, to that part's report.
+Each argument has the JSON values of one source (a recipe's command, see `benchmark_tables`). It
+maps the name of each part of the source, such as a chip, to the report on that part.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ Reports = Mapping[str, Any]
 
 _BEST_GUESS = "best guess"
 _MODELS = ("least", _BEST_GUESS, "most")
-# Maps each row of the table of a train step to the parts of a report that the row adds up.
+# Maps each row of the table of a train step to the parts of a report whose cycles it adds up.
 _PARTS = {
     "residual: stores, norms, reads": ("residual",),
     "projections: W_Q, W_K, W_V, W_O": ("projections",),
@@ -29,7 +29,7 @@ _PARTS = {
 def ops(*sources: Reports) -> str:
     """Return a table of the costs of ops, from reports of `recipes.kernel_report` by chip.
 
-    A row has the figures of a call in the forward pass and in training (both passes).
+    A row shows one call, in the forward pass alone and in training (both passes).
     """
     titles = ["op", "least MB", "kernel MB", "plain MB"]
     over = f"plain time over kernel's, {' / '.join(sources[0])}"
@@ -52,7 +52,7 @@ def ops(*sources: Reports) -> str:
 def steps(*sources: Reports) -> str:
     """Return a table of two models' train steps, from reports of `recipes.kernel_report --step`.
 
-    The parts of a source are named `<preset>@<chip>`. The sources differ in the number of sequences
+    Each source has reports named `<preset>@<chip>`. The sources differ in the number of sequences
     per step.
     """
     presets, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
@@ -82,7 +82,7 @@ def steps(*sources: Reports) -> str:
 def measured_steps(reports: Reports) -> str:
     """Return a table of measured train steps, from reports of `recipes.kernel_report --step`.
 
-    Each part is a device. The reports of all devices have the same steps.
+    The argument maps the name of a device to its report. All reports have the same steps.
     """
     lines = [["train step", *(f"{title}, {d}" for d in reports for title in ("ms", "tokens/s"))]]
     lines[0] += ["launches", "temporary, MiB"]
@@ -96,10 +96,11 @@ def measured_steps(reports: Reports) -> str:
 
 
 def measured_ops(reports: Reports) -> str:
-    """Return a table of measured ops, kernel and plain JAX, forward and backward.
+    """Return a table of measured ops with kernels and in plain JAX, forward and backward.
 
-    The parts are the implementations "kernels" and "plain" on one device. A row of a part has an
-    op, a size, the seconds of a call, and the least number of bytes that the call moves.
+    The argument maps "kernels" and "plain" to the reports of these implementations on one device. A
+    row of a report has an op, a size, the seconds of a call, and the minimum number of bytes that
+    the call moves.
     """
     lines = [["op", "size", "kernels, us", "plain JAX, us", "ratio", "least bytes over 3 TB/s, us"]]
     kernels, plain = reports["kernels"], reports["plain"]
@@ -118,7 +119,7 @@ def measured_ops(reports: Reports) -> str:
 def step_parts(reports: Reports) -> str:
     """Return a table of the million cycles of each part of a train step, for two models.
 
-    The argument is a source like those of `steps`.
+    The argument maps `<preset>@<chip>` to a report of `recipes.kernel_report --step`.
     """
     presets, chips = (_distinct(part.split("@")[i] for part in reports) for i in (0, 1))
     lines = [[f"part, {' / '.join(chips)}", *reversed(presets)]]
@@ -162,7 +163,7 @@ def residuals(*sources: Reports) -> str:
 def decode(*sources: Reports) -> str:
     """Return a table of estimated decode steps, from reports of `recipes.decode_report` by chip.
 
-    Figures are "-" where a step does not fit in the memory of a chip.
+    A cell is "-" if the step does not fit in the chip's memory.
     """
     lines = [["preset", "rows", "context", "least, ms", "step, ms", "share of bandwidth"]]
     lines[0].append("temporary, MB")
@@ -199,10 +200,10 @@ def decode_host(reports: Reports) -> str:
 
 
 def counts(reports: Reports) -> str:
-    """Return a table of parameters and FLOPs for residuals of 1, 2, 4 and 8 times the least size.
+    """Return a table of parameters and FLOPs for residuals of 1 to 8 times the smallest size.
 
-    The argument is a report of `recipes.experiment rmt-counts`. A cell also has the growth over the
-    least size.
+    The argument has the report of `recipes.experiment rmt-counts`. Each cell also shows the growth
+    relative to the smallest size.
     """
     (report,) = reports.values()
     lines = [["numbers in a token's residual"]]
@@ -222,7 +223,7 @@ def counts(reports: Reports) -> str:
 
 
 def comparison(reports: Reports) -> str:
-    """Lay out the losses of trained models, from the JSON of `recipes.compare`."""
+    """Return a table of the losses of trained models, from the JSON of `recipes.compare`."""
     (rows,) = reports.values()
     results: dict[str, list[compare.RunResult]] = {}
     for row in rows:
@@ -233,8 +234,8 @@ def comparison(reports: Reports) -> str:
 def moments(reports: Reports) -> str:
     """Return a table of losses with the first moment in two dtypes, from two `recipes.compare`.
 
-    The parts are the dtypes. A difference is the second dtype's loss minus the first's, between
-    runs of the same seed.
+    The argument maps each dtype to the JSON of `recipes.compare`. A difference is the second dtype's
+    loss minus the first dtype's, between runs with the same seed.
     """
     first, second = reports
     losses = {
@@ -254,7 +255,7 @@ def moments(reports: Reports) -> str:
 
 
 def storage(reports: Reports) -> str:
-    """Lay out the seconds of saving and restoring, from the JSON of `recipes.storage_report`."""
+    """Return a table of the seconds to save and restore, from `recipes.storage_report`."""
     (report,) = reports.values()
     lines = [["", "save, s", "blocked, s", "of the save", "restore, s", "GB stored"]]
     for row in report["rows"]:
@@ -265,7 +266,7 @@ def storage(reports: Reports) -> str:
 
 
 def calibration_calls() -> str:
-    """Return the table of all calls with published times."""
+    """Return a table of all kernel calls with published times, and of the estimates for them."""
     return calibration.table().split("\n\n")[0] + "\n"
 
 
@@ -283,6 +284,6 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as a Markdown table; the first line has the titles."""
+    """Return a Markdown table, given the cells of each line; the first line has the titles."""
     rows = [f"| {' | '.join(cells)} |\n" for cells in lines]
     return "".join([rows[0], f"|{'---|' * len(lines[0])}\n", *rows[1:]])

@@ -6,7 +6,7 @@
 The first command writes every table between `<!-- table: NAME -->` and `<!-- end -->` from the
 files in docs/benchmarks/data, and prints the tables whose files are missing with the commands that
 make the files. The second command first runs a recipe, which can take an hour, and stores the
-recipe's JSON there, together with the command, the date, the commit and the versions.
+recipe's JSON in docs/benchmarks/data, with the command, the date, the commit and the versions.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from rmt_tpu.runs.environment import describe
 
 _REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VERSIONS = ("jax", "libtpu", "python")
-_TAKEN = "taken "  # prefix of the names of regions that state when and with what figures were made
+# A region of a page states when and how the figures were made if its name starts with this prefix.
+_TAKEN = "taken "
 _CHIPS = ("v5e", "v5p", "v6e")
 
 
@@ -208,18 +209,18 @@ class Pages(NamedTuple):
     folder: Path
 
     def file(self, source: str, part: str) -> Path:
-        """Return the path of a part's JSON file."""
+        """Return the path of the JSON file of a source's part."""
         return self.folder / "data" / f"{source}.{part}.json"
 
     def stored(self, source: str) -> dict[str, dict[str, Any]] | None:
-        """Return the contents of a source's files by part, or None if a file is missing."""
+        """Return the contents of a source's JSON files by part, or None if a file is missing."""
         files = {part: self.file(source, part) for part in SOURCES[source].parts}
         if not all(file.exists() for file in files.values()):
             return None
         return {part: json.loads(file.read_text(encoding="utf-8")) for part, file in files.items()}
 
     def region(self, name: str) -> str | None:
-        """Return the Markdown of the region `name`, or None if a file is missing.
+        """Return the Markdown of the region `name` of a page, or None if a JSON file is missing.
 
         Raises:
           ValueError: there is no table or source of this name.
@@ -237,7 +238,7 @@ class Pages(NamedTuple):
         return TABLES[name].layout(*reports)
 
     def write(self) -> list[str]:
-        """Write all regions of all pages, and return the names of those whose files are missing."""
+        """Write all regions of all pages; return the names of regions that lack JSON files."""
         missing = []
 
         def written(match: re.Match) -> str:
@@ -254,7 +255,7 @@ class Pages(NamedTuple):
         return missing
 
     def take(self, source: str, part: str, environment: Mapping[str, Any]) -> None:
-        """Run the recipe of a part, and store its JSON.
+        """Run the recipe that reports on a part of a source, and store its JSON.
 
         Args:
           source: the name of the source.
@@ -314,7 +315,7 @@ def _short(commit: str) -> str:
 
 
 def main() -> int:
-    """Take the parts that the flags name, write the pages, and return 0."""
+    """Run the recipes of the parts that the flags name, write the pages, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the folder of the pages: docs/benchmarks")
     parts = [f"{name}.{part}" for name, source in SOURCES.items() for part in source.parts]
@@ -332,7 +333,8 @@ def main() -> int:
             f"{flags.folder} has no pages; legal: a folder with .md files: docs/benchmarks"
         )
     pages = Pages(flags.folder)
-    environment = describe()  # before the first file is written, which would change the checkout
+    # Describe the checkout before the first file is written, because writing changes the checkout.
+    environment = describe()
     for name in flags.take:
         pages.take(*name.split(".", 1), environment)
     for name in pages.write():

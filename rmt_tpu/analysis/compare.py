@@ -21,7 +21,7 @@ class RunResult:
     """The cost and the losses of one training run.
 
     Losses are in nats per token. FLOPs include the forward and backward passes. `residual_size` is
-    the number of entries in a token's residual, and `seconds` the time of all training steps.
+    the number of entries in a token's residual, and `seconds` is the time of all training steps.
     `train_loss` is the mean training loss over the last tenth of the steps.
     """
 
@@ -130,7 +130,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def notes(configs: dict[str, RunConfig]) -> str:
-    """Return a Markdown list of how the configs of systems differ; equal systems share a line."""
+    """Return a Markdown list of the differences between configs; equal configs share a line."""
     systems: dict[str, list[str]] = {}
     for name, config in configs.items():
         systems.setdefault(_note(config.model), []).append(name)
@@ -194,7 +194,8 @@ def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
         )  # fmt: skip
     by_flops.barh(rows, [results[name][0].flops for name in names], 0.6, color="0.7")
     by_loss.set_yticks(rows, names)
-    by_loss.invert_yaxis()  # inverts both panels, because they share the y axis
+    # The call inverts the y axis of both panels, because they share it.
+    by_loss.invert_yaxis()
     by_loss.margins(x=0.12)
     seeds = "; dots: seeds, bar: their mean" if len(results[names[0]]) > 1 else ""
     by_loss.set(xlabel=f"held-out loss at the end (nats per token){seeds}")

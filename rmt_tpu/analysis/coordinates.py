@@ -10,9 +10,9 @@ quantities are recorded:
 - logits.
 
 For each quantity, the check computes the root mean square of the entries, and the root mean square
-of their change since before the first step. Mean squares are averaged over tokens and sites. In the
-maximal update parametrisation (muP), the change does not depend on width; in the standard
-parametrisation, it grows with width.
+of their change from the values before the first step. Mean squares are averaged over tokens and
+sites. In the maximal update parametrisation (muP), the change does not depend on width; in the
+standard parametrisation, it grows with width.
 """
 
 import json
@@ -44,7 +44,7 @@ class Coordinates:
 
     Attributes:
       size: maps each quantity to the root mean squares of its entries.
-      moved: maps each quantity to the root mean squares of its change since before the first step.
+      moved: maps each quantity to the root mean squares of its change from before the first step.
     """
 
     size: dict[str, list[float]]
@@ -109,7 +109,7 @@ def growth(by_width: dict[int | float, Coordinates], quantity: str) -> float:
     """
     widths = np.log(list(by_width))
     moved = np.log([found.moved[quantity][-1] for found in by_width.values()])
-    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # adding 0 turns -0 into 0
+    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # Adding 0 turns -0 into 0.
 
 
 def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
@@ -120,10 +120,10 @@ def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0
     return Batch(stream[:, :-1].copy(), stream[:, 1:].copy(), ones, np.float32(ones))
 
 
-# Showing -------------------------------------------------------------------------------------
+# Reports -------------------------------------------------------------------------------------
 
-# Maps the name of a parametrisation to a map from width, relative to the first model's, to
-# coordinates.
+# Maps the name of a parametrisation to a dict. The dict maps a model's width, as a multiple of the
+# first model's, to the model's coordinates.
 CoordinatesByModel = dict[str, dict[int | float, Coordinates]]
 
 

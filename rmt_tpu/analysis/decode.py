@@ -35,8 +35,10 @@ from rmt_tpu.generation.engine import bucket
 from rmt_tpu.generation.layouts import lay_out, lower_steps
 from rmt_tpu.generation.programs import ModelSpec
 
-STEPS = 8  # new tokens per row of the batch in one dispatch, as in `generation.Engine`
-_MOST = 64  # maximum number of new tokens per row in one repeat of a measurement
+# One dispatch generates this number of tokens for each row of the batch, as in `generation.Engine`.
+STEPS = 8
+# One repeat of a measurement generates at most this number of tokens for each row.
+_MOST = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +78,9 @@ class DecodeLowerBound:
     """The minimum memory traffic, memory and FLOPs of a decode step.
 
     Attributes:
-      weights: the bytes of weights that are read. Of an embedding, one row per token is read; of a
-        layer's experts, the expected share that the rows select if all experts are equally likely;
-        and all other weights entirely.
+      weights: the bytes of weights that are read. A step reads one row of an embedding per token,
+        the experts that its rows are expected to select if all experts are equally likely, and all
+        other weights entirely.
       cache: the bytes of the cache that are read for earlier tokens or written for new tokens.
       held: the bytes of memory that all weights and a cache of `DecodeCase.capacity` tokens occupy.
       flops: the FLOPs of a step, as `rmt_tpu.cost` counts them.
@@ -188,7 +190,7 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
         elif "expert" in axes:
             _, stack, sublayer, *_ = path
             experts = decoder.config.stacks[stack].cores[sublayer]
-            # The probability that one row does not select a given expert.
+            # A row of the batch does not select a given expert with this probability.
             idle = 1 - experts.top_k / experts.num_experts
             size = round(size * (1 - idle**case.batch))
         read += size
@@ -261,7 +263,7 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     decoder = nnx.merge(graphdef, jax.tree.map(on_device, params))
     # Set the mesh, because kernels look up their block sizes by the device kind of the mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
-        # Ignore this warning, because some kernels support only calls with many tokens.
+        # Ignore the warning that a kernel does not support a call: some need more tokens per call.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, case.batch)
         return lower_steps(*ModelSpec.of(decoder), case.batch, case.capacity, STEPS)
@@ -276,8 +278,8 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
         if not (starts or module.moves_only(instruction)):
             continue
         written = sum(array.bytes for array in instruction.arrays if array.space == 0)
-        # The result of an in-place update is a whole array, but only a part moves. The traffic
-        # counts that part twice, once read and once written.
+        # The result of an in-place update is a whole array, but only a part of it moves. The
+        # traffic includes this part twice, because it is read and written.
         size = min(written, module.traffic(ran.computation, instruction).hbm // 2)
         if size >= least_bytes:
             calls, moved = calls + ran.times, moved + ran.times * size
@@ -337,8 +339,8 @@ def _times(case: DecodeCase, repeats: int) -> Iterator[float]:
         for number, _ in enumerate(engine.run(requests)):
             if number % case.batch == case.batch - 1:
                 ends.append(time.perf_counter())
-        # ends[0] is when all prompts have been read. The round after it may still enlarge the
-        # cache, so the differences start with ends[1].
+        # At the time ends[0], all prompts have been read. The next round may still enlarge the
+        # cache, so the differences start at ends[1].
         if repeat:
             yield float(np.median(np.diff(ends[1:]))) / STEPS
 

@@ -34,7 +34,7 @@ def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
 
 
 def how(rows: Sequence[DecodeRow]) -> list[str]:
-    """Return paragraphs on how decode steps were timed or estimated, and how accurately."""
+    """Return paragraphs that explain how decode steps were timed or estimated, and how well."""
     paragraphs = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         paragraphs += [

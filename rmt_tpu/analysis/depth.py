@@ -18,8 +18,8 @@ between tokens, there are two more measurements for each site with n >= 2 source
 
 - entropy: the entropy of the weights divided by `log n`, averaged over tokens and heads. It is 1
   for equal weights, and 0 if one source has all the weight. Weights that do not add up to 1 are
-  normalized first, and of a negative weight the magnitude counts.
-- spread: the maximum over tokens and heads of `log(largest weight / smallest weight)`, again of
+  normalized first, and a negative weight is replaced by its magnitude.
+- spread: the maximum over tokens and heads of `log(largest weight / smallest weight)`, also with
   magnitudes. For a softmax this is the range of the logits. Weights that underflow count as the
   dtype's smallest normal number.
 
@@ -130,7 +130,11 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _per_site(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """Return the values of all sites, with None for single-source sites; None without sites."""
+    """Return `values`, with one value per site, but None in place of values of single-source sites.
+
+    A site is a place that reads the residual. The result is None if the model has no weights
+    over depth.
+    """
     counts = [len(w) for w in total["weights"]]
     return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
 
@@ -333,15 +337,15 @@ def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | 
     return decoder.mixer.depth_weights(_names(decoder.config), means)
 
 
-# Showing -------------------------------------------------------------------------------------
+# Reports -------------------------------------------------------------------------------------
 
 
 def table(profiles: dict[str, DepthProfile]) -> str:
     """Return a Markdown table of the first and last value of each curve, with one row per run.
 
-    The table has the weight of the newest source (in a block, of its running sum), the weight of
-    the embedding, and the entropy, each averaged over sites with more than one source. The spread
-    is the maximum over sites.
+    The table has the weight of the newest source (within a block: of its running sum), the weight
+    of the embedding, and the entropy, each averaged over sites with more than one source. The
+    spread is the maximum over sites.
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
@@ -407,7 +411,7 @@ def _draw(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> No
 
 
 def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
-    values = np.array(weights.mean, float)  # None becomes NaN, which the map leaves white
+    values = np.array(weights.mean, float)  # None becomes NaN, and the map leaves NaN white.
     if weights.signed:
         largest = np.nanmax(np.abs(values))
         image = axes.imshow(values, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")

@@ -2,7 +2,7 @@
 
 A case has at most 8192 tokens, 8192 rows of experts, or 2048 tokens of logits. If a call has more,
 rows of the batch are left out first, and then the end of each sequence. A call of an op that has no
-case here is not checked.
+test case in this module is not checked.
 """
 
 import math
@@ -61,9 +61,9 @@ def _key_vector(call: TracedCall) -> Iterator[DeviceCase]:
     norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
     tokens = _capped(tuple(tokens))
     if matrix.dtype == jnp.int16 or call.options.get("rebuild"):
-        # A call that also writes is tested as an `undo`, and a call that only reads as an
-        # `undo_and_reread`. Both test cases need a write and a read, so that a missing one gets
-        # size 1.
+        # A call that writes is tested as an `undo`, and a call that only reads is tested as an
+        # `undo_and_reread`. Both test cases need a write and a read. If the call lacks a write or a
+        # read, the test case gets one with a single vector.
         make = residual.undo if R else residual.undo_and_reread
         yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **norm)
         return
@@ -90,7 +90,7 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
         dtype = operands.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
-    # The arrays have an entry per token for each of S sites or N sources, so fewer tokens are used.
+    # Use fewer tokens, because each token has an entry for each of the S sites or N sources.
     tokens = _capped(tuple(tokens), max(1, _TOKENS // max(S, N)))
     yield make(size, tokens, matrix, str(dtype))
 

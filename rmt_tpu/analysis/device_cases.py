@@ -73,8 +73,8 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
             (Heads(16, 128), (1, 4096), {}),
             (Heads(16, 128), (1, 4096), {"kv_heads": 4, "window": 1024}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
-            # cuDNN supports only some of these head sizes, and fewer with segment ids, which make
-            # heads larger.
+            # cuDNN supports only some of these head sizes. It supports even fewer with segment ids,
+            # because segment ids make heads larger.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],
         ]
         after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]

@@ -34,7 +34,7 @@ def attention(
     """Return a test case for `causal_attention` on whole sequences.
 
     Args:
-      size: the heads of the queries.
+      size: the number and the size of the query heads.
       tokens: the number of sequences, and of tokens in each.
       kv_heads: the number of key and value heads; None means as many as query heads.
       alibi: whether ALiBi biases are added to the logits.
@@ -113,7 +113,7 @@ def attention_after(
 
 
 def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for attention to the keys of a cache, as in decoding; no gradients."""
+    """Return a test case without gradients for attention to the keys of a cache, as in decoding."""
     heads, D = size
 
     def function(implementation, q, before, seen):
@@ -278,7 +278,8 @@ def token_rows(
         order = np.random.default_rng(50).permutation(tokens * choices)[:count].astype(np.int32)
         places = np.full(tokens * choices, count, np.int32)
         places[order] = np.arange(len(order))
-        order = np.pad(order, (0, count - len(order)))  # the padding rows belong to no choice
+        # The padding rows belong to no choice.
+        order = np.pad(order, (0, count - len(order)))
         return {
             "rows": normal(51, dtype, count, width),
             "x": normal(52, dtype, tokens, width),

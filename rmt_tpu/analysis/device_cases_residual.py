@@ -22,7 +22,7 @@ Tokens = tuple[int, int]
 
 # Key-vector ops -------------------------------------------------------------------------------
 
-# The names of results that sum rounded values over all keys, so that the terms may cancel.
+# These results are sums of rounded values over all keys, whose terms may cancel.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
 
 
@@ -186,7 +186,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
 
     def inputs():
         arrays = _site_inputs(size, tokens, dtype)
-        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the op uses layer 1
+        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # The op uses layer 1.
         return arrays | {k: of_layers(arrays[k]) for k in ("store_keys", "gain", "read_keys")}
 
     def function(implementation, **arrays):
@@ -240,7 +240,8 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 
 # Depth attention ------------------------------------------------------------------------------
 
-_READ = 12  # the number of vectors retrieved by a merge that includes a read
+# A merge that includes a read retrieves this number of vectors.
+_READ = 12
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:

@@ -51,7 +51,7 @@ class CheckRow:
       differences, bounds: maps from each result and gradient to its difference from the equations
         and to the bound on that difference, from `device_compare.compare`.
       seconds: the time of one call, forward and backward, in seconds, or None if it was not timed.
-      bytes, flops: the bytes that the call moves at least, and its FLOPs.
+      bytes, flops: the minimum number of bytes that the call moves, and its FLOPs.
       error: why the case did not run, in one line.
       note: why plain JAX ran although the device has a kernel, in one line.
     """
@@ -123,7 +123,7 @@ def check(
     """
     try:
         return _check(case, implementation, interpret, timed)
-    except Exception as error:  # any exception is a finding of this check
+    except Exception as error:  # The check reports every kind of exception as its result.
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return CheckRow(case.op, case.size, implementation or "auto", error=words)
 
@@ -232,8 +232,8 @@ def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
 def share(row: CheckRow, rates: Rates | None) -> str:
     """Return the share of the device's measured speed that a call reaches, as text.
 
-    The share is the larger of two: that of a copy's bandwidth, and that of a matrix product's
-    FLOP/s.
+    The share is the larger of two fractions: the call's bytes/s as a fraction of a copy's, and its
+    FLOP/s as a fraction of a matrix product's.
     """
     if rates is None or not row.seconds:
         return ""

@@ -10,12 +10,13 @@ that of the expected values, has a tighter bound, because few rounding errors ar
 can be.
 
 Bounds follow from the dtype of the inputs and the lengths of sums. Rounding to bfloat16 changes an
-entry by at most 2^-8 of its value. A result is rounded once, and up to five of its factors are
-rounded before it, some with millions of entries that are off in the same direction. Therefore the
-bounds are 6 * 2^-8 of the row's magnitude, and 2 * 2^-8 for the root mean square. Float32 rounds
-each of the n terms of a sum by up to 2^-24, in either direction. The bound is 4 sqrt(n) 2^-24, and
-eight times as much for exponentials and for products that the device computes as several bfloat16
-products.
+entry by at most 2^-8 of its value. A result is rounded once, and up to five of its factors have
+been rounded before. The rounding errors of a factor with millions of entries may all have the same
+sign. Therefore the bounds are 6 * 2^-8 of the row's magnitude, and 2 * 2^-8 for the root mean
+square. Float32 rounds each of the n terms of a sum by up to 2^-24, up or down, for which 4 sqrt(n)
+2^-24 would be enough. The bound is eight times as large, because of exponentials and of products
+that the device computes as several bfloat16 products. The bound for the root mean square is half of
+it.
 """
 
 import math
@@ -31,9 +32,12 @@ from rmt_tpu.analysis.device_case import Arrays, DeviceCase
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
 _OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
-_ROW = 16  # minimum number of entries in a row
-_BLOCK = 2**22  # number of entries compared at a time
-MEAN = " (rms)"  # suffix of a result's name for the root mean square of its errors
+# A row has at least this number of entries.
+_ROW = 16
+# Arrays are compared in blocks of this number of entries, to limit memory.
+_BLOCK = 2**22
+# The root mean square of a result's errors is reported under the result's name with this suffix.
+MEAN = " (rms)"
 
 
 class RelativeError(NamedTuple):
@@ -79,7 +83,7 @@ def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> RelativeError:
     """
     if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
         return RelativeError(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
-    # An upper bound on the length of a sum: over all axes but the last, or over any single axis.
+    # A sum is over all axes but the last, or over any single axis, so it has at most this length.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
     limit = 32 * math.sqrt(max(length, 1)) * _WIDE
     return RelativeError(limit, limit / 2)

@@ -116,7 +116,7 @@ def _key_vector() -> Iterator[ImplementationRow]:
 
 
 def _layers(site: SiteOperands, dtype: str) -> SiteOperands:
-    """Return a site's operands, with keys and gains that are stacked over 24 layers in `dtype`."""
+    """Return `site`, the operands of an op, with keys and gains of 24 layers stacked in `dtype`."""
     stacked = lambda x: array(dtype, 24, *x.shape)
     keys = {name: stacked(getattr(site, name)) for name in ("store_keys", "gain", "read_keys")}
     return site._replace(**keys)
@@ -369,7 +369,7 @@ def _on_request(group: Implementations, platform: str) -> list[str]:
 def _others(row: ImplementationRow) -> Iterator[str]:
     """Yield table cells for the unusual calls whose implementation differs from the usual one.
 
-    The cells are those after the first column.
+    The cells belong to all columns except the first.
     """
     for words in dict.fromkeys(call.words for call in row.calls if call.words):
         calls = [call for call in row.calls if call.words == words]

@@ -55,7 +55,8 @@ def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
 
 def _problems(target: Target, trace: Callable[[], None]) -> list[Problem]:
     with lowering_for(target.kind), tuned.collecting() as looks:
-        if target.platform == "cuda":  # on GPUs, kernels are used only on request
+        # On GPUs, a program uses kernels only on request.
+        if target.platform == "cuda":
             with preferring("pallas"):
                 trace()
         else:

@@ -1,4 +1,4 @@
-"""A check of whether a train step fits in the memory of a topology's devices, and of its time.
+"""A check that a train step fits in the memory of a topology, and an estimate of its time.
 
 The exact step that `train` runs is compiled for all devices of a topology, which need not be
 present. A program of the text generator (see `prompt`) can be compiled instead of the step. The
@@ -139,7 +139,7 @@ class StepTime:
     def range(self) -> tuple[float, float]:
         """The range of the step's time in seconds over the cost models.
 
-        It is from `least` by the lowest cost model to `total` by the highest.
+        The range starts at `least` by the lowest cost model, and ends at `total` by the highest.
         """
         shortest, longest = min(self.by_model.values()), max(self.by_model.values())
         return self._hidden(shortest), longest + self.collectives
@@ -162,7 +162,7 @@ class Preflight:
       mesh: the size of each mesh axis by name.
       fits: whether the step fits in memory.
       limit: the bytes of a device's memory that are available to a program.
-      memory: maps each of KINDS to the bytes that it takes on one device.
+      memory: maps each of KINDS to the bytes that this kind occupies on one device.
       gaps: the bytes within "temporaries" that are unused, because they lie between buffers.
       buffers: the buffers in memory at the peak, largest first.
       traffic: the collectives, in descending order of bytes.
@@ -277,7 +277,7 @@ def preflight(
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
         # Only remat is resolved here. The residual's dtype depends on remat and stays "auto", so
-        # that the advice can try another remat with the dtype that fits it.
+        # that the advice can try another remat with the dtype that suits it.
         config = overrides.apply(config, {"model.remat": resolve_auto(config).model.remat})
     arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
@@ -390,7 +390,8 @@ def _argument(path: str) -> str:
 def readable(op_name: str) -> str:
     """Return an op_name or argument path in readable form, without the wrappers of JAX and XLA."""
     if _is_path(op_name):
-        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # a dict key, which may be a path
+        # The text in double quotes is a key of a dict, and may itself be a path.
+        path = re.sub(r'\["(.*)"\]', r"\1", op_name)
         path = re.sub(r"\['([^']*)'\]", r".\1", path)
         return re.sub(r"^(args\[\d\]|state|batch)\.|\.value$", "", path)
     scopes = []

@@ -98,7 +98,7 @@ def _batch_shards(mesh: dict[str, int]) -> int:
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
     """Return the estimated bytes if a device processes the fraction `part` of its tokens at a time.
 
-    The memory of gradients does not shrink. `extra` bytes are added.
+    Gradients need the same memory for any number of tokens. `extra` bytes are added.
     """
     gradients = min(report.memory["parameters"], report.memory["temporaries"])
     work = report.memory["activations"] + report.memory["temporaries"] - gradients
@@ -108,7 +108,8 @@ def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
 def _parts(report: Preflight) -> list[Advice]:
     """Return advice on gradient accumulation: the fewest parts of a batch that fit in memory.
 
-    Memory is estimated in proportion. If no number of parts fits, the maximum is advised.
+    Memory is estimated in proportion to the tokens of a part. If no number of parts fits, the
+    maximum is advised.
     """
     if report.mesh.get("stage", 1) > 1:
         return _microbatches(report)
@@ -126,8 +127,8 @@ def _parts(report: Preflight) -> list[Advice]:
 def _microbatches(report: Preflight) -> list[Advice]:
     """Return advice on a pipeline's microbatches: the fewest that fit in memory.
 
-    Memory is estimated in proportion. Smaller microbatches save memory, because a pipeline keeps
-    only a bounded number of them in memory at a time.
+    Memory is estimated in proportion to a microbatch's tokens. Smaller microbatches save memory,
+    because a pipeline keeps only a bounded number of them in memory at a time.
     """
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate

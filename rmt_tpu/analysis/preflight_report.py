@@ -7,7 +7,7 @@ from rmt_tpu.analysis.preflight import Preflight
 from rmt_tpu.analysis.preflight_advice import advice
 from rmt_tpu.estimator.calibration import error_bar
 
-_WIDTH = 40  # length of a bar in characters
+_WIDTH = 40  # This is the length of a bar in characters.
 _MEANING = {
     "parameters": "as stored between steps",
     "optimizer": "moments, counts and bfloat16 copies of weights",
@@ -39,7 +39,8 @@ def report_text(report: Preflight, name: str, count: int = 12) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-_THINNEST = 0.003  # minimum fraction of a bar's length at which a segment is shown
+# A segment of a bar is drawn if it is at least this fraction of the bar's length.
+_THINNEST = 0.003
 
 
 def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
@@ -77,9 +78,9 @@ def _unit(report: Preflight) -> tuple[int, str]:
 
 
 def _scale(report: Preflight) -> int:
-    """Return the number of bytes that a bar of full length stands for.
+    """Return the number of bytes that a bar of full length represents.
 
-    These are the bytes of a device's memory, or, if sizes are shown in MiB, only the bytes in use.
+    The number is the size of a device's memory, or, if sizes are shown in MiB, the bytes in use.
     """
     small = _unit(report)[1] == "MiB"
     return max(report.used, 1) if small else max(report.used, report.limit)
@@ -257,7 +258,7 @@ def _advice(report: Preflight) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a text table with minimum column widths and right-aligned numbers."""
+    """Return a table as text, with columns as narrow as possible and right-aligned numbers."""
     columns = list(zip(heads, *rows, strict=True))
     lines = []
     for row in (heads, *rows):

@@ -93,11 +93,12 @@ def lower_prompt(
     devices = model.devices("batch")
     if rows is not None and rows % devices:
         raise MeshError(
-            f"--decode={rows} cannot be divided evenly over the {devices} devices of data and "
-            f"fsdp; legal: multiples of {devices}"
+            f"--decode={rows} cannot be divided evenly over the {devices} devices of the mesh "
+            f"axes data and fsdp; legal: multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
-        # Ignore this warning: some kernels support only many tokens per call, others only few.
+        # Ignore the warning that a kernel does not support a call: some kernels support only calls
+        # with many tokens, and others only calls with few tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, rows or SLOTS + -SLOTS % devices)
     model, params = programs.ModelSpec.of(decoder)
@@ -129,7 +130,7 @@ def _lowered_steps(
     ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))
     arguments = row_state, used, sampling, ends, shape((), jnp.bool_)
     with warnings.catch_warnings():
-        # Ignore this warning, because some kernels support only calls with many tokens.
+        # Ignore the warning that a kernel does not support a call: some need more tokens per call.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         return programs.steps.lower(model, params, *arguments, STEPS)
 

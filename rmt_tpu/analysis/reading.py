@@ -66,7 +66,8 @@ def reading_report(
     flat_out = position * seq_len / elapsed
     waited, batches, step = 0.0, 0, tokens / step_tokens_per_second
     with Prefetcher(windows.batch_at, position, batch_size, depth=depth) as ahead:
-        ahead.next()  # the first batch does not count: a run reads it while compiling
+        # The first batch is not measured, because a run reads it while it compiles.
+        ahead.next()
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < seconds:
             time.sleep(step)

@@ -290,7 +290,8 @@ def assignment_of(program: Program) -> Assignment:
     factor of 1.5 or more.
 
     Raises:
-      RunError: the program was compiled without `buffers`, or the compiler dumped no assignment.
+      RunError: the program was compiled without the option `buffers`, or the compiler did not write
+        the assignment.
     """
     if program.assignment is None:
         label = program.target.label
@@ -359,7 +360,7 @@ def _row(program: Program, ran: Executed, names: dict[str, str]) -> InstructionC
 def _op_names(program: Program) -> dict[str, str]:
     """Return the op_name (JAX's path of scopes) of each instruction of a program.
 
-    An instruction without one gets that of a nearby operand or user.
+    An instruction without an op_name gets the op_name of a nearby operand or user.
     """
     names = {}
     for scope in program.module.computations.values():

@@ -16,7 +16,7 @@ Figure = Callable[[StepCost], float]
 class _Column:
     """A column of the cost table: the cycles of one step, or the ratio of two models' cycles.
 
-    The column is a ratio if `over`, the cost to divide by, is given.
+    The column is a ratio if `over`, the cost to divide by, is not None.
     """
 
     title: str
@@ -146,6 +146,6 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    # 15 letters per inch leave a margin: about 18 letters of this size fit.
+    # About 18 letters of this size fit in an inch, so 15 letters per inch leave a margin.
     figure.supxlabel(textwrap.fill(note, round(15 * width)), fontsize=7)
     figure.savefig(path, dpi=150)

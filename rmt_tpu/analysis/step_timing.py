@@ -22,7 +22,8 @@ from rmt_tpu.training import kernel_checks
 from rmt_tpu.training.run import PreparedRun, prepare
 
 _WARM_UP, _STEPS, _ROUNDS, _PROFILED = 2, 5, 3, 2
-_LARGEST = 12  # rows in the table of a step's largest instructions
+# The table of a step's largest instructions has at most this number of rows.
+_LARGEST = 12
 
 
 class StepTime(NamedTuple):
@@ -113,7 +114,7 @@ def time_step(step: TrainStep, log: Callable[[str], None] = lambda line: None) -
 
 
 def table(times: Sequence[StepTime]) -> str:
-    """Return a Markdown table with one row per step, and its time over that of the last row."""
+    """Return a Markdown table with one row per step, and its time relative to the last step's."""
     lines = [
         "| train step | ms | times the last row | tokens/s | launches | temporary memory, MiB | "
         "compiled in, s |",
@@ -142,7 +143,7 @@ def largest_table(step: StepTime) -> str:
 
 @contextlib.contextmanager
 def _checked(config: RunConfig, run: PreparedRun, log: Callable[[str], None]) -> Iterator[Any]:
-    """Use the kernels that a run with this config would use on this device."""
+    """Use, in the `with` body, the kernels that a run with this config uses on this device."""
     with (
         tempfile.TemporaryDirectory() as folder,
         kernel_checks.check_kernels(config, run, open_folder(folder), log, restart=False) as plain,

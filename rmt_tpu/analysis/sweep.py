@@ -23,12 +23,13 @@ from rmt_tpu.streams import log_line
 from rmt_tpu.training.run import resolve_auto
 from rmt_tpu.training.trainer import Outcome, train
 
-Point = dict[str, Any]  # maps dotted config paths to values
+# A point of a search maps dotted config paths to values.
+Point = dict[str, Any]
 
-# Losses more than this many nats above the lowest loss are cut off in pictures.
+# Pictures cut off losses that are more than this number of nats above the lowest loss.
 _HEIGHT = 1.5
 
-# After this many draws per requested point, a random search gives up finding distinct points.
+# A random search stops looking for distinct points after this number of draws per requested point.
 _DRAWS = 100
 
 
@@ -145,7 +146,8 @@ def random_points(spaces: Sequence[Space], count: int, seed: int) -> list[Point]
         if len(points) == count:
             return list(points.values())
     raise UsageError(
-        f"--trials={count} is more than the distinct points of --sweep; legal: up to {len(points)}"
+        f"--trials={count} is more than the number of distinct points of --sweep; legal: up to "
+        f"{len(points)}"
     )
 
 
@@ -166,7 +168,7 @@ def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
 def name_of(point: Point) -> str:
     """Return the folder name of a point, like "learning_rate=0.01,depth_rate=0.3".
 
-    The names are the last components of config paths, or whole paths if two of these are equal.
+    Config paths are shortened to their last components, unless two components are equal.
     """
     last = [path.rpartition(".")[2] for path in point]
     names = last if len(set(last)) == len(last) else list(point)
@@ -186,8 +188,8 @@ class SweepRow:
       variant: the name of the variant, such as a preset.
       point: the config values of the point.
       steps: the number of training steps.
-      seeds, losses: the seeds, and the held-out loss for each; a loss is None if it, or the
-        training loss, was not finite.
+      seeds, losses: the seeds, and the held-out loss for each; a loss is None if the
+        held-out loss or the training loss was not finite.
     """
 
     variant: str
@@ -236,7 +238,7 @@ def is_started(config: RunConfig, folder: Folder) -> bool:
 
 
 def is_settled(config: RunConfig, folder: Folder) -> bool:
-    """Return whether this run is in the folder and is complete or diverged."""
+    """Return whether the folder contains this run, and the run is complete or has diverged."""
     if not is_started(config, folder):
         return False
     complete = folder.read(COMPLETE)
@@ -253,7 +255,7 @@ def held_out_loss(folder: Folder) -> float | None:
     return losses[-1] if steps and steps[-1] == read_config(folder).train.steps else None
 
 
-# Showing -------------------------------------------------------------------------------------
+# Reports -------------------------------------------------------------------------------------
 
 
 def write_sweep(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Location) -> str:

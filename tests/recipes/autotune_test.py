@@ -11,8 +11,8 @@ from tests import cli
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--op=attention"], "give either --target=v5e,... or --device"),
-        (["--op=attention", "--target=v5e", "--device"], "give either --target="),
+        (["--op=attention"], "give either --target, to compile"),
+        (["--op=attention", "--target=v5e", "--device"], "give either --target, "),
         (["--op=attention", "--target=v5"], "--target 'v5' is unknown; did you mean 'v5"),
         (["--op=attention", "--target="], "--target= is empty; leave it out"),
         (["--target=v5e"], "give either --op=key_vector,"),
@@ -22,7 +22,7 @@ from tests import cli
         (["--from_preset=rmt-1b", "--target=v5e"], "rmt-1b' is unknown"),
         (
             ["--op=attention", "--device"],
-            "--device: this machine's device, cpu, cannot be tuned for; legal",
+            "--device: tuning does not support this machine's device, cpu; legal",
         ),
         pytest.param(
             ["--op=attention", "--target=h100", "--dry_run"],
@@ -32,7 +32,7 @@ from tests import cli
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
         (
             ["--op=attention", "--target=v5e"],
-            "--out is needed when RMT_TPU_TUNED is off",
+            "--out, the file for the table, is needed when RMT_TPU_TUNED is off",
         ),
         (["--op=attention", "--target=v5e", "--out=/proc/t.json"], "--out=/proc cannot be written"),
         (["--op=attention", "--target=v5e", "--out=s3://b/t.json"], "--out='s3://b' cannot be op"),

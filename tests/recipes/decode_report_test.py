@@ -68,5 +68,6 @@ def test_what_does_not_fit_is_an_error_where_nothing_else_is_left():
     flags = ("--presets=gpt2-405m", "--target=host", "--batch=1048576")
     line = cli.fail("decode_report", *flags, code=1)
     assert line.startswith(
-        "error: no step has a time: gpt2-405m does not fit: weights and cache take"
+        "error: no decode step has a time; for example, gpt2-405m does not fit: weights and cache "
+        "take"
     )

@@ -179,7 +179,7 @@ def test_usage(tmp_path):
         error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
         assert f"--outcomes={file} is a folder; legal: a new or existing file" in error
     error = cli.fail("experiment", "ladder", "--learning_rate=0.1", workdir)
-    assert "--learning_rate: ladder searches train.optimizer.learning_rate; leave it out" in error
+    assert "--learning_rate: ladder searches train.optimizer.learning_rate; leave this" in error
     error = cli.fail("experiment", "ladder", "--seeds=7,100", workdir)
     assert "--seeds has 100, which a search uses" in error
     error = cli.fail("experiment", "growth", "--steps=3", workdir)

@@ -97,7 +97,8 @@ def test_a_step_that_does_not_fit(tmp_path):
         *later(
             (
                 [*SMALL, "--prompt=64", "--decode=3"],
-                "--decode=3 cannot be divided evenly over the 4 devices of data and fsdp; legal: ",
+                "--decode=3 cannot be divided evenly over the 4 devices of the mesh axes data and "
+                "fsdp; legal: ",
             )
         ),
         (
