@@ -10,7 +10,8 @@ from jax._src.distributed import global_state
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # seconds between two polls: first, maximum
+# The time between two polls grows from the first number of seconds to the second.
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0
 
 
 class ConnectedProcesses:
@@ -41,14 +42,14 @@ class ConnectedProcesses:
         return processes.num_processes()
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return the `value` of every process, in process order, once all have called this.
+        """Wait until all processes have called this method; return their values in process order.
 
         Args:
           value: a short text from this process.
           what: a description of this synchronisation point, used in error messages.
 
         Raises:
-          RunError: process 0, which stores the values, is gone.
+          RunError: process 0, which stores the values, cannot be reached.
         """
         if self.count == 1:
             return [value]

@@ -3,7 +3,7 @@
 Every process runs the same program on its own devices. `initialize` connects the processes before
 any device is used. Later they agree through the key-value store of JAX's coordination service,
 which runs in process 0, and never through the devices. A missing process is therefore reported by
-number after a timeout, where a collective operation would hang. With one process, all functions
+number after a timeout, whereas a collective operation would hang. With one process, all functions
 return immediately.
 """
 
@@ -31,8 +31,10 @@ from rmt_tpu.distributed.rendezvous import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.streams import flush_stdout, log_line
 
-_LOOK_SECONDS = 1.0  # seconds between two checks for failures of other processes
-# Maximum seconds for which process 0, which hosts the key-value store, stays after a failure.
+# A process checks for failures of other processes once in this number of seconds.
+_LOOK_SECONDS = 1.0
+# After a failure, process 0, which hosts the key-value store, exits at the latest after this number
+# of seconds.
 _FAREWELL_SECONDS = 10.0
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
@@ -41,7 +43,7 @@ _watch: "_Watch | None" = None
 
 
 def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
-    """Return this process's place in the job of a cluster, and the numbers of its devices.
+    """Return this process's place in a job on a cluster, and the numbers of its local devices.
 
     The cluster is a TPU slice, or runs SLURM, Open MPI or Kubernetes. If the second value is None,
     the process uses all devices of its host.
@@ -56,8 +58,8 @@ def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
             )
         )
         if None in (coordinator, num_processes, process_id):
-            raise LookupError("no such environment variables")
-    except Exception as error:  # each kind of cluster raises its own exceptions
+            raise LookupError("the environment variables of such a job are not set")
+    except Exception as error:  # Each kind of cluster raises its own exceptions.
         raise UsageError(
             "--distributed finds no TPU slice and no SLURM, Open MPI or Kubernetes job here "
             f"({' '.join(str(error).split())}); give --coordinator=HOST:PORT --num_processes=N "
@@ -148,7 +150,7 @@ class Channel:
         self._name, self._calls = name, 0
 
     def exchange(self, value: str, what: str, *, timeout: int | float | None = None) -> list[str]:
-        """Return the `value` of every process, in process order, once all have called this.
+        """Wait until all processes have called this method; return their values in process order.
 
         Args:
           value: a short text from this process.
@@ -157,7 +159,7 @@ class Channel:
 
         Raises:
           RunError: some processes did not arrive within the timeout (the message names them), or
-            process 0, which stores the values, is gone.
+            process 0, which stores the values, cannot be reached.
         """
         count = num_processes()
         if count == 1:
@@ -169,7 +171,8 @@ class Channel:
             client.key_value_set(f"{folder}{process_id()}", value)
             self._wait_at_barrier(client, folder, what, timeout)
             values = _read(client, folder)
-            if is_first():  # all processes have read the values from two calls ago
+            # By now, all processes have read the values from two calls ago.
+            if is_first():
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -216,7 +219,7 @@ def _read(client: Any, folder: str) -> dict[int, str]:
 
 
 class DelayedMax:
-    """The maximum of a number over all processes, which each call returns one call later.
+    """A function that collects a number from each process; its next call returns their maximum.
 
     All processes get the same result in the same training step. A call dispatches a program that
     takes the maximum over one number per device, queued after the step in progress. The call
@@ -251,7 +254,8 @@ def finish(timeout: int | float = 3600.0) -> None:
     Without the wait, processes that finish early would regard a slower process as dead.
 
     Args:
-      timeout: the time in seconds; it is long because process 0 may still have a sample to write.
+      timeout: the time in seconds; it is long because process 0 may still have to write a
+        sample.
     """
     exchange("", "the end of the run", timeout=timeout)
 
@@ -281,7 +285,8 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
       code: the exit code.
       broadcast: the line and code for the other processes, which stop when they read it; or None.
     """
-    _ending.acquire()  # blocks any other thread until the process exits
+    # From now on, any other thread that calls this function waits until the process exits.
+    _ending.acquire()
     client = global_state.client
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if broadcast:
@@ -305,7 +310,8 @@ def fail_after_device_error(reason: str) -> NoReturn:
 
     The usual cause is that another process has died.
     """
-    time.sleep(3 * _LOOK_SECONDS)  # let the process that died report the cause itself
+    # Wait, so that the process that died can report the cause itself.
+    time.sleep(3 * _LOOK_SECONDS)
     fail(
         f"the computation on devices failed, probably because another process died: {reason}",
         RunError.exit_code,
@@ -326,7 +332,7 @@ class _FailureWatcher:
             try:
                 failed = global_state.client.key_value_dir_get(_FAILED)
             except jax.errors.JaxRuntimeError:
-                return  # process 0 is gone, and JAX's client reports that
+                return  # JAX's client reports that process 0 cannot be reached.
             if failed and not self._stop.is_set():
                 first = json.loads(min(failed)[1])
                 _end(first["line"], RunError.exit_code if first["code"] else 0)

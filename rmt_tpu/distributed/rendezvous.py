@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 from rmt_tpu.errors import RunError, UsageError
 
-DEFAULT_TIMEOUT = 300.0  # seconds to wait for all processes to connect
+# All processes must connect within this number of seconds, unless a flag sets another timeout.
+DEFAULT_TIMEOUT = 300.0
 
 _LONGEST_LINE = 4096
 _RETRY_SECONDS = 0.2
-# Extra seconds to wait for process 0, which may have started later and then times out later.
+# A process waits longer than the timeout by this number of seconds, because process 0 may have
+# started later and then times out later.
 _GRACE_SECONDS = 2.0
 
 
@@ -69,8 +71,8 @@ class Tables(NamedTuple):
     Processes with different tables would compile different programs.
 
     Attributes:
-      fingerprint: hash of the tables.
-      file: path of the user's own table, or None.
+      fingerprint: the hash of the tables.
+      file: the path of the user's own table, or None.
     """
 
     fingerprint: str = ""
@@ -125,7 +127,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Host:
-    """The role of process 0: to accept the connections of all other processes."""
+    """The server in process 0, which accepts the connections of all other processes."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout

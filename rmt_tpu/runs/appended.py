@@ -1,4 +1,4 @@
-"""A file in a run folder that only grows, and that may fail without ending the run."""
+"""A file in a run folder that only grows; a failure to write it does not end the run."""
 
 import math
 import threading
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from rmt_tpu.storage import Fault, Folder
 
-# Seconds between appends to a file in a bucket, and between retries after a failure.
+# The thread waits this number of seconds between two appends to a file in a bucket, and before it
+# retries a failed append.
 _APPEND_SECONDS = 30.0
 
 
@@ -75,7 +76,7 @@ class AppendedFile:
         self.flush()
 
     def _is_backing_off(self) -> bool:
-        """Return whether the last append failed so recently that the next must still wait."""
+        """Return whether the last append failed so recently that the next append must wait."""
         return time.monotonic() < self._retry_at
 
     def _append_periodically(self) -> None:

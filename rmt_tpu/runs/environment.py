@@ -22,7 +22,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
 def describe() -> dict[str, Any]:
     """Return a description of this process as JSON values.
 
-    The entries about this package's code come from `code`.
+    The function `code` supplies the entries about this package's code.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -1,4 +1,4 @@
-"""Growth of a residual matrix: a checkpoint is restored as the same function with a larger D_k.
+"""Growth of a residual matrix: a larger D_k for a trained model that still computes the same.
 
 The rows of a token's residual are called slots. Growth from K to K' > K slots maps the residual `X
 [K, D_v]` to `X' = [X; A X] [K', D_v]`. The J = K' - K new slots hold the old slots multiplied by a
@@ -49,9 +49,9 @@ from rmt_tpu.errors import UsageError
 
 SlotContent = Literal["turned", "zeros", "ones"]
 
-# Maps the name of each parameter with axes of size D_k to these axes, as negative numbers, and to
-# what the new slots along them contain: zeros, ones, or ("turned") the old slots times the matrix
-# A.
+# Maps the name of each parameter with axes of size D_k to the numbers of these axes, counted from
+# the last one as -1, and to the content of the new slots along these axes. The new slots contain
+# zeros, ones, or ("turned") the old slots times the matrix A.
 KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -62,11 +62,11 @@ KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     # The projection of an "input" query has shape [D_k D_v, D_k D_v], and is reshaped here to [D_k,
     # D_v, D_k, D_v].
     "project": ((-4, -2), "zeros"),
-    # The first projections of MUDD's networks, [D_k, D_v, n].
+    # The first projections of MUDD's networks have shape [D_k, D_v, n].
     "project_in": ((-3,), "zeros"),
 }
-# Fields of the model config that may differ between the old model and the new one. The store has
-# D_k.
+# These fields of the model config may differ between the old model and the new one. The field
+# `store` contains D_k.
 _MAY_DIFFER = ("store", "compute_dtype", "remat")
 
 
@@ -139,7 +139,7 @@ def restore_grown(
 
 
 def key_dim(stored: Mapping[str, StoredArray]) -> int | None:
-    """Return the D_k of a checkpoint, given its `Checkpointer.arrays`; None without keys."""
+    """Return the D_k of a checkpoint, from its `Checkpointer.arrays`, or None if it has no keys."""
     keys = stored.get("params/final_site/store_keys")
     return keys.shape[-1] if keys and len(keys.shape) == 2 else None
 
@@ -248,8 +248,8 @@ def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
     parts = getattr(new_model.mixer, "num_heads", 1)
     if wanted != size and size % parts:
         raise UsageError(
-            f"model.store.key_dim={size} cannot be grown with mixer.num_heads={parts}, whose parts "
-            "end within a slot; legal: no growth"
+            f"model.store.key_dim={size} cannot grow with model.mixer.num_heads={parts}, because "
+            f"{size} is not a multiple of {parts}; legal: {size}"
         )
     if wanted != size and (wanted < 2 * size or wanted % parts):
         multiples = f" in multiples of {parts}" if parts > 1 else ""

@@ -20,7 +20,7 @@ from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
 from rmt_tpu.storage import Folder, Location, find_objects, open_folder
 
-# How the names of the files that hold a model in Hugging Face format end.
+# The files of a model in Hugging Face format have names that end in one of these.
 _HUB_FILES = ".json", ".safetensors"
 
 
@@ -108,7 +108,7 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     with argument_errors("workdir"):
         folder = open_folder(workdir)
     if not is_hub(folder):
-        read_config(workdir)  # raises an error if the folder has no run
+        read_config(workdir)  # This call raises an error if the folder has no run.
         return open_checkpoints(folder).identity(step)
     if step is not None:
         raise _no_step(step, folder)
@@ -124,7 +124,7 @@ def _no_step(step: int, folder: Folder) -> ArgumentError:
 
 
 def _check_finite(params: Any, where: str) -> None:
-    """Check that all parameters are finite, with one program on the devices that hold them.
+    """Check that all parameters are finite, with one program on the devices that store them.
 
     Raises:
       RunError: a parameter has a number that is not finite.
@@ -134,7 +134,7 @@ def _check_finite(params: Any, where: str) -> None:
         if not good:
             name = "/".join(str(key.key) for key in path)
             raise RunError(
-                f"{where}: {name} has numbers that are not finite; open another --step of the run"
+                f"{where}: {name} has numbers that are not finite; load another --step of the run"
             )
 
 

@@ -12,7 +12,7 @@ from rmt_tpu.storage import Fault, Folder, Location, open_folder
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
-_LARGEST = 4 * 2**30  # maximum size of the metrics file in bytes; a row has about 300 bytes
+_LARGEST = 4 * 2**30  # The maximum size of the metrics file in bytes. A row has about 300 bytes.
 
 
 class MetricsWriter:
@@ -42,7 +42,7 @@ class MetricsWriter:
         self._rows = AppendedFile(folder, FILE, report)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row of metrics; on a local disk the file has the row when this returns."""
+        """Write one row of metrics; on a local disk, the file has the row on return."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
 

@@ -23,18 +23,22 @@ from rmt_tpu.runs.plots import LOSS_CURVE, plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
-SPIKES = "spikes.jsonl"  # a line for each time that the run went back from a spike
-DIVERGED = "diverged.txt"  # the file with the error message of a run whose loss diverged
+# The file has one line for each time that the run went back to a checkpoint after a loss spike.
+SPIKES = "spikes.jsonl"
+# The file has the error message of a run whose loss diverged.
+DIVERGED = "diverged.txt"
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 
 
 class Restart(Exception):
-    """An exception for a run that ends here, and begins again in the same process."""
+    """An exception that ends a run, which then begins again in the same process."""
 
 
 class SideFiles:
-    """A writer of metrics, loss curve, text samples and list of starts, also to trackers.
+    """A writer of a run's metrics, loss curve, text samples and list of starts.
+
+    It also sends the metrics, the loss curve and the samples to the run's trackers.
 
     If a file cannot be written, one line is printed once, and the run continues. Only the first
     process writes files. On other processes the methods do nothing, except `sample`, which all
@@ -185,7 +189,7 @@ class SideFiles:
 def archive_metrics(folder: Folder) -> None:
     """Move the metrics of an earlier start without a checkpoint to `metrics.old.jsonl`.
 
-    The run that begins again is a new one for trackers too.
+    The list of tracked runs is deleted, so that trackers record the restarted run as a new one.
     """
     folder.delete(trackers.FILE)
     if (found := folder.read(FILE)) is not None:

@@ -33,7 +33,7 @@ class TensorBoard:
         self._file.add(header(first_step))
 
     def config(self, config: Mapping[str, Any]) -> None:
-        """Record the run's config, as indented text, which is code in Markdown."""
+        """Record the run's config as indented JSON, which Markdown shows as code."""
         lines = json.dumps(config, indent=2).splitlines()
         self.text(0, "config", "\n".join(f"    {line}" for line in lines))
 
@@ -42,7 +42,7 @@ class TensorBoard:
         self._file.add(scalars(step, values))
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """Record a picture in PNG format as it is after a step."""
+        """Record a picture in PNG format that shows the run after a step."""
         self._file.add(picture(step, name, png))
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -52,7 +52,7 @@ class TensorBoard:
         self._file.add(_record(step=step, summary=summary.text(name, text)))
 
     def flush(self) -> None:
-        """Write what is pending; any thread may call this."""
+        """Write all pending records; any thread may call this method."""
         self._file.flush()
 
     def close(self, failed: bool) -> None:
@@ -83,7 +83,7 @@ def header(first_step: int) -> bytes:
 
 
 def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """Return the record with a step's values, each of which is a point on the curve of its name."""
+    """Return a record with the values of a step; each value is a point on the curve of its name."""
     from tensorboardX.proto.summary_pb2 import Summary
 
     curves = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -91,7 +91,7 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def picture(step: int, name: str, png: bytes) -> bytes:
-    """Return the record with a picture, whose width and height are at bytes 16 to 23 of a PNG."""
+    """Return a record with a PNG picture, whose bytes 16 to 23 are its width and height."""
     from tensorboardX.proto.summary_pb2 import Summary
 
     width, height = struct.unpack(">II", png[16:24])
@@ -100,7 +100,7 @@ def picture(step: int, name: str, png: bytes) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    """Return an event with these fields in the TFRecord format, with its length and checksums."""
+    """Return an event with the given fields in TFRecord format, with its length and checksums."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

@@ -23,7 +23,8 @@ class TextBounds(NamedTuple):
 def load(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
     """Read the text boundaries of the run in a folder.
 
-    Without a generation_config.json, they are the tokenizer's own: BOS at both ends by default.
+    Without a generation_config.json, the boundaries are those of the tokenizer: by default, BOS is
+    both the start token and the end token.
 
     Args:
       folder: the run folder.
@@ -63,9 +64,9 @@ def save(folder: Folder, tokenizer: Tokenizer) -> None:
 def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
     """Return the text boundaries of a run that is initialized from the model in a folder.
 
-    Texts start as the model's texts do. The end tokens are the model's, and BOS, which separates
-    documents in training. If the model's tokenizer is missing or differs from `tokenizer`, the
-    result has the boundaries of `tokenizer`.
+    Texts start with BOS if the model's texts do. The end tokens are those of the model, and BOS,
+    which separates documents in training. If the model's tokenizer is missing or differs from
+    `tokenizer`, the result has the boundaries of `tokenizer`.
 
     Args:
       folder: the folder of the initial model.

@@ -13,11 +13,12 @@ from rmt_tpu.errors import UsageError, one_line
 from rmt_tpu.runs import tensorboard, weights_and_biases
 from rmt_tpu.storage import Folder
 
-FILE = "trackers.json"  # which tracked run belongs to this run folder, by the tracker's name
+# The file maps the name of a tracker to the id under which the tracker records this run.
+FILE = "trackers.json"
 
 
 class Tracker(Protocol):
-    """A receiver of the values of a run. Any method may raise any exception."""
+    """An object that records the values of a run. Any method may raise any exception."""
 
     def config(self, config: Mapping[str, Any]) -> None:
         """Record the run's config, as JSON values."""
@@ -26,20 +27,20 @@ class Tracker(Protocol):
         """Record some metrics of a step, by name; a step may have several such rows."""
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """Record a picture as it is after a step."""
+        """Record a picture that shows the run after a step."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Record a text, such as a sample after a step."""
 
     def flush(self) -> None:
-        """Write what is pending; any thread may call this."""
+        """Write all pending records; any thread may call this method."""
 
     def close(self, failed: bool) -> None:
         """End the recording; `failed` is whether the run has ended with an error."""
 
 
 class Trackers:
-    """The trackers of a run as one, which leaves out those that fail.
+    """All trackers of a run as one object, which drops each tracker that fails.
 
     Args:
       makers: functions that make the trackers, by name.
@@ -68,7 +69,7 @@ class Trackers:
         self._each(lambda tracker: tracker.metrics(step, values))
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """Record a picture in PNG format as it is after a step."""
+        """Record a picture in PNG format that shows the run after a step."""
         self._each(lambda tracker: tracker.picture(step, name, png))
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -76,7 +77,7 @@ class Trackers:
         self._each(lambda tracker: tracker.text(step, name, text))
 
     def flush(self) -> None:
-        """Write what is pending; any thread may call this."""
+        """Write all pending records; any thread may call this method."""
         self._each(lambda tracker: tracker.flush())
 
     def close(self, *, failed: bool) -> None:
@@ -89,7 +90,7 @@ class Trackers:
             try:
                 do(tracker)
             except Exception as error:
-                # Another thread may have left it out already.
+                # Another thread may already have dropped the tracker.
                 if self._trackers.pop(name, None) is not None:
                     self._failed(name, error)
 
@@ -107,8 +108,8 @@ def open_trackers(
 ) -> Trackers:
     """Return the trackers of a run that starts or resumes.
 
-    A run that resumes goes on in the tracked run of its earlier starts, which `trackers.json` in
-    the run folder names.
+    If the run resumes, its tracked run from earlier starts is continued. The file `trackers.json`
+    in the run folder has the id of the tracked run.
 
     Args:
       names: names of trackers, from `wanted`.
@@ -125,7 +126,7 @@ def open_trackers(
 
 
 def _tracked(folder: Folder) -> str:
-    """Return the name of the run in Weights & Biases, a new one if the folder names none."""
+    """Return the run's id in Weights & Biases; if the folder has none, write a new id to it."""
     found = folder.read(FILE)
     known = json.loads(found.data) if found else {}
     if "wandb" not in known:
@@ -135,7 +136,7 @@ def _tracked(folder: Folder) -> str:
 
 
 def wanted(train: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the trackers that a config asks for.
+    """Return the names of the trackers that a config selects.
 
     TensorBoard is among them if `tracker` names it, if `tensorboard` is "on", or if it is "auto"
     and tensorboardX is installed.

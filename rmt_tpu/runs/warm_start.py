@@ -30,7 +30,8 @@ class WarmStart:
     """A trained model that supplies initial parameters to a new model.
 
     The new model gets each parameter that both models have at the same path. Parameters that only
-    the new model has keep their random initial values, so its residual may differ.
+    the new model has keep their random initial values. Therefore the new model may have a different
+    residual.
 
     Args:
       location: a run folder, or a folder in Hugging Face format, local or gs://.
@@ -53,7 +54,8 @@ class WarmStart:
             with argument_errors("init_from"):
                 other = self._model()
         except UsageError as error:
-            raise UsageError(f"--{str(error).replace('workdir=', '')}") from None
+            flag_and_reason = str(error).replace("workdir=", "")
+            raise UsageError(f"--{flag_and_reason}") from None
         if other.tied_embeddings != model.tied_embeddings:
             raise UsageError(
                 f"model.tied_embeddings={model.tied_embeddings} does not fit "
@@ -83,7 +85,7 @@ class WarmStart:
         return read_config(self._folder).model
 
     def initial_params(self, params: Any, shardings: Any, log: Callable[[str], None]) -> Any:
-        """Return `params` with the shared parameters replaced by those of the other model.
+        """Return `params` with the shared parameters replaced by those of the trained model.
 
         Each device reads only its own shards.
 
@@ -103,7 +105,7 @@ class WarmStart:
             )
             for path in self._shared
         }
-        # The random values are not needed any more, and memory may not hold both.
+        # Delete the random values before loading, because the memory may be too small for both.
         for path in like:
             flat[path].delete()
         read = self._read(like)
@@ -117,8 +119,8 @@ class WarmStart:
     def source_params(self, params: Any, like: Any) -> Any:
         """Return the parameters of the trained model.
 
-        Those that the new model has too are the arrays in `params`, which are not copied. Only the
-        others are read, and each device reads only its own shards.
+        Parameters that the new model also has are taken from `params`, without a copy. Only the
+        other parameters are read, and each device reads only its own shards.
 
         Args:
           params: the new model's parameters, from `initial_params`.
@@ -134,7 +136,7 @@ class WarmStart:
         return traverse_util.unflatten_dict(found)
 
     def left_out(self, like: Any) -> list[Path]:
-        """Return the paths of parameters in `like`, the trained model's, that the new one lacks."""
+        """Return the paths of the trained model's parameters, `like`, that the new model lacks."""
         shared = set(self._shared)
         return [path for path in traverse_util.flatten_dict(like) if path not in shared]
 
@@ -143,7 +145,7 @@ class WarmStart:
 
     def _read_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tree = {"params": traverse_util.unflatten_dict(like)}
-        # A later read is of the same step, also if the other run has saved a newer one meanwhile.
+        # Later calls read the same step, even if the other run has saved a newer checkpoint.
         step, state, meta = open_checkpoints(self._folder).restore(tree, self._step, partial=True)
         self._step = step
         with flag_errors("init_from"):
@@ -155,7 +157,8 @@ class WarmStart:
         found = weights.pieces_by_parameter(tensors, describe(self._folder))
         shapes, arrays = _shapes(self.source), {}
         for path, wanted in like.items():
-            # Virtual pipeline stages of the new run split the layer axis into chunks.
+            # The shapes may differ, because virtual pipeline stages of the new run split the layer
+            # axis into chunks.
             arrays[path] = read_parameter(
                 tensors, found.get(path, []), shapes[path], wanted.shape, wanted.sharding
             )
@@ -192,12 +195,13 @@ class ContinuedRun:
         if is_hub(self.folder):
             raise UsageError(
                 f"{what}: a folder in Hugging Face format has only weights; legal: a run folder, "
-                "or no --with_optimizer"
+                "or leave out --with_optimizer"
             )
         try:
             self.config = read_config(self.folder)
         except ArgumentError as error:
-            raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
+            _, _, value_and_reason = str(error).partition("=")
+            raise UsageError(f"--init_from={value_and_reason}") from None
         lines = differences(overrides.to_json(self.config), overrides.to_json(config))
         paths = {line: line.split(" ", 1)[0] for line in lines}
         fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"

@@ -1,7 +1,8 @@
-"""The tracker for Weights & Biases, by the package `wandb`.
+"""The tracker for Weights & Biases, which uses the package `wandb`.
 
-The environment says where the run is shown, as for any program with wandb: WANDB_PROJECT (here by
-default rmt_tpu), WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and WANDB_MODE, which may be "offline".
+Environment variables select where the run is shown, as for any program that uses wandb:
+WANDB_PROJECT (here by default rmt_tpu), WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and WANDB_MODE,
+which may be "offline".
 """
 
 import html
@@ -16,7 +17,7 @@ from typing import Any
 
 from rmt_tpu.storage import Folder
 
-# Seconds until a run no longer waits for the upload of what was recorded.
+# At its end, a run waits at most this number of seconds for the upload of its records.
 _FINISH_SECONDS = 300.0
 
 
@@ -26,7 +27,7 @@ def is_installed() -> bool:
 
 
 def new_id() -> str:
-    """Return a name for a new run that no other run has."""
+    """Return a unique id for a new run."""
     return uuid.uuid4().hex[:16]
 
 
@@ -38,8 +39,8 @@ class WeightsAndBiases:
 
     Args:
       folder: the run folder. wandb keeps its files there if it is local.
-      run_id: name of the tracked run; a run that was tracked before goes on.
-      log: a function that is called with one line that says where the run is shown.
+      run_id: the id of the tracked run; an existing run with this id is continued.
+      log: a function that is called with one line that states where the run is shown.
     """
 
     def __init__(self, folder: Folder, run_id: str, log: Callable[[str], None]):
@@ -68,7 +69,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """Record a picture in PNG format as it is after a step."""
+        """Record a picture in PNG format that shows the run after a step."""
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, "picture.png")
             path.write_bytes(png)
@@ -86,7 +87,7 @@ class WeightsAndBiases:
         """End the tracked run.
 
         Raises:
-          TimeoutError: the upload takes too long; what is missing is in wandb's own files.
+          TimeoutError: the upload takes too long; wandb's own files have all records.
         """
         finish = threading.Thread(
             target=lambda: self._run.finish(exit_code=int(failed)), name="wandb", daemon=True
@@ -94,4 +95,6 @@ class WeightsAndBiases:
         finish.start()
         finish.join(_FINISH_SECONDS)
         if finish.is_alive():
-            raise TimeoutError(f"the upload has not ended in {_FINISH_SECONDS:.0f} s")
+            raise TimeoutError(
+                f"the upload to Weights & Biases has not ended in {_FINISH_SECONDS:.0f} s"
+            )

@@ -116,12 +116,13 @@ def check_access(folder: Folder, *, write: bool = False) -> None:
 
 
 def _check_kinds(folder: Folder) -> None:
-    """Check that no name in the run folder is a folder in place of a file, or the reverse.
+    """Check that the run's files are not folders, and that its folders are not files.
 
     Raises:
       UsageError: there is a folder in place of a file, or a file in place of a folder.
     """
-    if folder.local_path is None:  # a bucket may have a file and a folder of the same name
+    # A bucket may have a file and a folder of the same name.
+    if folder.local_path is None:
         return
     names = folder.names()
     if CHECKPOINTS in names:
@@ -175,7 +176,7 @@ def resume_overrides(folder: Folder) -> dict[str, Any]:
     """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
-        with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config
+        with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config.
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
                 paths = (
@@ -197,7 +198,7 @@ def warm_started_config(folder: Folder) -> RunConfig | None:
       UsageError: the folder cannot be read.
     """
     check_access(folder)
-    with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config
+    with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config.
         if (found := folder.read(CONFIG)) is not None:
             config = _parsed(folder, found.data)
             if config.train.init_from and open_checkpoints(folder).steps():
@@ -255,7 +256,7 @@ def holds_run(folder: Folder, config: RunConfig) -> bool:
 
 
 def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[str, Rule]:
-    """Return a line about each field that differs between two configs, with its resume rule.
+    """Return a dict from a line about each different field of two configs to its resume rule.
 
     Fields that may always change (rule "free") are left out.
 
@@ -267,7 +268,8 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
-    if not has_begun:  # before the first checkpoint, fields such as init_from have an effect
+    # Before the first checkpoint, fields such as init_from affect the run, so they may not change.
+    if not has_begun:
         began = {f"train.{name}" for name in START_FIELDS}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
@@ -356,7 +358,7 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
     """
     try:
         saved = load_saved(folder)
-    except UsageError:  # a missing or damaged tokenizer file is written again later
+    except UsageError:  # A missing or damaged tokenizer file is written again later.
         return
     if saved.fingerprint() != tokenizer.fingerprint():
         raise UsageError(
@@ -390,9 +392,10 @@ def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) 
             if checkpoints.meta().get("branch") == from_step:
                 return None
     if from_step not in steps:
-        there = f"legal: {', '.join(map(str, steps))}" if steps else "it has none"
-        what = f"--from_step={from_step} is not a checkpoint of --workdir={folder}"
-        raise UsageError(f"{what}; {there}")
+        legal = f"legal: {', '.join(map(str, steps))}" if steps else "it has none"
+        raise UsageError(
+            f"--from_step={from_step} is not a checkpoint of --workdir={folder}; {legal}"
+        )
     return from_step
 
 

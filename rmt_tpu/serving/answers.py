@@ -1,4 +1,4 @@
-"""Responses in the formats of OpenAI's completions and chats, whole or as a stream of chunks."""
+"""Responses in OpenAI's formats for completions and chats, whole or as a stream of chunks."""
 
 import codecs
 import math
@@ -52,7 +52,7 @@ class Answer:
       created: the time of the request, in seconds since 1970.
     """
 
-    # The names of the formats of a whole response and of a chunk.
+    # The values of the field `object` in a whole response and in a chunk.
     _kind = _chunk_kind = "text_completion"
 
     def __init__(self, request: CompletionRequest, served: ServedModel, name: str, created: int):
@@ -158,7 +158,7 @@ class ChatAnswer(Answer):
 
     def _part(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant"} if first else {}
-        # A chunk without text still says so if it is the first one, because clients expect text.
+        # The first chunk has this field even if its text is empty, because clients expect it.
         delta |= {"content": piece.text} if piece.text or first else {}
         return self._choice(index, "delta", delta, piece)
 
@@ -178,7 +178,7 @@ class ChatAnswer(Answer):
     def _score(self, token: int, log: float | None) -> dict[str, Any]:
         text, known = self._text(token), token < self._tokenizer.vocab_size
         content = list(self._tokenizer.decode_bytes([token])) if known else None
-        # Clients expect a number here: OpenAI writes -9999 for what is as good as impossible.
+        # Clients expect a number, so an impossible token gets -9999, as in OpenAI's responses.
         log = -9999.0 if _finite(log) is None else log
         return {"token": text, "logprob": log, "bytes": content}
 
@@ -190,9 +190,11 @@ class _Choice:
         self.request, self.index, self.tokenizer = request, index, tokenizer
         self.prompt = request.prompts[index // request.n]
         self.begun = False
-        self.characters_sent = 0  # number of characters sent so far
-        self.offset = 0  # character offset at which the next token's text begins
-        self.pending: list[ScoredToken] = []  # tokens whose text has not been sent yet
+        self.characters_sent = 0
+        # The text of the next token begins at this number of characters.
+        self.offset = 0
+        # The text of these tokens has not been sent yet.
+        self.pending: list[ScoredToken] = []
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, completion: Completion, prompt: Scores | None) -> Piece:
@@ -235,7 +237,8 @@ class _Choice:
         """Record a token with its scores and text offset, to be reported when its text is sent."""
         best = None if likeliest is None else [*likeliest.items()][: self.request.logprobs]
         self.pending.append(ScoredToken(token, log, best, self.offset))
-        if token < self.tokenizer.vocab_size:  # ids beyond the tokenizer's vocabulary have no text
+        # Ids beyond the tokenizer's vocabulary have no text.
+        if token < self.tokenizer.vocab_size:
             self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 
 

@@ -28,8 +28,10 @@ from rmt_tpu.serving.protocol import CompletionRequest, ServedModel, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import log_line
 
-_RETRY_AFTER = 1  # seconds that a refused client is asked to wait before it retries
-_BODY_SECONDS = 60  # maximum number of seconds until a request's body has arrived
+# A refused client is asked to retry after this number of seconds.
+_RETRY_AFTER = 1
+# The body of a request must arrive within this number of seconds.
+_BODY_SECONDS = 60
 # A body that is larger than max_body is still read up to this multiple of max_body, and discarded.
 # If the server refused the request earlier, a client that is still sending might not read the
 # error.
@@ -49,7 +51,7 @@ class Front:
       app: the application for an ASGI server.
       texts: the number of open texts, that is, of texts that are queued or being generated.
       draining: whether new requests are refused because the server is shutting down.
-      metrics: the server's figures; None if prometheus_client is not installed.
+      metrics: the server's metrics; None if prometheus_client is not installed.
     """
 
     def __init__(self, worker: Worker, served: ServedModel, *, max_body: int, log: bool = False):
@@ -93,11 +95,12 @@ class Front:
         self._waiting.discard(pieces)
 
     def end_all(self) -> None:
-        """End all open texts; their clients get an error that the server is shutting down."""
+        """End all open texts, and send their clients an error: the server is shutting down."""
         for pieces in self._waiting:
             pieces.put_nowait(Refusal("the server is shutting down", status=503, code="ending"))
         for limit in self._reading:
-            limit.reschedule(0)  # set a deadline in the past, so that reading stops at once
+            # A deadline in the past stops the reading immediately.
+            limit.reschedule(0)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})
@@ -136,7 +139,8 @@ class Front:
         try:
             body = await self._body(request)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads this response
+            # The client has disconnected, so it does not read this response.
+            return Response(status_code=400)
         self._check_open()
         # Parse in another thread: tokenizing a long prompt would block the event loop.
         read = parse_chat if request.url.path.startswith("/v1/chat/") else parse
@@ -156,7 +160,8 @@ class Front:
         try:
             body = await self._body(request)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads this response
+            # The client has disconnected, so it does not read this response.
+            return Response(status_code=400)
         return JSONResponse(await asyncio.to_thread(convert, body, self.served))
 
     async def _body(self, request: Request) -> bytes:
@@ -189,7 +194,7 @@ class Front:
         """Raise Refusal if the server is shutting down, or has no room for `texts` more texts."""
         if self.draining:
             raise Refusal(
-                "the server is shutting down and takes no new requests",
+                "the server is shutting down and accepts no new requests",
                 status=503,
                 code="ending",
                 retry_after=_RETRY_AFTER,
@@ -241,7 +246,8 @@ class _Reply:
         def deliver(piece: Piece | Exception) -> None:
             if self._stopwatch is not None and isinstance(piece, Piece):
                 self._stopwatch.add(piece)
-            with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
+            # The call raises RuntimeError if the event loop is already closed.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self._job = Job(requests, parsed.stop, deliver)

@@ -25,7 +25,7 @@ _NEUTRAL = {
     "store": False,
     "tools": [],
 }
-# OpenAI's fields that change no text here, whatever their value.
+# These fields of OpenAI's API are accepted with any value, and have no effect on the text.
 _IGNORED = (
     "metadata",
     "parallel_tool_calls",
@@ -43,7 +43,7 @@ _OF_MESSAGE = ("content", "name", "reasoning_content")
 
 
 def parse_chat(body: bytes, served: ServedModel, fresh_seed: int) -> CompletionRequest:
-    """Parse and check the body of a request, and make its messages the prompt.
+    """Parse and check the body of a request, and turn its messages into a prompt.
 
     Args:
       body: the body, in JSON.
@@ -93,7 +93,7 @@ def check_template(served: ServedModel) -> ChatTemplate:
 
 
 def conversation(values: Mapping[str, Any], template: ChatTemplate, served: ServedModel) -> Prompt:
-    """Return the prompt that the messages of a request make.
+    """Return the prompt made from the messages of a request by the chat template.
 
     Raises:
       Refusal: the messages are not legal, or the template refuses them.
@@ -152,7 +152,7 @@ def _joined(name: str, content: Any) -> Any:
 
 
 def _limit(values: Mapping[str, Any]) -> str:
-    """Return which field has the maximum number of new tokens: the new name or the older one."""
+    """Return the name of the field that limits new tokens: max_completion_tokens or max_tokens."""
     old, new = "max_tokens", "max_completion_tokens"
     if new in values and values.get(old, values[new]) != values[new]:
         raise Refusal(

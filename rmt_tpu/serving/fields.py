@@ -60,7 +60,8 @@ def read_object(
     """
     try:
         values = parse_json(body.decode())
-    except ValueError as error:  # also raised, as UnicodeDecodeError, by bytes that are not UTF-8
+    # Bytes that are not UTF-8 raise UnicodeDecodeError, which is a ValueError.
+    except ValueError as error:
         raise Refusal(f"the request body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Refusal(f"the request body is {shown(values)}; legal: a JSON object")

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from rmt_tpu.serving.worker import Piece, Worker
 
-_WINDOW = 10  # seconds over which tokens per second are counted
-# Upper bounds of the histograms' buckets, in seconds.
+# The number of tokens per second is a mean over this number of seconds.
+_WINDOW = 10
+# The upper bounds of the histograms' buckets, in seconds.
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -70,8 +71,8 @@ class Metrics:
 class Stopwatch:
     """The times of the tokens of one request, which are added to the server's figures.
 
-    `add` is called in the worker's thread and `close` in a different thread. Pieces that come after
-    `close` are not counted.
+    `add` is called in the worker's thread and `close` in a different thread. Pieces that are added
+    after `close` are not counted.
 
     Args:
       metrics: the server's figures.
@@ -81,7 +82,8 @@ class Stopwatch:
 
     def __init__(self, metrics: Metrics, texts: int, prompt_tokens: int):
         self._metrics, self._begun, self._open = metrics, time.monotonic(), texts
-        self._last: dict[int, float] = {}  # the time of a text's newest token
+        # Maps the index of a text to the time of its newest token.
+        self._last: dict[int, float] = {}
         metrics.prompt_tokens.inc(prompt_tokens)
 
     def add(self, piece: Piece) -> None:
@@ -104,14 +106,14 @@ class Stopwatch:
             self._metrics.ended.labels(piece.completion.finish).inc()
 
     def close(self) -> None:
-        """Count the texts that have no end, because of an error or because the client left."""
+        """Count texts that never ended, because of an error or because the client disconnected."""
         if self._open:
             self._metrics.ended.labels("none").inc(self._open)
             self._open = 0
 
 
 class _Recent:
-    """The number of tokens in the last seconds. It is thread-safe."""
+    """A thread-safe count of the tokens generated in the last `_WINDOW` seconds."""
 
     def __init__(self):
         self._lock, self._counts = threading.Lock(), deque()

@@ -1,4 +1,4 @@
-"""Parsing and checking of requests to OpenAI's /v1/completions, and what chats share with them."""
+"""Parsing and checking of requests to OpenAI's /v1/completions, and of fields that chats share."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from rmt_tpu.serving.fields import Refusal, field, is_a, read_object, whole_numb
 
 _MAX_STOPS, _LONGEST_STOP = 4, 256
 _MAX_STOP_TOKENS, _MAX_BIAS = 64, 100
-_DEFAULT_TOKENS = 16  # OpenAI's default
+_DEFAULT_TOKENS = 16  # This is the default of max_tokens in OpenAI's API.
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class ServedModel:
 
     @property
     def with_start(self) -> str:
-        """The words after a token count in error messages, which say what the count includes."""
+        """The words after a token count in an error message: whether it includes a start token."""
         return " (with the start token)" if self.tokenizer.starts else ""
 
     @property
     def legal_tokens(self) -> int:
-        """The bound of legal token ids: each id below it has an embedding and a text."""
+        """The exclusive upper bound of legal token ids, which have an embedding and a text."""
         size = self.tokenizer.vocab_size
         return size if self.vocab_size is None else min(size, self.vocab_size)
 
@@ -165,7 +165,7 @@ def continuation(
     chat: bool = False,
     limit: str = "max_tokens",
 ) -> CompletionRequest:
-    """Return the request to continue prompts, with the fields that completions and chats share.
+    """Return a request that continues prompts, from the fields that completions and chats share.
 
     Args:
       values: the fields of the request.
@@ -221,7 +221,7 @@ def check_model(values: Mapping[str, Any], served: ServedModel) -> None:
 
 
 def _sampling(values: Mapping[str, Any], fresh_seed: int) -> Sampling:
-    """Return the sampling settings, but for the maximum number of new tokens."""
+    """Return the sampling settings, without the request's maximum number of new tokens."""
     settings = {name: values[name] for name in _SAMPLING if name in values}
     for name, value in settings.items():
         integral = isinstance(getattr(Sampling, name), int)
@@ -230,7 +230,8 @@ def _sampling(values: Mapping[str, Any], fresh_seed: int) -> Sampling:
         settings[name] = value if integral else _as_float(value)
     if "seed" in settings:
         settings["seed"] = _seed(values)
-    if settings.get("top_p") == 0:  # only the likeliest token is left
+    # With top_p=0, only the likeliest token can be sampled.
+    if settings.get("top_p") == 0:
         settings |= {"top_p": 1.0, "temperature": 0.0}
     try:
         return Sampling(**{"seed": fresh_seed, **settings, "max_tokens": 1})
@@ -289,7 +290,7 @@ def _seed(values: Mapping[str, Any]) -> int:
 
 
 def _as_float(value: int | float) -> float:
-    """Return a number as a float; infinity for an integer that exceeds all floats."""
+    """Return a number as a float, or infinity for an integer that exceeds all floats."""
     try:
         return float(value)
     except OverflowError:
@@ -299,8 +300,8 @@ def _as_float(value: int | float) -> float:
 def _prompts(values: Mapping[str, Any], n: int, served: ServedModel) -> list[Prompt]:
     """Return the prompts of a request.
 
-    The field may hold a text, a list of tokens, or a list of texts or of token lists. Without the
-    field, the prompt is an empty text.
+    The field may contain a text, a list of tokens, or a list of texts or of token lists. Without
+    the field, the prompt is an empty text.
     """
     prompts = values.get("prompt", "")
     several = isinstance(prompts, list) and not all(map(is_a(int), prompts))

@@ -1,4 +1,4 @@
-"""Startup and graceful shutdown of the HTTP server. Needs starlette and uvicorn."""
+"""Startup and graceful shutdown of the HTTP server, which needs starlette and uvicorn."""
 
 import asyncio
 import signal
@@ -14,10 +14,14 @@ from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.serving.app import Front
 from rmt_tpu.streams import log_line
 
-_SLOW_READERS = 5  # seconds that slow clients get to receive their responses at shutdown
-_HEADERS = 30  # maximum number of seconds that the server waits for a request's headers
-CONNECTIONS = 1000  # default maximum number of connections
-_POLL_SECONDS = 0.05  # seconds between checks for unfinished texts before the server ends
+# At shutdown, slow clients have this number of seconds to receive their responses.
+_SLOW_READERS = 5
+# The headers of a request must arrive within this number of seconds.
+_HEADERS = 30
+# The server accepts at most this number of connections by default.
+CONNECTIONS = 1000
+# Before it ends, the server checks for unfinished texts once in this number of seconds.
+_POLL_SECONDS = 0.05
 
 
 def serve(
@@ -105,12 +109,14 @@ class Server(uvicorn.Server):
             front.app,
             loop="asyncio",
             http=Protocol,
-            # uvicorn refuses requests as soon as there are this many connections.
+            # uvicorn refuses requests when the number of connections reaches this limit, so the
+            # limit is one more than the maximum.
             limit_concurrency=max_connections + 1,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # uvicorn logs nothing: `Front` logs requests and failures
+            # uvicorn logs nothing, because `Front` logs requests and failures.
+            log_level="critical",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_SLOW_READERS,

@@ -19,7 +19,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     """Return the response to a request to /tokenize, with the tokens of a text or a chat.
 
     The tokens are those that the model reads for this prompt or for these messages. If
-    `add_special_tokens` is false, no start token is put in front of a prompt.
+    `add_special_tokens` is false, a prompt gets no start token.
 
     Raises:
       Refusal: the request is not legal.
@@ -32,7 +32,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
         tokens = conversation(values, check_template(served), served).tokens
         return _counted(tokens, served)
     if chat := [name for name in _CHAT if name in values]:
-        raise Refusal(f"{chat[0]} needs messages", chat[0])
+        raise Refusal(f"{chat[0]} needs messages; legal: both, or neither of them", chat[0])
     with_start = field(values, "add_special_tokens", True, is_a(bool), "true or false")
     text = values.get("prompt")
     if not isinstance(text, str):

@@ -19,8 +19,8 @@ class Piece(NamedTuple):
     Attributes:
       index: the index of the text in its job.
       completion: the new piece.
-      prompt: the scores of the prompt's tokens, in the first piece of a text whose request asks for
-        them; otherwise None.
+      prompt: the scores of the prompt's tokens, in the first piece of a text, if they were
+        requested; otherwise None.
     """
 
     index: int
@@ -60,8 +60,8 @@ class Worker(threading.Thread):
         self.error: Exception | None = None
         self._engine, self._tokenizer = engine, tokenizer
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Maps the engine's number of a request to its job, the index of the text within the job,
-        # and the text so far.
+        # Maps the engine's number of a request to the request's job, the index of its text within
+        # the job, and the text generated so far.
         self._open: dict[int, tuple[Job, int, Draft]] = {}
 
     @property
@@ -71,7 +71,7 @@ class Worker(threading.Thread):
 
     @property
     def slots_used(self) -> int:
-        """The number of slots that hold a text. Any thread may read it."""
+        """The number of slots in which a text is generated. Any thread may read it."""
         return sum(number is not None for number in self._engine.numbers)
 
     def submit(self, job: Job) -> None:
@@ -95,7 +95,8 @@ class Worker(threading.Thread):
         try:
             while self._take_orders():
                 self._step()
-        except Exception as error:  # `_step` raises only if resetting the engine failed
+        # `_step` raises an exception only if resetting the engine failed.
+        except Exception as error:
             self.error = error
             self._fail(error)
 

@@ -439,7 +439,7 @@ def test_what_cannot_grow_is_refused_in_a_line(small, tmp_path):
         (
             model("input query of heads", 7),
             model("input query of heads", 21),
-            "key_dim=7 cannot be grown with mixer.num_heads=3",
+            "key_dim=7 cannot grow with model.mixer.num_heads=3, because 7 is not a multiple of 3",
         ),
         (
             models.model("vector"),

@@ -134,7 +134,8 @@ def test_an_upload_that_hangs_ends_no_run(wandb, tmp_path, monkeypatch):
     with start(tmp_path, told):
         pass
     release.set()
-    assert [line for line in told if "TimeoutError: the upload has not ended in 0 s" in line]
+    error = "TimeoutError: the upload to Weights & Biases has not ended in 0 s"
+    assert [line for line in told if error in line]
 
 
 def test_names_of_trackers_are_checked(monkeypatch):
