@@ -41,7 +41,9 @@ _TARGET = flags.DEFINE_list(
     None,
     "devices to compile for, which need not be present, like v5e,v5p,v6e,tpu7x,h100,h200",
 )
-_DEVICE = flags.DEFINE_bool("device", False, "time candidates on this machine's device")
+_DEVICE = flags.DEFINE_bool(
+    "device", False, "tune for this machine's device, by timing candidates; replaces --target"
+)
 _TOP = flags.DEFINE_integer(
     "top", 5, "number of candidates to time per kernel, with --device", lower_bound=1
 )
@@ -63,8 +65,10 @@ _OUT = flags.DEFINE_string(
     "file for the table of block sizes, local or gs://; the default is $RMT_TPU_TUNED, or "
     "else tuned.json in the user's cache folder",
 )
-_RESUME = flags.DEFINE_bool("resume", True, "reuse the outcomes in the log; otherwise start again")
-_REFRESH = flags.DEFINE_bool("refresh", False, "tune again kernels that the table already has")
+_RESUME = flags.DEFINE_bool(
+    "resume", True, "reuse the outcomes in the log of an earlier search; otherwise start again"
+)
+_REFRESH = flags.DEFINE_bool("refresh", False, "also tune the kernels that the table already has")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would be tuned, and exit")
 _JSON = flags.DEFINE_bool("json", False, "print only JSON; progress goes to standard error")
 _KERNEL = flags.DEFINE_multi_string(

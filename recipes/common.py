@@ -84,8 +84,9 @@ def define_run_flags() -> None:
     }
     for name, path, kind, text in _RUN_FLAGS:
         kinds[kind](name, None, f"{text} ({path})")
-    text = "path=value to set in the config, like model.store.key_dim=128"
-    flags.DEFINE_multi_string("set", [], text)
+    flags.DEFINE_multi_string(
+        "set", [], "path=value to set in the config, like model.store.key_dim=128"
+    )
     define_list_presets()
 
 

@@ -23,7 +23,9 @@ from rmt_tpu.errors import UsageError, flag_errors, unknown
 from rmt_tpu.storage import Folder, open_folder
 
 _PRESETS = flags.DEFINE_list(
-    "presets", ["gpt2-tiny", "rmt-tiny"], "names of presets, or quoted patterns like '*-tiny'"
+    "presets",
+    ["gpt2-tiny", "rmt-tiny"],
+    "names of presets to train, or quoted patterns like '*-tiny'",
 )
 several.define_seeds_flag()
 _BY_LOSS = flags.DEFINE_bool(

@@ -23,12 +23,12 @@ from recipes import common, program
 from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
-_PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of presets")
+_PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of presets to report on")
 _TARGET = flags.DEFINE_list(
     "target",
     None,
-    "list of v5e, v5p, v6e, tpu7x and host; the default is host on a machine with a GPU or a "
-    "TPU, otherwise the first three",
+    "devices to report on, from v5e, v5p, v6e, tpu7x and host (this machine); the default is host "
+    "on a machine with a GPU or a TPU, otherwise the first three",
 )
 _BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "numbers of rows in a batch, like 1,32,256")
 _CONTEXT = flags.DEFINE_list(

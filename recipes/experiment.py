@@ -42,7 +42,9 @@ _NAME = flags.DEFINE_string(
     "name", None, "name of the experiment; it may be given alone, without --name="
 )
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "size of the models and runs")
-_JOBS = flags.DEFINE_integer("jobs", 1, "runs to train at the same time, on CPUs", lower_bound=1)
+_JOBS = flags.DEFINE_integer(
+    "jobs", 1, "number of runs to train at the same time, on CPUs", lower_bound=1
+)
 _ONLY = flags.DEFINE_string(
     "only",
     None,

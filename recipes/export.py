@@ -17,12 +17,14 @@ from recipes import program
 from rmt_tpu.errors import arguments_as_flags
 
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
+    "workdir", None, "run folder of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer(
     "step", None, "step of the checkpoint; the default is the last undamaged checkpoint"
 )
-_OUTPUT = flags.DEFINE_string("output", None, "a new local folder", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "new local folder for the exported model", required=True
+)
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "dtype of the tensors"
 )
@@ -30,8 +32,9 @@ _KIND = flags.DEFINE_enum(
     "kind",
     "hub",
     ["hub", "qwen3_5_moe_text", "rmt_tpu"],
-    "hub: a kind of the hub that can hold the model; qwen3_5_moe_text: this kind, for a model that "
-    "is otherwise written as qwen3_next; rmt_tpu: any model, in a folder with its own PyTorch code",
+    "model type of the folder; hub: the hub's type that fits the model; qwen3_5_moe_text: this "
+    "type, for a model whose type would otherwise be qwen3_next; rmt_tpu: the project's own type "
+    "for any model, with PyTorch code in the folder",
 )
 
 

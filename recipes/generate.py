@@ -25,7 +25,9 @@ trained.define_source_flags()
 trained.define_mesh_flag()
 _PROMPT = flags.DEFINE_string("prompt", "", "text to continue")
 _PROMPTS = flags.DEFINE_string("prompts", None, "file of prompts, local or gs://")
-_OUTPUT = flags.DEFINE_string("output", None, ".jsonl file to append to, local or gs://")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, ".jsonl file to which samples are appended, local or gs://"
+)
 _NUM_SAMPLES = flags.DEFINE_integer(
     "num_samples", 1, "samples per prompt, with --prompts", lower_bound=1
 )
@@ -36,16 +38,20 @@ _LOGPROBS = flags.DEFINE_bool(
     "logprobs", False, "also write tokens and their log-probabilities to --output"
 )
 _STOP = flags.DEFINE_multi_string("stop", [], "text before which a sample ends")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divisor of the logits; 0 means greedy")
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.8, "divisor of the logits; 0 always selects the likeliest token"
+)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "sample from the k most likely tokens; 0 means all")
 _TOP_P = flags.DEFINE_float(
-    "top_p", 1.0, "sample from the most likely tokens whose probabilities sum to this"
+    "top_p", 1.0, "sample from the most likely tokens whose probabilities sum to this value"
 )
 _MIN_P = flags.DEFINE_float(
     "min_p", 0.0, "sample from tokens with at least this fraction of the highest probability"
 )
 _REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", 1.0, "above 1, tokens that have occurred are less likely; 1 means off"
+    "repetition_penalty",
+    1.0,
+    "a value above 1 makes tokens that have occurred less likely; 1 means no penalty",
 )
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "maximum number of tokens to generate")
 _SEED = flags.DEFINE_integer(

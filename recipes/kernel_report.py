@@ -26,15 +26,15 @@ from rmt_tpu.errors import RunError, UsageError, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
-_OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
+_OP = flags.DEFINE_string("op", "all", f"ops to report on: one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string(
     "case", None, "report only this case of the ops, like 'H=16 D=64'"
 )
 _TARGETS = flags.DEFINE_list(
     "targets",
     None,
-    "list of v5e, v5p, v6e and tpu7x; the default is the first three on a machine without a GPU "
-    "or a TPU",
+    "TPUs to estimate for, from v5e, v5p, v6e and tpu7x; the default is the first three on a "
+    "machine without a GPU or a TPU",
 )
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
 _STEP = flags.DEFINE_bool("step", False, "report whole train steps instead of ops")

@@ -41,13 +41,18 @@ _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "kind and layout of the devices, like v5e:16x16, v5p:4x4x8 or h100:8"
 )
 _SLICES = flags.DEFINE_integer(
-    "num_slices", 1, "slices of this topology, linked by the data center's network", lower_bound=1
+    "num_slices",
+    1,
+    "number of slices of this topology, linked by the data center's network",
+    lower_bound=1,
 )
 _JSON = flags.DEFINE_string(
     "json", None, "file for all numbers as JSON; - prints only the JSON, to standard output"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
-_BUFFERS = flags.DEFINE_integer("buffers", 12, "number of buffers to list", lower_bound=1)
+_BUFFERS = flags.DEFINE_integer(
+    "buffers", 12, "number of buffers to list, largest first", lower_bound=1
+)
 _PROMPT = flags.DEFINE_integer(
     "prompt",
     None,
@@ -59,13 +64,14 @@ _PROMPT = flags.DEFINE_integer(
 _PART = flags.DEFINE_integer(
     "part",
     None,
-    "tokens of --prompt read at a time; the default is 2048, as in recipes.generate",
+    "number of tokens of --prompt to read at a time; the default is 2048, as in recipes.generate",
     lower_bound=1,
 )
 _DECODE = flags.DEFINE_integer(
     "decode",
     None,
-    "rows of --prompt tokens; compile a decode step for these rows instead of a train step",
+    "number of rows with --prompt tokens each; compile a decode step for these rows instead of "
+    "a train step",
     lower_bound=1,
 )
 common.define_run_flags()

@@ -33,11 +33,13 @@ _CHAT_TEMPLATE = flags.DEFINE_string(
 _NAME = flags.DEFINE_string(
     "name", None, "model name for clients; the default is the folder's name"
 )
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "address to listen on; there is no authentication")
 _PORT = flags.DEFINE_integer(
-    "port", 8000, "port to serve at; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1
+    "port", 8000, "port to listen on; 0 means any free port", lower_bound=0, upper_bound=2**16 - 1
 )
-_SLOTS = flags.DEFINE_integer("slots", 8, "texts generated at the same time", lower_bound=1)
+_SLOTS = flags.DEFINE_integer(
+    "slots", 8, "number of texts to generate at the same time", lower_bound=1
+)
 _QUEUE = flags.DEFINE_integer(
     "queue", 64, "maximum number of texts that wait for a slot", lower_bound=0
 )

@@ -1,4 +1,4 @@
-"""Training of several runs: the flag --seeds, the run folders, and training in turn or at once.
+"""The training of several runs, in turn or at the same time, and the flag --seeds.
 
 This module does not import jax; see `program` for the reason.
 """
@@ -38,8 +38,11 @@ class Trial(NamedTuple):
 
 def define_seeds_flag() -> None:
     """Define the flag --seeds: see `seeds`."""
-    text = "list of seeds, like 0,1,2; every model is trained once per seed; the default is --seed"
-    flags.DEFINE_list("seeds", None, text)
+    flags.DEFINE_list(
+        "seeds",
+        None,
+        "list of seeds, like 0,1,2; every model is trained once per seed; the default is --seed",
+    )
 
 
 def seeds() -> list[int] | None:

@@ -28,9 +28,14 @@ def _list() -> str:
     return list_tracks()
 
 
-_TRACK = flags.DEFINE_enum("track", "cpu", ["cpu", "tpu", "gpu"], "the track; see --list")
+_TRACK = flags.DEFINE_enum(
+    "track",
+    "cpu",
+    ["cpu", "tpu", "gpu"],
+    "track: the text, the loss to reach and the machine; see --list",
+)
 _PRESETS = flags.DEFINE_list(
-    "presets", None, "names of presets; the default is the track's first entry"
+    "presets", None, "names of presets to train; the default is the track's first entry"
 )
 _TEXT = flags.DEFINE_string(
     "text", None, "wheel with the text of the track cpu; not needed once the text is prepared"

@@ -141,7 +141,7 @@ def _changed(config: RunConfig, changes: dict[str, Any], flag: str) -> RunConfig
     try:
         return overrides.apply(config, changes)
     except UsageError as error:
-        raise UsageError(f"{flag}: {error}") from None
+        raise UsageError(f"{flag} is not legal: {error}") from None
 
 
 # The sweep -------------------------------------------------------------------------------------

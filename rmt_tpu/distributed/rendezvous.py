@@ -280,7 +280,8 @@ def _wait_for_go(
             raise RunError(f"the program that answers at {where} is not process 0 of a new run")
         for message in map(json.loads, lines):
             if "error" in message:
-                raise RunError(message["error"])
+                reason = message["error"]
+                raise RunError(reason)
             if "go" in message:
                 return True
             missing = message["missing"]

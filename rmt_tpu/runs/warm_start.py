@@ -73,7 +73,7 @@ class WarmStart:
         if different:
             more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
             raise UsageError(
-                f"--init_from={location} has parameters of other shapes: "
+                f"--init_from={location} has parameters with different shapes: "
                 f"{'; '.join(different[:8])}{more}{_growth_hint(location, other, model)}"
             )
         if not self._shared:
@@ -191,10 +191,10 @@ class ContinuedRun:
     def __init__(self, config: cfg.RunConfig):
         location = config.train.init_from
         self.folder = open_folder(location)
-        what = f"--init_from={location} --with_optimizer"
+        flags = f"--init_from={location} --with_optimizer"
         if is_hub(self.folder):
             raise UsageError(
-                f"{what}: a folder in Hugging Face format has only weights; legal: a run folder, "
+                f"{flags}: a folder in Hugging Face format has only weights; legal: a run folder, "
                 "or leave out --with_optimizer"
             )
         try:
@@ -207,7 +207,7 @@ class ContinuedRun:
         fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"
         if different := [line for line, path in paths.items() if fixed(path)]:
             raise UsageError(
-                f"{what}: the run there has a different config: {'; '.join(different[:8])}; give "
+                f"{flags}: the run there has a different config: {'; '.join(different[:8])}; give "
                 "the same config, or leave out --with_optimizer to load only its weights"
                 f"{_growth_hint(location, self.config.model, config.model)}"
             )
@@ -215,10 +215,10 @@ class ContinuedRun:
         try:
             step, _ = self.checkpoints.identity()
         except RunError as error:
-            raise UsageError(f"{what}: {error}") from None
+            raise UsageError(f"{flags}: {error}") from None
         if step >= config.train.steps:
             raise UsageError(
-                f"{what}: that run is at step {step}, and --steps={config.train.steps} leaves no "
+                f"{flags}: that run is at step {step}, and --steps={config.train.steps} leaves no "
                 f"step to train; legal: more than {step}"
             )
 

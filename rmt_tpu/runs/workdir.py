@@ -331,7 +331,9 @@ def check_config_meta(
     try:
         old = overrides.to_json(overrides.from_json(RunConfig, meta["config"]))
     except UsageError as error:
-        raise UsageError(f"{folder}: the config in checkpoint {step}: {error}") from None
+        raise UsageError(
+            f"{folder}: the config in checkpoint {step} is not legal: {error}"
+        ) from None
     lines = differences(old, overrides.to_json(config))
     paths = {line: line.split(" ", 1)[0] for line in lines}
     if different := [

@@ -321,7 +321,7 @@ def _prompt(prompt: Any, served: ServedModel) -> Prompt:
         try:
             tokens = tokenizer.encode(prompt)
         except UsageError as error:
-            raise Refusal(f"prompt: {error}", "prompt") from None
+            raise Refusal(f"prompt is not legal: {error}", "prompt") from None
         if len(tokens) and (largest := int(tokens.max())) >= served.legal_tokens:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {largest}; {legal}", "prompt")

@@ -40,7 +40,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     try:
         tokens = served.tokenizer.encode(text)
     except UsageError as error:
-        raise Refusal(f"prompt: {error}", "prompt") from None
+        raise Refusal(f"prompt is not legal: {error}", "prompt") from None
     return _counted(served.tokenizer.with_bos(tokens) if with_start else tokens, served)
 
 

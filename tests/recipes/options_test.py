@@ -315,11 +315,11 @@ def test_a_dry_run_looks_at_the_origin(tmp_path):
         "train", *flags, "--set=model.vocab_size=300", f"--init_from={workdir}",
         f"--workdir={tmp_path / 'other'}", "--dry_run",
     )  # fmt: skip
-    assert "has parameters of other shapes" in error
+    assert "has parameters with different shapes" in error
     assert sorted(workdir.rglob("*")) == before and not (tmp_path / "other").exists()
     shapes = ("--set=model.vocab_size=300", f"--init_from={workdir}", "--topology=v5e:2x2")
     error = cli.fail("preflight", *flags, *shapes)
-    assert "has parameters of other shapes" in error
+    assert "has parameters with different shapes" in error
 
 
 def test_a_hub_folder_as_a_run_folder(tmp_path):

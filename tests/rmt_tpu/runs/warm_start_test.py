@@ -174,5 +174,5 @@ def test_where_a_residual_grows_is_told(tmp_path):
     workdir.write_config(open_folder(tmp_path), narrow)
     wide = overrides.apply(narrow, {"model.store.key_dim": 32}).model
     advice = f"grows in its own folder: --workdir={tmp_path} --set=model.store.key_dim=32 --change"
-    with pytest.raises(UsageError, match=f"parameters of other shapes: .*; a run's D_k {advice}"):
+    with pytest.raises(UsageError, match=f"with different shapes: .*; a run's D_k {advice}"):
         WarmStart(str(tmp_path), wide)

@@ -78,7 +78,7 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
         check(other)
     with pytest.raises(UsageError, match="model.num_layers is 4 there, 7 here"):
         check(changed(model__num_layers=7), within="model.")
-    with pytest.raises(UsageError, match="the config in checkpoint 4: "):
+    with pytest.raises(UsageError, match="the config in checkpoint 4 is not legal: "):
         check(CONFIG, {"config": {"model": 3}})
 
 

@@ -214,7 +214,11 @@ def test_a_chat_is_the_completion_of_what_its_template_writes(running):
     [
         ("/tokenize", "{}", "prompt=None must be text"),
         ("/tokenize", '{"prompt": [1]}', "prompt=[1] must be text"),
-        ("/tokenize", r'{"prompt": "\ud800"}', "prompt: the text has an unpaired surrogate"),
+        (
+            "/tokenize",
+            r'{"prompt": "\ud800"}',
+            "prompt is not legal: the text has an unpaired",
+        ),
         ("/tokenize", '{"prompt": "a", "add_special_tokens": 1}', "must be true or false"),
         ("/tokenize", '{"messages": [], "prompt": ""}', "messages and prompt are both set; legal"),
         ("/tokenize", '{"messages": []}', "messages=[] must be a list of messages"),

@@ -144,7 +144,11 @@ REFUSED = [
     ({"prompt": [True]}, "prompt", "prompt=True must be text"),
     ({"prompt": [1, 257]}, "prompt", "prompt has token 257; legal: 0 to 256"),
     ({"prompt": [-1]}, "prompt", "prompt has token -1; legal: 0 to 256"),
-    ({"prompt": HALF}, "prompt", r"prompt: the text has an unpaired surrogate, '\ud800'"),
+    (
+        {"prompt": HALF},
+        "prompt",
+        r"prompt is not legal: the text has an unpaired surrogate, '\ud800'",
+    ),
     ({"prompt": "a" * 64}, "prompt", "prompt has 65 tokens (with the start token); legal: at most"),
     ({"prompt": ["a", "a" * 64]}, "prompt", "prompt number 2 has 65 tokens"),
     (
