@@ -67,7 +67,9 @@ flags.disclaim_key_flags()
 
 def define_model_flags() -> None:
     """Define the flags that select a model's run config: see `selected_config`."""
-    flags.DEFINE_string("preset", None, "name of a preset, see --list_presets; by default rmt-tiny")
+    flags.DEFINE_string(
+        "preset", None, "name of a preset (see --list_presets); the default is rmt-tiny"
+    )
     flags.DEFINE_string("config", None, "config.json of a run, to use instead of a preset")
 
 
@@ -167,7 +169,7 @@ def _config_of_source(init_from: str) -> RunConfig:
         try:
             model, max_length, *_ = describe(folder)
         except UsageError as error:
-            raise UsageError(f"--init_from: {error}") from None
+            raise UsageError(f"--init_from cannot be loaded: {error}") from None
         config = presets.modern_run(model)
         seq_len = min(config.data.seq_len, max_length)
         data = dataclasses.replace(config.data, seq_len=seq_len, tokenizer=init_from)
@@ -285,13 +287,13 @@ def base_config(preset: str, config_file: str | None) -> RunConfig:
     try:
         values = overrides.parse_json(Path(config_file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--config={config_file}: {error.strerror}") from None
+        raise UsageError(f"--config={config_file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"--config={config_file} is not JSON: {error}") from None
     try:
         return overrides.from_json(RunConfig, values)
     except UsageError as error:
-        raise UsageError(f"--config={config_file}: {error}") from None
+        raise UsageError(f"--config={config_file} is not a legal config: {error}") from None
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:

@@ -32,10 +32,13 @@ _TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag
 _DATA_DIR = flags.DEFINE_string(
     "data_dir",
     None,
-    "folder with <task>.jsonl files, local or gs://; hub downloads the data from the hub",
+    "folder with <task>.jsonl files, local or gs://; the value hub downloads the data from the "
+    "Hugging Face hub",
 )
 _TEXT = flags.DEFINE_string(
-    "text", None, "text files and globs, or a token store, whose held-out part is scored"
+    "text",
+    None,
+    "text to score: files and globs, or a token store, from which the held-out part is scored",
 )
 _STRIDE = flags.DEFINE_integer(
     "stride",
@@ -44,7 +47,10 @@ _STRIDE = flags.DEFINE_integer(
     lower_bound=1,
 )
 _LIMIT = flags.DEFINE_integer(
-    "limit", None, "documents per task, counted from the first; the default is all", lower_bound=1
+    "limit",
+    None,
+    "number of documents per task, from the first document on; the default is all documents",
+    lower_bound=1,
 )
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
@@ -60,7 +66,10 @@ _BATCH_TOKENS = flags.DEFINE_integer(
     lower_bound=1,
 )
 _AGAINST = flags.DEFINE_list(
-    "against", [], "models to compare with: run folders, untrained, unigram"
+    "against",
+    [],
+    "models to compare with: run folders, untrained (the model before training) or unigram (token "
+    "frequencies)",
 )
 _OUTPUT = flags.DEFINE_string(
     "output", None, "folder for the results; the default is the run folder"

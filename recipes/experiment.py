@@ -197,7 +197,7 @@ class _PlanTrainer:
         if _JOBS.value > 1:
             code = several.train_in_processes(trials, _JOBS.value)
             if self.runs.records is not None:
-                # The child processes have added records.
+                # Read the records that the child processes have added.
                 self.runs.records.read()
             return code
         from rmt_tpu.experiments.runs import train

@@ -29,15 +29,17 @@ _OUTPUT = flags.DEFINE_string(
     "output", None, ".jsonl file to which samples are appended, local or gs://"
 )
 _NUM_SAMPLES = flags.DEFINE_integer(
-    "num_samples", 1, "samples per prompt, with --prompts", lower_bound=1
+    "num_samples", 1, "number of samples per prompt, with --prompts", lower_bound=1
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 8, "texts generated at the same time, with --prompts", lower_bound=1
+    "batch_size", 8, "number of texts to generate at the same time, with --prompts", lower_bound=1
 )
 _LOGPROBS = flags.DEFINE_bool(
     "logprobs", False, "also write tokens and their log-probabilities to --output"
 )
-_STOP = flags.DEFINE_multi_string("stop", [], "text before which a sample ends")
+_STOP = flags.DEFINE_multi_string(
+    "stop", [], "text that ends a sample; the sample does not contain it"
+)
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.8, "divisor of the logits; 0 always selects the likeliest token"
 )

@@ -47,7 +47,7 @@ _SLICES = flags.DEFINE_integer(
     lower_bound=1,
 )
 _JSON = flags.DEFINE_string(
-    "json", None, "file for all numbers as JSON; - prints only the JSON, to standard output"
+    "json", None, "file for all numbers as JSON; - prints nothing but the JSON, to standard output"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
 _BUFFERS = flags.DEFINE_integer(

@@ -37,7 +37,7 @@ _OUTPUT = flags.DEFINE_string(
 _EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "fraction of the documents to hold out")
 _SEED = flags.DEFINE_integer("seed", 0, "seed that selects the held-out documents")
 _WORKERS = flags.DEFINE_integer(
-    "workers", None, "processes on this host; the default is one per CPU"
+    "workers", None, "number of worker processes on this host; the default is one per CPU"
 )
 _TEXT_FIELD = flags.DEFINE_string(
     "text_field", "text", "field of .jsonl files, or column of .parquet and .arrow files, that has "

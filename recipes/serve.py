@@ -46,11 +46,16 @@ _QUEUE = flags.DEFINE_integer(
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
     2048,
-    "maximum tokens of a prompt and its completion; at most the model's learned positions",
+    "maximum number of tokens of a prompt and its completion together; at most the model's learned "
+    "positions",
     lower_bound=1,
 )
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 2048, "maximum tokens to generate per text", lower_bound=1, upper_bound=2**20
+    "max_tokens",
+    2048,
+    "maximum number of tokens to generate per text",
+    lower_bound=1,
+    upper_bound=2**20,
 )
 _MAX_BODY = flags.DEFINE_integer(
     "max_body", 2**22, "maximum size of a request in bytes", lower_bound=1
@@ -63,7 +68,7 @@ _MAX_CONNECTIONS = flags.DEFINE_integer(
     upper_bound=2**16,
 )
 _DRAIN_SECONDS = flags.DEFINE_float(
-    "drain_seconds", 60, "seconds after SIGTERM to finish open requests", lower_bound=0
+    "drain_seconds", 60, "seconds that open requests have to finish after SIGTERM", lower_bound=0
 )
 _COMPILE_FIRST = flags.DEFINE_bool(
     "compile_first", False, "compile the programs for all lengths before the first request"

@@ -54,20 +54,22 @@ def seeds() -> list[int] | None:
     texts = flags.FLAGS.seeds
     if texts is None:
         return None
-    text = f"--seeds={','.join(texts)}"
+    value = ",".join(texts)
     if flags.FLAGS.seed is not None:
-        raise UsageError(f"{text} and --seed={flags.FLAGS.seed} both set the seed; give one")
-    check_sets(text, "train.seed", "--set=", common.assigned())
+        raise UsageError(
+            f"--seeds={value} and --seed={flags.FLAGS.seed} both set the seed; give one"
+        )
+    check_sets(f"--seeds={value}", "train.seed", "--set=", common.assigned())
     try:
         numbers = [int(seed) for seed in texts]
     except ValueError:
-        raise UsageError(f"{text} must be whole numbers, like 0,1,2") from None
+        raise UsageError(f"--seeds={value} must be whole numbers, like 0,1,2") from None
     if out_of_range := [seed for seed in numbers if seed not in ranges(TrainConfig)["seed"]]:
         raise UsageError(
             f"--seeds={shown(out_of_range[0])} must be {ranges(TrainConfig)['seed'].words}"
         )
     if not numbers or len(set(numbers)) < len(numbers):
-        raise UsageError(f"{text} must be one or more different numbers")
+        raise UsageError(f"--seeds={value} must be one or more different numbers")
     return numbers
 
 

@@ -37,10 +37,12 @@ _ARRAYS = flags.DEFINE_integer("arrays", 16, "number of arrays in the state")
 _ROUNDS = flags.DEFINE_integer(
     "rounds", 3, "number of times to save and restore each kind of checkpoint"
 )
-_ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; local folders only")
+_ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; this needs a local folder")
 _STORE = flags.DEFINE_string("store", None, "token store to read, instead of checkpoints")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows per batch of --store")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens per window of --store")
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 256, "number of windows (token sequences) per batch, with --store"
+)
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "number of tokens per window, with --store")
 _SECONDS = flags.DEFINE_float(
     "seconds", 10.0, "seconds to read --store without train steps, and again with train steps"
 )
@@ -127,7 +129,7 @@ def _writable_folder(flag: flags.FlagHolder) -> Any:
 
 
 def _check_space(path: Path | None) -> None:
-    # There must be room for one checkpoint, and while the previous one is deleted, for two.
+    # The disk needs space for two checkpoints while the previous one is being deleted.
     needed = 2.2e9 * _GIGABYTES.value
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(

@@ -47,7 +47,7 @@ _TRIALS = flags.DEFINE_integer(
     lower_bound=1,
 )
 _SEARCH_SEED = flags.DEFINE_integer(
-    "search_seed", 0, "seed for drawing --trials points", lower_bound=0
+    "search_seed", 0, "seed of the random choice of --trials points", lower_bound=0
 )
 _FACTOR = flags.DEFINE_integer(
     "halving_factor", 3, "factor by which each rung of halving reduces the points", lower_bound=2
@@ -56,7 +56,10 @@ _VARIANT = flags.DEFINE_multi_string(
     "variant", [], "a name and config changes, like 'x2 model.num_layers=8'"
 )
 _COORDINATES = flags.DEFINE_integer(
-    "coordinates", 0, "steps of a coordinate check instead of a sweep; 0 means none", lower_bound=0
+    "coordinates",
+    0,
+    "number of training steps of a coordinate check, instead of a sweep; 0 means no check",
+    lower_bound=0,
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", "runs/sweep", "folder for the run folders, local or gs://"

@@ -51,7 +51,7 @@ def source() -> str:
         try:
             describe(init_from)
         except UsageError as error:
-            raise UsageError(f"--init_from: {error}") from None
+            raise UsageError(f"--init_from cannot be loaded: {error}") from None
     return workdir if init_from is None else init_from
 
 

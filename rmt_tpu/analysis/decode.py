@@ -263,7 +263,7 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     decoder = nnx.merge(graphdef, jax.tree.map(on_device, params))
     # Set the mesh, because kernels look up their block sizes by the device kind of the mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
-        # Ignore the warning that a kernel does not support a call: some need more tokens per call.
+        # Ignore the warning that no kernel supports a call: some kernels need more tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, case.batch)
         return lower_steps(*ModelSpec.of(decoder), case.batch, case.capacity, STEPS)

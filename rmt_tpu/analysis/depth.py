@@ -219,7 +219,7 @@ def _spread(
     return jnp.max(logs, axis=0) - jnp.min(logs, axis=0)
 
 
-# The layers, one by one ----------------------------------------------------------------------
+# Running the layers one by one ----------------------------------------------------------------
 
 
 @kernels.as_configured

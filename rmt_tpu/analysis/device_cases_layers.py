@@ -47,7 +47,7 @@ def attention(
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
-    # Computed by NumPy, so that making a case compiles nothing.
+    # NumPy computes these arrays, so that making a test case compiles nothing.
     slopes = 2.0 ** -(8 * np.arange(1, heads + 1) / heads) if alibi else None
     slopes = None if slopes is None else jax.device_put(np.float32(slopes))
 
@@ -278,7 +278,7 @@ def token_rows(
         order = np.random.default_rng(50).permutation(tokens * choices)[:count].astype(np.int32)
         places = np.full(tokens * choices, count, np.int32)
         places[order] = np.arange(len(order))
-        # The padding rows belong to no choice.
+        # The padding rows belong to no token's choice of an expert.
         order = np.pad(order, (0, count - len(order)))
         return {
             "rows": normal(51, dtype, count, width),

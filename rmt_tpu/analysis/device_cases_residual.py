@@ -186,7 +186,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
 
     def inputs():
         arrays = _site_inputs(size, tokens, dtype)
-        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # The op uses layer 1.
+        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # Only layer 1 is used.
         return arrays | {k: of_layers(arrays[k]) for k in ("store_keys", "gain", "read_keys")}
 
     def function(implementation, **arrays):

@@ -32,7 +32,7 @@ from rmt_tpu.analysis.device_case import Arrays, DeviceCase
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
 _OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
-# A row has at least this number of entries.
+# A row, the unit in which errors are measured, has at least this number of entries.
 _ROW = 16
 # Arrays are compared in blocks of this number of entries, to limit memory.
 _BLOCK = 2**22

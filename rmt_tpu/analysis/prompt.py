@@ -97,8 +97,8 @@ def lower_prompt(
             f"axes data and fsdp; legal: multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
-        # Ignore the warning that a kernel does not support a call: some kernels support only calls
-        # with many tokens, and others only calls with few tokens.
+        # Ignore the warning that no kernel supports a call: some kernels support only calls with
+        # many tokens, and others only calls with few tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, rows or SLOTS + -SLOTS % devices)
     model, params = programs.ModelSpec.of(decoder)
@@ -130,7 +130,7 @@ def _lowered_steps(
     ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))
     arguments = row_state, used, sampling, ends, shape((), jnp.bool_)
     with warnings.catch_warnings():
-        # Ignore the warning that a kernel does not support a call: some need more tokens per call.
+        # Ignore the warning that no kernel supports a call: some kernels need more tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         return programs.steps.lower(model, params, *arguments, STEPS)
 

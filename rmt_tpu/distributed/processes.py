@@ -171,7 +171,7 @@ class Channel:
             client.key_value_set(f"{folder}{process_id()}", value)
             self._wait_at_barrier(client, folder, what, timeout)
             values = _read(client, folder)
-            # By now, all processes have read the values from two calls ago.
+            # By now, all processes have read the values from two calls ago, so they can be deleted.
             if is_first():
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:

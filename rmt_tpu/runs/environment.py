@@ -48,8 +48,8 @@ def code(root: Path) -> dict[str, Any]:
     Args:
       root: the folder that has the package `rmt_tpu`.
     """
-    # Without .git in `root` this code is an installed package. A git repository in a parent folder
-    # would then be the user's and not this project's.
+    # Without .git in `root`, this code is an installed package. A git repository in a parent folder
+    # is then the user's, and not this project's.
     if (root / ".git").exists():
         return {"code": "checkout", "git_commit": _commit(root)}
     try:

@@ -1,7 +1,7 @@
 """Growth of a residual matrix: a larger D_k for a trained model that still computes the same.
 
 The rows of a token's residual are called slots. Growth from K to K' > K slots maps the residual `X
-[K, D_v]` to `X' = [X; A X] [K', D_v]`. The J = K' - K new slots hold the old slots multiplied by a
+[K, D_v]` to `X' = [X; A X] [K', D_v]`. The J = K' - K new slots are the old slots multiplied by a
 fixed matrix `A [J, K]` with
 
     A^T A = (J / K) I        1_J^T A = (J / K) 1_K^T        A 1_K = 1_J

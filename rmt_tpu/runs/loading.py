@@ -20,7 +20,7 @@ from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
 from rmt_tpu.storage import Folder, Location, find_objects, open_folder
 
-# The files of a model in Hugging Face format have names that end in one of these.
+# The names of the files of a model in Hugging Face format end in .json or .safetensors.
 _HUB_FILES = ".json", ".safetensors"
 
 

@@ -215,7 +215,7 @@ class ContinuedRun:
         try:
             step, _ = self.checkpoints.identity()
         except RunError as error:
-            raise UsageError(f"{flags}: {error}") from None
+            raise UsageError(f"{flags}: the run there cannot be continued: {error}") from None
         if step >= config.train.steps:
             raise UsageError(
                 f"{flags}: that run is at step {step}, and --steps={config.train.steps} leaves no "

@@ -176,7 +176,8 @@ def resume_overrides(folder: Folder) -> dict[str, Any]:
     """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
-        with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config.
+        # Ignore a damaged config here, because `open_workdir` reports it.
+        with contextlib.suppress(UsageError):
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
                 paths = (
@@ -198,7 +199,8 @@ def warm_started_config(folder: Folder) -> RunConfig | None:
       UsageError: the folder cannot be read.
     """
     check_access(folder)
-    with contextlib.suppress(UsageError):  # `open_workdir` reports a damaged config.
+    # Ignore a damaged config here, because `open_workdir` reports it.
+    with contextlib.suppress(UsageError):
         if (found := folder.read(CONFIG)) is not None:
             config = _parsed(folder, found.data)
             if config.train.init_from and open_checkpoints(folder).steps():

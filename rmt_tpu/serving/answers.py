@@ -158,7 +158,7 @@ class ChatAnswer(Answer):
 
     def _part(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant"} if first else {}
-        # The first chunk has this field even if its text is empty, because clients expect it.
+        # The first chunk has `content` even if its text is empty, because clients expect it.
         delta |= {"content": piece.text} if piece.text or first else {}
         return self._choice(index, "delta", delta, piece)
 
@@ -191,9 +191,9 @@ class _Choice:
         self.prompt = request.prompts[index // request.n]
         self.begun = False
         self.characters_sent = 0
-        # The text of the next token begins at this number of characters.
+        # The text of the next token begins after this number of characters.
         self.offset = 0
-        # The text of these tokens has not been sent yet.
+        # The list contains the tokens whose text has not been sent yet.
         self.pending: list[ScoredToken] = []
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -178,7 +178,9 @@ class Front:
         except TimeoutError:
             self._check_open()
             raise Refusal(
-                "the request body did not arrive in time", status=408, code="timeout"
+                f"the request body did not arrive within {_BODY_SECONDS} s",
+                status=408,
+                code="timeout",
             ) from None
         finally:
             self._reading.discard(limit)
@@ -201,8 +203,8 @@ class Front:
             )
         if self.texts + texts > self.served.max_texts:
             raise Refusal(
-                f"{self.texts} texts are in progress, of at most {self.served.max_texts}; "
-                "try again later",
+                f"{self.texts} of at most {self.served.max_texts} texts are in progress; try again "
+                "later",
                 status=429,
                 code="queue_full",
                 retry_after=_RETRY_AFTER,

@@ -38,7 +38,7 @@ _FIELDS = (
     *("add_generation_prompt", "chat_template_kwargs"),
     *(*SETTINGS, *_NEUTRAL, *_IGNORED),
 )
-# Fields of a message besides its role that a template may read.
+# The fields of a message, besides its role, that a chat template may read.
 _OF_MESSAGE = ("content", "name", "reasoning_content")
 
 
@@ -106,7 +106,8 @@ def conversation(values: Mapping[str, Any], template: ChatTemplate, served: Serv
     more = field(values, "chat_template_kwargs", {}, is_a(dict), "a JSON object")
     if reserved := {"messages", "add_generation_prompt"} & more.keys():
         raise Refusal(
-            f"chat_template_kwargs sets {min(reserved)}, which is a field of the request",
+            f"chat_template_kwargs sets {min(reserved)}, which is a field of the request; legal: "
+            "other names",
             "chat_template_kwargs",
         )
     try:

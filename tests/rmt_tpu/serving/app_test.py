@@ -109,7 +109,7 @@ def test_more_than_may_wait_are_refused(running, monkeypatch):
     told = json.loads(refused.read())["error"]
     assert (refused.status, refused.headers["retry-after"]) == (429, "1")
     assert told["type"] == "rate_limit_error" and told["code"] == "queue_full"
-    assert told["message"] == "4 texts are in progress, of at most 5; try again later"
+    assert told["message"] == "4 of at most 5 texts are in progress; try again later"
     running.steps.release(100)
     assert response.read().endswith(b"data: [DONE]\n\n")
     assert running.ask({"n": 5, "max_tokens": 1})[0] == 200
