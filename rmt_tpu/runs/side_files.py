@@ -83,7 +83,7 @@ class SideFiles:
                     self._folder.write(DIVERGED, f"{error}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row of metrics, by name, for a step."""
+        """Write the metrics of a step, given by name, as one row."""
         if self._metrics:
             self._metrics.write(step, values)
             self._trackers.metrics(step, values)
@@ -95,7 +95,7 @@ class SideFiles:
             self._trackers.flush()
 
     def draw(self, step: int) -> None:
-        """Plot the losses up to `step`, and print where the plot is."""
+        """Plot the losses up to `step`, and print the location of the plot."""
         if self._metrics:
             with self._harmless("the loss curve cannot be drawn"):
                 self._metrics.flush()

@@ -53,7 +53,7 @@ def open_workdir(
     change_config: bool = False,
     other: str | None = None,
 ) -> ConfigChanges:
-    """Register a run in an unused folder, or check that the folder holds the same run.
+    """Register a run in an unused folder, or check that the folder contains the same run.
 
     The config of a run without a checkpoint may be changed freely. With several processes, the
     first one registers the run, and all check that they see the same folder.
@@ -410,7 +410,7 @@ def check_workdir(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> None:
-    """Make the checks of `open_workdir` and `step_to_go_back_to` without writing any file.
+    """Perform the checks of `open_workdir` and `step_to_go_back_to` without writing any file.
 
     Raises:
       UsageError: one of their checks fails, or the folder does not exist and cannot be created in
