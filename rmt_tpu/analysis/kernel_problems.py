@@ -17,7 +17,7 @@ from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
 def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
-    """Return the kernels to tune for some ops, as their cases call them forward and backward."""
+    """Return the kernels to tune that the test cases of some ops call, forward and backward."""
 
     def trace() -> None:
         for op in ops:
