@@ -234,8 +234,8 @@ def comparison(reports: Reports) -> str:
 def moments(reports: Reports) -> str:
     """Return a table of losses with the first moment in two dtypes, from two `recipes.compare`.
 
-    The argument maps each dtype to the JSON of `recipes.compare`. A difference is the second dtype's
-    loss minus the first dtype's, between runs with the same seed.
+    The argument maps each dtype to the JSON of `recipes.compare`. A difference is the loss with the
+    second dtype minus the loss with the first, between runs with the same seed.
     """
     first, second = reports
     losses = {
