@@ -254,5 +254,5 @@ def test_the_command(offline, trained, sources, tmp_path):
 
 def test_texts_are_not_for_its_files(harness, tmp_path):
     source = documents.Source("text", "text", [documents.whole_text("a")], "")
-    with pytest.raises(UsageError, match="--tasks=text scores a text, which the harness"):
+    with pytest.raises(UsageError, match="--tasks=text scores whole texts, which lm-eval"):
         harness.write_tasks([source], tmp_path)

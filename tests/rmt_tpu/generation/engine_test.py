@@ -91,7 +91,7 @@ def test_rows_on_devices_of_other_processes_are_refused(decoder, monkeypatch):
     theirs = np.array([SimpleNamespace(process_index=n) for n in (0, 0, 1)])
     mesh = SimpleNamespace(devices=theirs, shape={"data": 3, "fsdp": 1})
     monkeypatch.setattr(sys.modules[Engine.__module__], "mesh_of", lambda decoder: mesh)
-    with pytest.raises(MeshError, match="devices of 2 processes; legal: over devices of one"):
+    with pytest.raises(MeshError, match="devices of 2 processes; legal: only devices of one"):
         Engine(decoder, 256)
 
 
