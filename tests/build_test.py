@@ -25,7 +25,7 @@ PYPI_NAMES = {  # where it is not the name that is imported
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
 # Needed only by one command for developers, by an extra of some hundred megabytes, and by a
 # tracker. Each says so if its package is missing. The last two are for tests of the night.
-OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb", "torch", "transformers"}
+OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb", "torch", "transformers", "tiktoken"}
 
 
 def third_party(package: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tokenizers from the tokenizers library, loaded from GPT-2's two files or a tokenizer.json."""
+"""Tokenizers from the tokenizers library, loaded from a tokenizer.json or another format."""
 
 import json
 import re
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, digest, utf8
+from rmt_tpu.data import tiktoken_file
+from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, byte_names, digest, utf8
 
 # Names that vocabularies use for BOS, the token that starts a document, the most common first. They
 # are tried if the tokenizer's file does not state which token precedes a text.
@@ -30,7 +31,7 @@ _CHUNK = 256
 
 
 class BpeTokenizer(Tokenizer):
-    """A tokenizer that the tokenizers library loads from GPT-2's two files or a tokenizer.json."""
+    """A tokenizer of the tokenizers library, loaded from a tokenizer.json or another format."""
 
     def __init__(self, name: str, library: Any):
         """Wrap a tokenizer from the library, and make its BOS a special token.
@@ -107,6 +108,16 @@ class BpeTokenizer(Tokenizer):
         except Exception as error:  # The library raises no narrower class of errors.
             raise _damaged(error) from None
         return cls(name, library)
+
+    @classmethod
+    def from_tiktoken_files(cls, name: str, ranks: bytes, config: bytes | None) -> "BpeTokenizer":
+        """Create a tokenizer from the content of `tiktoken.model` and `tokenizer_config.json`.
+
+        Raises:
+          Unusable: a file is missing or damaged, the config is of an unknown class of tokenizers,
+            or the library is not installed.
+        """
+        return cls(name, tiktoken_file.library_tokenizer(_import(), ranks, config))
 
     def token_id(self, name: str) -> int | None:
         """Return the token that has this name, or None if there is none."""
@@ -284,15 +295,5 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
             )
 
 
-def _byte_of_letter() -> dict[str, int]:
-    """Return GPT-2's alphabet as a map from letters to bytes.
-
-    The letter of a printable Latin-1 byte is the character itself. The letters of the other bytes
-    are consecutive characters from U+0100 onwards.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_letter()
+# GPT-2's alphabet, whose letters stand for bytes.
+_BYTE_OF = {letter: byte for byte, letter in enumerate(byte_names()[:256])}

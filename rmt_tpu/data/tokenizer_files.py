@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rmt_tpu.data.bpe import BpeTokenizer
+from rmt_tpu.data.tiktoken_file import CONFIG_FILE, RANKS_FILE
 from rmt_tpu.data.tokenizer import (
     BYTE,
     BYTE_FILE,
@@ -26,7 +27,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
     Args:
       spec: `byte`; a local folder with GPT-2's encoder.json and vocab.bpe; a local or gs:// folder
-        with a tokenizer.json; or the path of a file with such content.
+        with a tokenizer.json, or with Kimi's tiktoken.model and tokenizer_config.json; or the path
+        of a file with the content of a tokenizer.json.
 
     Raises:
       UsageError: there is no such tokenizer, its files are damaged or have no BOS, or the
@@ -36,7 +38,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     with _named(f"--tokenizer={spec!r}"):
         if spec.startswith("gs://"):
-            return _from_bucket(spec)
+            return _from_folder(spec, spec)
         path = Path(spec).expanduser()
         if path.is_file():
             return _from_file(spec, path)
@@ -70,12 +72,20 @@ def _named(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: {error}") from None
 
 
-def _from_bucket(spec: str) -> Tokenizer:
+def _from_folder(spec: str, location: Location) -> Tokenizer:
     with flag_errors("tokenizer"):
-        found = open_folder(spec).read(FILE)
-    if found is None:
-        raise Unusable(f"the folder has no {FILE}; legal: the folder of a run or of a token store")
-    return _from_json(spec, found.data)
+        folder = open_folder(location)
+        found = folder.read(FILE)
+    if found is not None:
+        return _from_json(spec, found.data)
+    ranks = folder.read(RANKS_FILE)
+    if ranks is not None:
+        config = folder.read(CONFIG_FILE)
+        return BpeTokenizer.from_tiktoken_files(spec, ranks.data, config and config.data)
+    raise Unusable(
+        f"the folder has no tokenizer; legal: a folder with {FILE} or {RANKS_FILE}, "
+        f"or a local folder with {' and '.join(GPT2_FILES)}"
+    )
 
 
 def _from_local_folder(spec: str, folder: Path) -> Tokenizer:
@@ -83,10 +93,7 @@ def _from_local_folder(spec: str, folder: Path) -> Tokenizer:
         return BpeTokenizer.from_gpt2_files(spec, *(folder / name for name in GPT2_FILES))
     if (folder / FILE).is_file():
         return _from_file(spec, folder / FILE)
-    raise Unusable(
-        "the folder has no tokenizer; "
-        f"legal: a folder with {' and '.join(GPT2_FILES)}, or with {FILE}"
-    )
+    return _from_folder(spec, folder)
 
 
 def _from_file(spec: str, path: Path) -> Tokenizer:
