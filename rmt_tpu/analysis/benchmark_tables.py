@@ -4,9 +4,9 @@
     python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks --take key_vector.v5e
 
 The first command writes every table between `<!-- table: NAME -->` and `<!-- end -->` from the
-files in docs/benchmarks/data, and prints the tables whose files are missing with the commands that
-make the files. The second command first runs a recipe, which can take an hour, and stores the
-recipe's JSON in docs/benchmarks/data, with the command, the date, the commit and the versions.
+files in docs/benchmarks/data, and for each table whose files are missing, prints the command that
+makes them. The second command first runs a recipe, which can take an hour, and stores the recipe's
+JSON in docs/benchmarks/data, with the command, the date, the commit and the versions.
 """
 
 import argparse
@@ -26,21 +26,22 @@ from rmt_tpu.runs.environment import describe
 
 _REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VERSIONS = ("jax", "libtpu", "python")
-# A region of a page states when and how the figures were made if its name starts with this prefix.
+# A region whose name starts with this prefix states when a page's figures were measured, and with
+# which versions.
 _TAKEN = "taken "
 _CHIPS = ("v5e", "v5p", "v6e")
 
 
 class Source(NamedTuple):
-    """A recipe whose report supplies figures of tables, with one JSON file per part of the report.
+    """A recipe whose report has the figures for some tables, as one JSON file per part.
 
     Attributes:
-      command: the command that reports all parts, as pages show it.
+      command: the command that reports all parts, in the form shown on pages.
       parts: the names of the parts. A file's name is `<source>.<part>.json`.
       taking: the command that writes the JSON of one part; `{part}` is the part's name, and
         `{folder}` is the folder for the files.
       output: the name of the JSON file in `{folder}`; "" if the command prints the JSON.
-      flags: maps what precedes "@" in the name of a part to flags, which replace `{flags}` in
+      flags: maps the text before "@" in a part's name to the flags that replace `{flags}` in
         `taking`.
     """
 
@@ -80,7 +81,8 @@ def _steps(batch: int) -> Source:
     return Source(shown, parts, taking, "step_cost.json")
 
 
-# Maps names of residuals, as in names of presets, to flags that change a model's plain residual.
+# Maps the name of each kind of residual to the flags that select it for a model whose preset has
+# the ordinary residual (a plain sum).
 _BLOCKS = "--set=model.mixer=block_attention --set=model.mixer.num_blocks=8"
 _RESIDUALS = {
     "plain": "",
@@ -200,7 +202,7 @@ TABLES = {
 
 
 class Pages(NamedTuple):
-    """The pages of a folder, whose subfolder `data` has the JSON files.
+    """The Markdown pages in a folder; the JSON files are in the folder's subfolder `data`.
 
     Attributes:
       folder: the folder.
@@ -209,7 +211,7 @@ class Pages(NamedTuple):
     folder: Path
 
     def file(self, source: str, part: str) -> Path:
-        """Return the path of the JSON file of a source's part."""
+        """Return the path of the JSON file with one part of a source's report."""
         return self.folder / "data" / f"{source}.{part}.json"
 
     def stored(self, source: str) -> dict[str, dict[str, Any]] | None:
@@ -255,12 +257,12 @@ class Pages(NamedTuple):
         return missing
 
     def take(self, source: str, part: str, environment: Mapping[str, Any]) -> None:
-        """Run the recipe that reports on a part of a source, and store its JSON.
+        """Run a source's recipe for one part of its report, and store the JSON output.
 
         Args:
           source: the name of the source.
           part: the name of the part.
-          environment: the value of `describe`, with the time, the commit and the versions.
+          environment: the result of `describe`: the time, the commit and the versions.
 
         Raises:
           subprocess.CalledProcessError: the recipe failed.
@@ -288,7 +290,7 @@ class Pages(NamedTuple):
 
 
 def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a sentence with the date, commit and versions of all parts of the sources."""
+    """Return a sentence that states when, and with which versions, all parts were reported."""
     groups: dict[tuple[str, str], list[str]] = {}
     for source, stored in sources.items():
         for part, values in stored.items():
@@ -315,7 +317,7 @@ def _short(commit: str) -> str:
 
 
 def main() -> int:
-    """Run the recipes of the parts that the flags name, write the pages, and return 0."""
+    """Run the recipes for the parts in the flags, write the pages, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the folder of the pages: docs/benchmarks")
     parts = [f"{name}.{part}" for name, source in SOURCES.items() for part in source.parts]

@@ -156,7 +156,7 @@ def _note(config: ModelConfig) -> str:
 def over_seeds(
     workdirs: Sequence[Location], metric: str
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return the steps at which all runs have a metric, with its mean, minimum and maximum."""
+    """Return the steps at which all runs recorded a metric, and its mean, minimum and maximum."""
     curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
     steps = sorted(set.intersection(*map(set, curves)))
     at_steps = [[curve[step] for curve in curves] for step in steps]
@@ -211,7 +211,7 @@ def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
 
 
 def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
-    """Draw curves.png: one panel per system, with its held-out loss; other systems are grey."""
+    """Draw curves.png: one panel per system, with the other systems' losses in grey."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

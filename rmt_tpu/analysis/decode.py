@@ -4,8 +4,8 @@ The lower bound on a step's time is the longer of two times: moving its bytes at
 bandwidth, and computing its matrix products at peak FLOP/s. It assumes that the weights, in the
 compute dtype, and the cache are read once and nothing else is moved. The lower bound is compared
 either with an estimate or with a measurement. The estimate is for a TPU that need not be present:
-several steps are compiled as one program, and `step_cost` rates its instructions. The measurement
-is of the text generator's steps (`generation.Engine`) on this machine.
+several steps are compiled as one program, and `step_cost` estimates the time of its instructions.
+The measurement is of the text generator's steps (`generation.Engine`) on this machine.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ class DecodeRow:
         unknown.
       timed: whether the step's time is measured, rather than estimated.
       cost: the estimated cost of a dispatch of STEPS steps, or None if the step is timed or failed.
-      copies: the number and bytes of HBM-to-HBM moves in a dispatch that are each at least as large
-        as one layer's keys.
+      copies: the number and the total bytes of the large HBM-to-HBM copies in a dispatch; a copy is
+        large if it has at least as many bytes as one layer's keys.
       times: the measured seconds per step, one value per repeat.
       fault: why the step could not be estimated or timed, in one line.
     """
@@ -155,7 +155,7 @@ class DecodeRow:
 
     @property
     def of_bandwidth(self) -> float | None:
-        """The lower bound on the step's time divided by its time; None if one is unknown."""
+        """The lower bound on the step's time divided by that time; None if either is unknown."""
         if self.seconds is None or self.least_seconds is None:
             return None
         return self.least_seconds / self.seconds
@@ -190,7 +190,7 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
         elif "expert" in axes:
             _, stack, sublayer, *_ = path
             experts = decoder.config.stacks[stack].cores[sublayer]
-            # A row of the batch does not select a given expert with this probability.
+            # This is the probability that a row of the batch does not select a given expert.
             idle = 1 - experts.top_k / experts.num_experts
             size = round(size * (1 - idle**case.batch))
         read += size
@@ -200,7 +200,7 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
 
 
 def _read_of_cache(decoder: Decoder, case: DecodeCase) -> int:
-    """Return the bytes of the cache that each core reads or writes for one more token."""
+    """Return how many bytes of the cache all cores read or write for one more token."""
     total = 0
     for s, stack in enumerate(decoder.config.stacks):
         for k, core in enumerate(stack.cores):
@@ -263,7 +263,8 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     decoder = nnx.merge(graphdef, jax.tree.map(on_device, params))
     # Set the mesh, because kernels look up their block sizes by the device kind of the mesh.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
-        # Ignore the warning that no kernel supports a call: some kernels need more tokens.
+        # Ignore the warning that no kernel supports a call, because some kernels need more tokens
+        # than a decode step has.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, case.batch)
         return lower_steps(*ModelSpec.of(decoder), case.batch, case.capacity, STEPS)
@@ -374,7 +375,7 @@ def _cache(decoder: Decoder, batch: int, capacity: int) -> Cache:
 
 
 def _layer_bytes(cache: Cache) -> int:
-    """Return the bytes that one layer has in the largest array of a cache, such as its keys."""
+    """Return the bytes per layer of the largest array in a cache, such as the array of keys."""
     return max(_bytes(leaf) // leaf.shape[0] for leaf in jax.tree.leaves(cache.cores))
 
 

@@ -34,7 +34,7 @@ def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
 
 
 def how(rows: Sequence[DecodeRow]) -> list[str]:
-    """Return paragraphs that explain how decode steps were timed or estimated, and how well."""
+    """Return paragraphs on how decode steps were timed or estimated, and how accurately."""
     paragraphs = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         paragraphs += [
@@ -71,7 +71,7 @@ def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
-    """Draw the share of HBM bandwidth of decode steps, or their milliseconds, by batch size."""
+    """Plot the share of HBM bandwidth that decode steps use, or their times, by batch size."""
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)

@@ -130,7 +130,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _per_site(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """Return `values`, with one value per site, but None in place of values of single-source sites.
+    """Return `values`, one per site, with None for each site that has only one source.
 
     A site is a place that reads the residual. The result is None if the model has no weights
     over depth.
@@ -411,7 +411,7 @@ def _draw(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> No
 
 
 def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
-    values = np.array(weights.mean, float)  # None becomes NaN, and the map leaves NaN white.
+    values = np.array(weights.mean, float)  # None becomes NaN, which the heat map leaves white.
     if weights.signed:
         largest = np.nanmax(np.abs(values))
         image = axes.imshow(values, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")

@@ -58,7 +58,7 @@ def _depth(scale: Scale) -> Iterator[DeviceCase]:
 def _attention(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         # The cases include full and partial blocks, a single key head, and a head size that does
-        # not divide into the vector lanes.
+        # not divide the number of vector lanes.
         whole = [
             (Heads(2, 16), (1, 128), {}),
             (Heads(2, 16), (2, 131), {"kv_heads": 1, "alibi": True}),

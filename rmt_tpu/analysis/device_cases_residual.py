@@ -419,7 +419,7 @@ def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
         epsilon=EPSILON,
         norm_epsilon=EPSILON,
     )
-    # No later site reads this site's row of `mixed`, so the op gives no gradient for the returned
-    # row.
+    # No later site reads this site's row of `mixed`, so the op ignores the gradient of this row of
+    # its result.
     mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
     return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}

@@ -24,7 +24,8 @@ from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import program_arguments, seconds_of, wall_seconds
 
 _ROUNDS = 3
-# A wall-clock measurement lasts at least _LONG seconds, or has at least _MOST_CALLS calls.
+# A wall-clock measurement is repeated with more calls until it lasts _LONG seconds or has at least
+# _MOST_CALLS calls.
 _LONG, _MOST_CALLS = 0.02, 256
 # Maps a string in a compiled program to the kernel implementation that it indicates.
 _CALLS = {

@@ -3,20 +3,20 @@
 An error is measured relative to the magnitude of its row. A row is the last axis of an array, or
 the last axes that have at least 16 entries together. Therefore, an error confined to rows of small
 values counts as much as one in rows of large values. The magnitude of a row is its largest absolute
-value, but at least 1/16 of the largest row's. Where the terms of a row may cancel, its magnitude is
-at least 1/4 of the largest row's: for example, the gradient of a query that sees only one key
-consists entirely of rounding errors. In addition, the root mean square of all errors, relative to
-that of the expected values, has a tighter bound, because few rounding errors are as large as they
-can be.
+value, but at least 1/16 of the largest row's magnitude. Where the terms of a row may cancel, its
+magnitude is at least 1/4 of the largest row's: for example, the gradient of a query that sees only
+one key consists entirely of rounding errors. In addition, the root mean square of all errors,
+relative to that of the expected values, has a tighter bound, because few rounding errors reach
+their maximum.
 
 Bounds follow from the dtype of the inputs and the lengths of sums. Rounding to bfloat16 changes an
 entry by at most 2^-8 of its value. A result is rounded once, and up to five of its factors have
 been rounded before. The rounding errors of a factor with millions of entries may all have the same
 sign. Therefore the bounds are 6 * 2^-8 of the row's magnitude, and 2 * 2^-8 for the root mean
-square. Float32 rounds each of the n terms of a sum by up to 2^-24, up or down, for which 4 sqrt(n)
-2^-24 would be enough. The bound is eight times as large, because of exponentials and of products
-that the device computes as several bfloat16 products. The bound for the root mean square is half of
-it.
+square. In float32, each of the n terms of a sum is rounded by up to 2^-24, up or down, so a bound
+of 4 sqrt(n) 2^-24 would be enough. The actual bound is eight times as large, because of
+exponentials and of products that the device computes as several bfloat16 products. The bound for
+the root mean square is half of this.
 """
 
 import math

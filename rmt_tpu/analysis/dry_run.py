@@ -1,4 +1,4 @@
-"""A dry run of training, which makes the checks that `train` makes but computes nothing."""
+"""A dry run of training, which performs the same checks as `train` but does not train."""
 
 import json
 
@@ -73,7 +73,7 @@ def dry_run(
 
 
 def _amount_of_data(config: RunConfig, train: data.Windows | data.Mixture) -> str:
-    """Return how many tokens the text has, or each text of a mixture, and how often it is read."""
+    """Return the size in tokens of the text or of each mixed text, and how often it is read."""
     windows = config.train.steps * config.train.batch_size
     if isinstance(train, data.Windows):
         size, times = train.tokens_per_epoch, windows * train.seq_len / train.tokens_per_epoch

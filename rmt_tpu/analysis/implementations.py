@@ -1,4 +1,4 @@
-"""The table of the implementation that each op uses by default on each platform.
+"""Tables of the implementation that each op uses by default on each platform.
 
 `python -m rmt_tpu.analysis.implementations docs/implementations.md` writes the tables into that
 page. Each entry is what `Implementations.chosen` chooses for a call with abstract operands.
@@ -72,7 +72,7 @@ class ImplementationRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the first op, with the kind of its operands if that is necessary."""
+        """The name of the first op, with its kind of operands if other rows have the same ops."""
         return f"`{self.ops[0]}`" + (f" of {self.operand_kind}" if self.operand_kind else "")
 
 
@@ -116,7 +116,7 @@ def _key_vector() -> Iterator[ImplementationRow]:
 
 
 def _layers(site: SiteOperands, dtype: str) -> SiteOperands:
-    """Return `site`, the operands of an op, with keys and gains of 24 layers stacked in `dtype`."""
+    """Return an op's operands with keys and gains stacked for 24 layers, in `dtype`."""
     stacked = lambda x: array(dtype, 24, *x.shape)
     keys = {name: stacked(getattr(site, name)) for name in ("store_keys", "gain", "read_keys")}
     return site._replace(**keys)
@@ -387,7 +387,7 @@ def _others(row: ImplementationRow) -> Iterator[str]:
 
 
 def write(page: Path) -> None:
-    """Replace the tables in a Markdown page, which two HTML comments enclose.
+    """Replace the tables that two HTML comments enclose in a Markdown page.
 
     Raises:
       ValueError: the page does not have these comments.

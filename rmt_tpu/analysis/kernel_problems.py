@@ -29,7 +29,7 @@ def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
 
 
 def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
-    """Return the kernels to tune for a preset: in a train step, a prompt and a decode step.
+    """Return the kernels to tune that a preset calls in training, and for prompts and decoding.
 
     The prompt is as long as the sequences of the train step.
 

@@ -4,8 +4,8 @@ The exact step that `train` runs is compiled for all devices of a topology, whic
 present. A program of the text generator (see `prompt`) can be compiled instead of the step. The
 contents of memory come from XLA's own buffer assignment, which exists even for a program that does
 not fit. The time is an estimate (see `step_cost`). The time of a collective is the number of bytes
-that a device sends divided by a bandwidth: the maker's figure for all of the device's links or,
-between slices, the device's share of the data center's network.
+that a device sends divided by a bandwidth. Within a slice, this is the manufacturer's figure for
+all links of the device; between slices, it is the device's share of the data center's network.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ class Preflight:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of memory use in this program, a part of KINDS.
+        """The kinds of memory use in this program, a subset of KINDS.
 
         A program for a prompt has no optimizer, and a train step has no cache.
         """

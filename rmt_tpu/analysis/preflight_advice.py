@@ -12,7 +12,7 @@ from rmt_tpu.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A change of flags with which a step needs less memory.
+    """A change of flags that reduces the memory that a step needs.
 
     Attributes:
       flags: the flags to set; they replace earlier values of the same flags.

@@ -36,7 +36,8 @@ class StepTime(NamedTuple):
       rounds: the mean time of a step in each round, in seconds.
       compile_seconds: the time to trace and compile the step.
       temporary_bytes: the memory that the step needs in addition to its arguments.
-      busy_seconds: the time in a step during which the device computes; 0 if the profile has none.
+      busy_seconds: the time in a step during which the device computes; 0 if the profile does not
+        record it.
       instructions: for each kernel or fusion of the compiled step, its name, how many times a step
         runs it, and its seconds in a step, largest first.
       losses: the loss of the first step and of the last one.

@@ -67,7 +67,7 @@ class NumberRange:
     count: int | None
 
     def grid(self) -> list[float]:
-        """Return `count` numbers, spaced evenly or by logarithm, including both ends of the range.
+        """Return `count` evenly spaced numbers (on a log scale with `log`), including both ends.
 
         Raises:
           UsageError: `count` is not given.

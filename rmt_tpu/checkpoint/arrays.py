@@ -17,11 +17,12 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
 # Maximum size of a stored chunk in bytes. For a buffer of 32 MB or more, glibc maps fresh pages at
-# every allocation, which would take longer than to copy the chunk.
+# every allocation, which would take longer than copying the chunk.
 CHUNK_BYTES = 16 * 2**20
 # Maximum bytes of concurrent reads or writes: sixteen chunks, enough requests for a remote store.
 BYTES_IN_FLIGHT = 256 * 2**20
-_ALIGNMENT = 64  # JAX on a CPU uses arrays with this alignment in bytes without a copy.
+# On a CPU, JAX uses a numpy array without a copy if its data is aligned to this number of bytes.
+_ALIGNMENT = 64
 
 # Maps each compression to its zarr codecs. zarr applies them after the codec that turns numbers
 # into bytes, and before the checksum.
@@ -83,8 +84,8 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        # Two different shapes with two axes do not fit, because they may be [L, size] with two
-        # sizes.
+        # Two different shapes with two axes do not fit, because they may be [L, size] with
+        # different sizes.
         if ours == theirs and not of_a_layer:
             return False
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
@@ -298,8 +299,8 @@ def in_flight(
 ) -> Iterator[tuple[StoredArray, Any]]:
     """Run reads or writes concurrently, with at most BYTES_IN_FLIGHT bytes in progress.
 
-    A job of more bytes runs alone. When the generator ends, even with an error, no job is still in
-    progress.
+    A job with more bytes than that runs alone. When the generator ends, even with an error, no job
+    is still in progress.
 
     Args:
       jobs: for each job its array, its size in bytes, and a function that starts it and returns a
@@ -388,8 +389,8 @@ class _ReadPlan(NamedTuple):
     """A plan for reading the requested pieces of an array.
 
     The number of virtual pipeline stages, and with it the shape of the layer axes, may differ from
-    that of the save. All layers are then read, and the requested layers are cut out. This costs
-    little, because a chunk may have several layers and is always read as a whole.
+    those at the time of the save. All layers are then read, and the requested layers are cut out.
+    This costs little, because a chunk may have several layers and is always read as a whole.
 
     Attributes:
       pieces: maps each range to read from the stored array to the requested pieces within it.

@@ -91,17 +91,17 @@ class Checkpointer:
     ):
         """Create the checkpointer without accessing `root`.
 
-        To restore, permission to read `root` is enough.
+        A restore needs only permission to read `root`.
 
         Args:
           root: a local path or a `gs://bucket/path`. The first save creates it.
           retention: the rules for which committed steps are kept after a save.
-          compression: compression of saved arrays, "none" or "zstd". A restore finds the
-            compression in the checkpoint.
-          report: a function that is called with one line about each damaged step that a restore
-            skips, about a slow save, about old steps that could not be deleted, and at exit about
-            an unraised error of a save. Any thread may call it. By default it prints to standard
-            error.
+          compression: compression of saved arrays, "none" or "zstd". A restore reads the
+            compression from the checkpoint.
+          report: a function that is called with one line of text, from any thread; by default it
+            prints to standard error. The lines are about damaged steps that a restore skips, slow
+            saves, and old steps that could not be deleted. At exit, a line reports the error of a
+            save if no method has raised it.
 
         Raises:
           UsageError: `root` or `compression` is not legal.
@@ -140,7 +140,7 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved:
-        """Save a step as `begin_save` does, and return once the step is stored and committed."""
+        """Save a step, and return once it is stored and committed; see `begin_save`."""
         self._begin(step, tree, meta, loss, before_commit, copy=False)
         return self.wait()
 
@@ -153,7 +153,7 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved | None:
-        """Start to save `tree` and `meta` as `step` in a background thread.
+        """Start saving `tree` and `meta` as `step` in a background thread.
 
         The method returns once the arrays may be donated or overwritten. Until its part of the
         arrays is stored, this process holds a copy of it in host memory. On a CPU only arrays that
@@ -233,8 +233,8 @@ class Checkpointer:
             seconds = time.monotonic() - started
             return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
 
-        # Start the timer's thread here and not in the background thread: while the interpreter
-        # exits, a thread cannot start another thread.
+        # Start the timer's thread here and not in the background thread, because no thread can be
+        # started while the interpreter exits.
         slow.start()
         self._background.start(run)
         return before

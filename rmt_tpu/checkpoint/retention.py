@@ -134,8 +134,8 @@ def _last_step(folder: Folder, names: list[str]) -> int | None:
         return int(json.loads(found.data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Fault(
-            f"{folder}/{_BACK} is damaged: it contains no step; delete it, and the steps after the "
-            "one to go back to"
+            f"{folder}/{_BACK} is damaged: it contains no step; delete this file, and all steps "
+            "after the one that the run should continue from"
         ) from None
 
 

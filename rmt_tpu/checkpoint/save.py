@@ -149,7 +149,7 @@ def _shared_blocks(
 
 
 def snapshot(blocks: Iterable[Block]) -> deque[Block]:
-    """Return the blocks with copies of their values, so that the arrays may be donated at once.
+    """Return the blocks with copies of their values, so that the arrays may be donated.
 
     On a CPU no values are copied, because XLA does not overwrite a buffer that numpy refers to.
     """
@@ -189,7 +189,8 @@ class Attempt(NamedTuple):
       loss: the loss on held-out text, if it is known.
       before_commit: a function that process 0 calls after everything except COMMIT is stored, or
         None.
-      damaged: generation of a damaged COMMIT for this step, which may be replaced, or None.
+      damaged: generation number of the step's COMMIT if that is damaged and may be replaced; None
+        otherwise.
       before_begin: a function that process 0 calls before anything is written.
       exchange: the method `processes.Channel.exchange` of a channel that only this thread uses.
     """
@@ -207,7 +208,7 @@ class Attempt(NamedTuple):
     exchange: Callable[[str, str], list[str]]
 
     def run(self) -> None:
-        """Save the step in the three phases that the module describes.
+        """Save the step in the three phases that the docstring of this module describes.
 
         Raises:
           RunError: the step is already committed, or something failed on any of the processes.
@@ -289,8 +290,8 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
     """
     if not folder.create(f"{step}/COMMIT", content.to_bytes()):
         raise Fault(
-            f"another writer committed the step first: the file {step}/COMMIT exists; does another "
-            "process train in this folder?"
+            f"another writer committed the step first: the file {step}/COMMIT exists; is another "
+            "process training in this folder?"
         )
 
 

@@ -16,9 +16,9 @@ class Port(NamedTuple):
     """The vectors that a site reads from the residual for a core, or writes to it from a core.
 
     Attributes:
-      heads: number of vectors in each group of vectors, for example of queries, of keys and of
-        values. A vector store projects each group with a matrix. A matrix store has one key vector
-        per vector.
+      heads: number of vectors in each group, such as the group of queries, of keys or of values. A
+        vector store projects each group with a matrix. A matrix store has one key vector per
+        vector.
       head_dim: size of each vector in these groups.
       residual: whether the port includes the data vectors, which represent the whole residual: one
         vector of size D in a vector store, R vectors of size D_v in a matrix store. Without `heads`
@@ -48,7 +48,7 @@ class Softmax(NamedTuple):
       alibi: whether logits decrease with the distance between tokens, as in ALiBi.
       window: the number of tokens that each token attends to, itself included; None means all
         earlier ones.
-      cap: the soft cap of logits, or None.
+      cap: the soft cap on logits, or None.
     """
 
     heads: int
@@ -123,7 +123,7 @@ class Heads(Computes):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that the number of devices must divide, by name of the config field.
+        """The numbers of heads that must be divisible by the number of devices, by config field.
 
         Devices that share the tokens of a sequence each compute an equal part of the heads.
         """

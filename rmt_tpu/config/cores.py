@@ -45,8 +45,8 @@ class Attention(Heads):
       normed: whether the model's norm is applied to the core's "input", its "output", or "both".
       window: the number of tokens to which each token attends: itself and the tokens directly
         before it in its document. None means all earlier tokens. Layers may have different windows.
-      scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim)`, or
-        muP's factor.
+      scale: factor by which products of queries and keys are multiplied; None means `1 /
+        sqrt(head_dim)`, or muP's factor.
       logit_cap: a soft cap c: each scaled product x of a query and a key becomes `c tanh(x / c)`.
         Kernels do not support it, so plain JAX computes the attention. None means no cap.
 
@@ -130,7 +130,7 @@ class Attention(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that the number of devices must divide, by name of the field."""
+        """The numbers of heads that must be divisible by the number of devices, by field."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
@@ -176,8 +176,8 @@ class FeedForward(Computes):
         tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up`
         ("swiglu"), `gelu_tanh(gate) * up` ("geglu"), or SiTU ("situ", see
         `rmt_tpu.layers.activations`), where W_1 consists of a gate projection and an up projection.
-      situ_beta: SiTU's bound b of the gate factor.
-      situ_linear_beta: SiTU's bound c of the up factor; None means no bound.
+      situ_beta: SiTU's bound b on the gate factor.
+      situ_linear_beta: SiTU's bound c on the up factor; None means no bound.
       bias: whether the products with W_1 and W_2 have biases.
       normed: whether the model's norm is applied to the core's "input", its "output", or "both".
     """
@@ -244,8 +244,8 @@ class Mla(Heads):
       query_rank: size of a latent vector from which the queries are computed; None means that they
         are computed directly from the input.
       positions: whether RoPE rotates the additional parts ("rope").
-      scale: the factor of the products of queries and keys; None means `1 / sqrt(head_dim +
-        rope_dim)`, or muP's factor.
+      scale: factor by which products of queries and keys are multiplied; None means `1 /
+        sqrt(head_dim + rope_dim)`, or muP's factor.
       latent_epsilon: the epsilon in the norms of the latent vectors, which is 1e-6 in Kimi Linear
         and DeepSeek-V3; None means the model's `norm_epsilon`.
       output_gate: whether each head's output is multiplied elementwise by the sigmoid of a gate
@@ -317,13 +317,13 @@ class Kda(Heads):
 
     Attributes:
       conv_size: kernel size, in tokens, of the convolutions over queries, keys and values.
-      gate_rank: rank of the matrices that compute decays and output gates; None is `head_dim`.
+      gate_rank: rank of the matrices that compute decays and output gates; None means `head_dim`.
       lower_bound: lower bound of the log decays, like -5. With a bound, a log decay is the bound
         times a sigmoid. Without a bound (None), a log decay is a negative softplus.
       num_key_heads: number of query heads, and of key heads. Each query and key head is shared by
         `num_heads / num_key_heads` adjacent value heads. None means `num_heads`.
-      decays: whether a head has one decay for each of its "channels", or each of the "heads" has a
-        single decay.
+      decays: number of decays: one for each channel of each head ("channels"), or one for each head
+        ("heads").
       gates: whether output gates are computed by two matrices of rank `gate_rank` ("low_rank"), or
         read from the residual like values ("full").
       gate_activation: the activation function of the output gates.
@@ -359,7 +359,7 @@ class Kda(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that the number of devices must divide, by name of the field."""
+        """The numbers of heads that must be divisible by the number of devices, by field."""
         return {"num_heads": self.num_heads, "num_key_heads": self.key_heads}
 
     @property
@@ -440,8 +440,8 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
     """Convert a list of layers, each a list of cores, into stacks by merging repeated layers.
 
     Starting at the first layer, the function chooses the period (a sequence of layers) whose
-    repeats cover the largest number of layers, or the shortest such period. It then continues after
-    these repeats. A layer that does not repeat becomes a stack of its own.
+    repeats cover the largest number of layers; if several periods do, it chooses the shortest. It
+    then continues after these repeats. A layer that does not repeat becomes a stack of its own.
 
         stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
     """
@@ -465,7 +465,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
-    """Return how often the sequence of `size` layers from `start` on occurs consecutively."""
+    """Return how many times in a row the `size` layers beginning at `start` occur."""
     period, count = layers[start : start + size], 1
     while layers[start + count * size : start + (count + 1) * size] == period:
         count += 1

@@ -152,7 +152,7 @@ class _DepthAttention(BankedSystem):
         return [1 + (count if window is None else min(count, window)) for count in completed]
 
     def _attended(self, num_sublayers: int) -> list[int]:
-        """Return the number of sources at each site that attends to its sources."""
+        """Return the number of sources at each site that attends to them."""
         sources = self.sources(num_sublayers)
         return sources if self.output_site == "attention" else sources[:-1]
 
@@ -292,8 +292,8 @@ class DeltaAttention(_Blocks):
     block. A learned gate per site scales what attention over the deltas adds.
 
     Attributes:
-      gate: initial value of every site's gate. With 0, a new model equals the plain one. The
-        paper has no gate, which equals a constant gate of 1.
+      gate: initial value of every site's gate. With 0, a new model equals the plain one. The paper
+        has no gate, which is equivalent to a constant gate of 1.
       null_source: initial value of the logit of a source whose value is 0, one learned logit per
         site; None if there is no such source.
       key_gain: whether the norm of the keys has a learned gain.
@@ -394,15 +394,16 @@ class Dense(BankedSystem):
         return 2 * model.residual_size * self.parameters(model)
 
 
-# The sums that a layer reads in MUDD: its queries, keys, values and residual.
+# In MUDD, a layer reads a separate sum for each of its queries, keys, values and residual.
 MUDD_WAYS = "qkvr"
 
 
 @dataclass(frozen=True)
 class Mudd(BankedSystem):
-    """MUDD: queries, keys, values and residual of a layer read different sums of layers' outputs.
+    """MUDD: a layer's queries, keys, values and residual each read their own sum of outputs.
 
-    The weights of the sums differ between tokens.
+    The sums are weighted sums of the outputs of earlier layers. Their weights differ between
+    tokens.
     """
 
     kind: ClassVar[str] = "mudd"
@@ -422,7 +423,7 @@ class Mudd(BankedSystem):
         others = sorted({core.kind for core in first if not isinstance(core, Attention)})
         if others:
             raise UsageError(
-                f"ModelConfig.mixer=mudd needs layers that begin with attention, but layers begin "
+                f"ModelConfig.mixer=mudd needs layers that begin with attention, but some begin "
                 f"with {', '.join(others)}; legal: layers of attention followed by another core"
             )
 
@@ -434,7 +435,7 @@ class Mudd(BankedSystem):
         return PlainStart(True, "each weighted sum is its newest term alone")
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of weights in the networks, and of static weights."""
+        """Return the number of weights in the networks, plus the number of static weights."""
         size = model.residual_size
         return sum(size * n + n**2 + n for n in self._weights(model))
 
@@ -447,8 +448,8 @@ class Mudd(BankedSystem):
         """Return how many terms are summed in a weight, by name of the parameter.
 
         The weights are outputs of networks, so the number is the largest number of hidden units of
-        a network. Only the second projections are listed. The other parameters learn at the rate
-        that their roles give.
+        a network. Only the second projections are listed. The other parameters have the learning
+        rates of their roles.
         """
         return {"project_out": max(self._weights(model))}
 
@@ -487,7 +488,7 @@ class Hierarchical(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False: a new model differs from the plain one.
+        """Return False: a new model differs from the plain model, which sums all outputs.
 
         The weights of nodes are drawn at random.
         """

@@ -71,8 +71,8 @@ class Experts(Computes):
         and counted. None means no maximum, so that no choice is dropped.
       activation: the activation of all experts: `silu(gate) * up` ("swiglu"), or SiTU ("situ", see
         `rmt_tpu.layers.activations`).
-      situ_beta: SiTU's bound b of the gate factor.
-      situ_linear_beta: SiTU's bound c of the up factor; None means no bound.
+      situ_beta: SiTU's bound b on the gate factor.
+      situ_linear_beta: SiTU's bound c on the up factor; None means no bound.
       latent_dim: size of the vectors that routed experts read and write (L). One matrix projects
         each token down to this size, and a second matrix projects the weighted sum of the experts'
         outputs back up. The router and the shared experts read the token itself. None means that

@@ -26,8 +26,8 @@ class System(Checked):
     """The base class for the configs of mixers.
 
     Attributes:
-      note: differences between models with this mixer and the plain model that do not follow from
-        the mixer's equations, such as other initial values; for reports.
+      note: differences from the plain model (which sums all outputs) that do not follow from the
+        mixer's equations, such as other initial values; shown in reports.
       on_matrix: whether the mixer is defined for a matrix store.
       remats: legal values of `ModelConfig.remat` with this mixer.
       by_layers: whether the mixer treats two consecutive sublayers as one layer.
@@ -35,8 +35,8 @@ class System(Checked):
         per sum of outputs.
       adds_up: whether outputs are summed over depth. If so, the weights that write to the residual
         have smaller initial values in deeper models, and the input of each sublayer is normalised.
-      decode_kernels: whether kernels for the few tokens of a decode step compute the mixer on a
-        vector store.
+      decode_kernels: whether the mixer, on a vector store, can be computed by kernels for decode
+        steps, which process few tokens.
       second_input: input width of the second sublayer in a layer, as a multiple of the model's
         width. If this multiple exceeds 1, the hidden layer of that sublayer is normalised.
     """
@@ -54,9 +54,10 @@ class System(Checked):
         """Raise UsageError if the mixer's options do not fit the model's sizes or cores."""
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model computes the same as the plain model with equal weights.
+        """Return whether a new model computes the same as the plain model with the same weights.
 
-        The result is "not known" for a mixer that does not override this method.
+        The plain model sums all outputs. The result is "not known" for a mixer that does not
+        override this method.
         """
         return PlainStart(None, f"how the mixer {self.kind} starts is not stated")
 

@@ -17,7 +17,7 @@ class MixtureSource(Checked):
     """One text of a mixture.
 
     Attributes:
-      source: the text, like `DataConfig.source`.
+      source: the text, in any form that `DataConfig.source` accepts.
       share: the fraction of the training tokens that come from this text, a multiple of 0.0001. A
         text with the share 0 is not trained on, but the loss on its held-out part is measured. If
         its share is increased later, training continues where it stopped reading the text.

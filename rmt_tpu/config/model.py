@@ -92,10 +92,10 @@ class ModelConfig(Checked):
       norm: norm over a token's whole residual, applied before every read, with a gain.
       norm_epsilon: constant added to the variance or mean square.
       norm_bias: whether these norms also have a bias (only for a vector store).
-      embedding_scale: factor of the embeddings of tokens, in addition to muP's.
+      embedding_scale: factor by which token embeddings are multiplied, in addition to muP's factor.
       tied_embeddings: whether the unembedding uses the embeddings of tokens as its weights. They
         are then initialised like the weights of the unembedding.
-      logit_cap: a soft cap c of the model's logits: `c tanh(x / c)` in place of each logit x. None
+      logit_cap: a soft cap c on the model's logits: each logit x becomes `c tanh(x / c)`. None
         means no cap.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
         sqrt(fan-in)`. Key vectors are initialised differently (see `layers.parameters`).
@@ -110,13 +110,13 @@ class ModelConfig(Checked):
         before each layer, and "blocks" keeps only the bank and runs the forward pass a second time.
         For Block Attention Residuals on a matrix store, "full" keeps the outputs of sublayers in
         place of the block sums, because they are smaller, and sums them again. "auto" is
-        "reversible" for training an RMT without pipeline stages, and else "full".
+        "reversible" for training an RMT without pipeline stages, and otherwise "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" is the platform's default:
         kernels on a TPU; on a GPU cuDNN's attention, the kernel of grouped matrix products, and
         kernels listed in a table of measured times. "xla" is plain JAX. "pallas" uses kernels for
-        all operations that have a kernel. "mosaic_gpu" is "auto", but key-vector operations use
-        kernels: on GPUs of compute capability 9.0 those in Pallas's Mosaic GPU, elsewhere as with
-        "pallas".
+        all operations that have a kernel. "mosaic_gpu" is like "auto", except that key-vector
+        operations always use kernels: on GPUs of compute capability 9.0 those written in Pallas's
+        Mosaic GPU, and elsewhere the same ones as with "pallas".
     """
 
     stacks: tuple[Stack, ...]

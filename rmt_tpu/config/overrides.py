@@ -65,11 +65,11 @@ def parse_json(text: str | bytes) -> Any:
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
     """Return `config` with the values at dotted paths replaced.
 
-    Shorter paths are set first, in whatever order the overrides are given. The config is checked
+    Shorter paths are set first, regardless of the order of the overrides. The config is checked
     after all values are set.
 
     Raises:
-      UsageError: a path or value is not legal; the message names it and what is legal.
+      UsageError: a path or value is not legal; the message states it and the legal values.
     """
     long_form = any(_LONG_FORM_FIELD in path.split(".") for path in overrides)
     values = to_json(config, short=not long_form)
@@ -119,7 +119,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     places = []
     for holder, key in holders:
         child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
-        if isinstance(child, str):  # an earlier override gave only the object's kind
+        if isinstance(child, str):  # an earlier override set only the object's kind
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
             parent = path.split(".")[: 1 - len(keys)]
@@ -208,7 +208,7 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             raise UsageError(f"{path}={_shown(value)} must be a list")
         (item_type, *_), numbered = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(item_type) and typing.get_origin(item_type) is Literal:
-            numbered = False  # error messages about plain values give the path without an index
+            numbered = False  # error messages about such values show the list's path
         return tuple(
             _parse(item_type, item, f"{path}.{index}" if numbered else path)
             for index, item in enumerate(items)
@@ -282,7 +282,7 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    """Return a value in the spelling of the user: None, True and False as in JSON."""
+    """Return a value as the user would write it, with None, True and False as in JSON."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
@@ -291,5 +291,5 @@ def _shown(value: Any) -> str:
     return shown(value) if text is value else text
 
 
-_BEYOND_FLOAT = 2**1023  # integers from this size on may not fit into a float
+_BEYOND_FLOAT = 2**1023  # integers of this size or more may not fit into a float
 _ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

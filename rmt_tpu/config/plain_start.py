@@ -1,10 +1,10 @@
-"""The result of the check whether a new model computes the same as another model."""
+"""The result of checking whether a new model computes the same function as another model."""
 
 from typing import NamedTuple
 
 
 class PlainStart(NamedTuple):
-    """Whether a new model computes the same as the plain model with equal weights, and why.
+    """Whether a new model computes the same as the plain model with the same weights, and why.
 
     The plain model has the mixer `sum` and is otherwise equal to the new model.
 

@@ -1,4 +1,4 @@
-"""Configs of positions, which give a model the order of tokens.
+"""Configs of position encodings, which tell a model the order of tokens.
 
 `rmt_tpu.config` re-exports these classes.
 """
@@ -79,13 +79,13 @@ class YarnScaling(Checked):
     Peng et al. 2023, YaRN: Efficient Context Window Extension of Large Language Models.
 
     Attributes:
-      factor: the factor of the lowest frequencies.
+      factor: the number by which the lowest frequencies are divided.
       original_length: the length of the training texts.
-      fast, slow: the numbers of turns between which frequencies are weighted means.
-      magnitude: the factor of queries and keys; None means `0.1 log(factor) + 1`, or 1 if the
-        factor is below 1.
-      whole: whether the weights begin and end to change at indices of frequencies that are
-        rounded to whole numbers, outwards.
+      fast, slow: a frequency whose number of turns is between these two becomes a weighted mean.
+      magnitude: the factor by which rotated queries and keys are multiplied; None means `0.1
+        log(factor) + 1`, or 1 if `factor` is below 1.
+      whole: whether the two frequency indices between which the weights change are rounded outwards
+        to whole numbers.
     """
 
     kind: ClassVar[str] = "yarn"
@@ -105,7 +105,7 @@ class YarnScaling(Checked):
 
     @property
     def multiplier(self) -> float:
-        """The factor of rotated queries and keys."""
+        """The factor by which rotated queries and keys are multiplied."""
         if self.magnitude is not None:
             return self.magnitude
         return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
@@ -122,7 +122,7 @@ class Rope(Checked):
 
     Attributes:
       base: base of the frequencies.
-      dims: how many of the first numbers in a head are rotated; None rotates all numbers.
+      dims: number of entries at the start of each head that are rotated; None rotates all entries.
       scaling: a change of frequencies for long texts, or None.
     """
 

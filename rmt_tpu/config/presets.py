@@ -193,7 +193,7 @@ _KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
 def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int, top_k: int):
     linear = Kda(heads, 128)
     latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions(), latent_epsilon=1e-6)
-    # Model files of the Hugging Face hub contain the biases of experts, but not the rate at which
+    # Model files on the Hugging Face hub contain the biases of experts, but not the rate at which
     # training changes them. A model opened from such a file gets the rate given here, so that
     # training from its weights starts with the same biases.
     balance = SignRule(2.0**-10)

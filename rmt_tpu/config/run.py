@@ -21,7 +21,8 @@ from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError, shown
 from sharding.spec import parse_mesh
 
-# The number of sampled tokens is limited, because the cache has their keys and values.
+# The number of sampled tokens is limited, because the cache must have space for their keys and
+# values.
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
@@ -73,7 +74,7 @@ class AdamW(Checked):
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon (Jordan 2024) for matrices, in the variant of Moonlight (Liu et al. 2025), and AdamW.
+    """Muon (Jordan 2024), as modified in Moonlight (Liu et al. 2025), and AdamW for the rest.
 
     Muon trains the matrices W [A, B] of role "hidden", separately for each layer, expert and
     projection. The Nesterov momentum M of a matrix is made nearly orthogonal, with all singular
@@ -115,11 +116,11 @@ class TrainConfig(Checked):
         for a new run.
       freeze: patterns of paths of parameters that are not trained, such as `stacks/0/1/core/*`; a
         pattern with a leading `!` excludes its matches (see `rmt_tpu.training.freeze`).
-      freeze_steps: number of steps at the start in which these parameters are not trained; None
+      freeze_steps: number of initial steps during which these parameters are not trained; None
         means the whole run.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or a Hugging Face model folder from which a new run gets its initial
-        parameters. Once the run has a checkpoint, this folder is not read any more and the option
+        parameters. Once the run has a checkpoint, this folder is no longer read, and the option
         cannot change.
       with_optimizer: whether the new run continues from the last checkpoint of `init_from`, with
         its optimizer moments, number of steps, position in the text and random key.
@@ -132,12 +133,12 @@ class TrainConfig(Checked):
       virtual_stages: number of chunks of layers on each stage of a pipeline.
       log_every: number of steps between rows of metrics.
       checkpoint_every, eval_every: number of steps between checkpoints, and between evaluations on
-        held-out text; 0 does so only at the end.
-      checkpoint_seconds: number of seconds after which a checkpoint is also saved; 0 never does so.
+        held-out text; 0 means only at the end.
+      checkpoint_seconds: a checkpoint is also saved after this number of seconds; 0 disables this.
       checkpoint_compression: lossless compression of the arrays in a checkpoint.
       keep_checkpoints: number of most recent checkpoints to keep.
-      keep_every: checkpoints whose step is divisible by this number are kept permanently; 0 keeps
-        none in this way.
+      keep_every: checkpoints whose step is divisible by this number are kept permanently; 0
+        disables this rule.
       keep_best: number of checkpoints with the lowest loss on held-out text to keep.
       eval_tokens: number of held-out tokens per evaluation, rounded to whole windows; all tokens
         are used if there are fewer.
@@ -150,8 +151,8 @@ class TrainConfig(Checked):
       max_bad_steps: number of consecutive non-finite steps after which the run stops.
       spike_deviations: a gradient norm is a spike if its logarithm is more than this number of
         standard deviations above its mean, both over about the last 200 steps.
-      spike_restarts: how often the run may go back from a spike to its last checkpoint; it then
-        leaves out the data up to the spike. 0 only prints spikes.
+      spike_restarts: how many times the run may go back from a spike to its last checkpoint. It
+        then skips the data up to the spike. With 0, spikes are only printed.
       sample_every: number of steps between text samples; 0 samples only at the end.
       sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
         the text samples; 0 tokens disables them.
@@ -247,7 +248,8 @@ class DataConfig(Checked):
         the chat template renders, with a loss on the assistant's messages; or "completion", the
         fields `prompt` and `completion`, with a loss on the completion. A token store ignores it.
       chat_template: path of a chat template in place of the tokenizer's.
-      mixture: texts that are mixed in given shares, in place of `source`; () reads `source`.
+      mixture: texts that are mixed in given shares, in place of `source`; () means that `source` is
+        read.
     """
 
     source: str = free("stdlib")

@@ -1,4 +1,4 @@
-"""A comparison of a new model's config with the config of the model that its weights are from."""
+"""A comparison of a new model's config with that of the model whose weights it starts from."""
 
 from rmt_tpu.config import overrides
 from rmt_tpu.config.mixers import Sum
@@ -12,7 +12,7 @@ _OTHERS = ("mixer", "store", "compute_dtype", "remat", "kernels", "init_std")
 
 
 def is_same_model(model: ModelConfig, source: ModelConfig) -> bool:
-    """Return whether the models of two configs compute the same function if weights are equal."""
+    """Return whether the models of two configs compute the same function, given equal weights."""
     return (
         not _differences(model, source)
         and model.mixer == source.mixer

@@ -17,8 +17,8 @@ class VectorStore(Checked):
     """A residual that is a vector of size `dim` (D) per token, as in the Transformer.
 
     Attributes:
-      note: differences between models with this store that do not follow from its equations, such
-        as initial values; for reports.
+      note: properties of models with this store that do not follow from its equations, such as
+        their initial values; shown in reports.
       has_keys: whether the residual has an axis of size D_k, which can be sharded along the mesh
         axis `key`.
       dim: size of the vector.
