@@ -12,7 +12,7 @@ from rmt_tpu.streams import SafeStream, log_line
 
 
 class ProgressDisplay:
-    """A progress bar with messages above it, or occasional lines if the output is no terminal."""
+    """A progress bar with messages above it, or occasional lines outside a terminal."""
 
     def __init__(
         self,

@@ -59,34 +59,34 @@ class Family(NamedTuple):
 
 
 # These constants are traits: features of a model type that Llama lacks. BIAS: queries, keys and
-# values have biases. QUERY_KEY_NORM: queries and keys are normed. UNROTATED_LAYERS: some layers
+# values have biases. QUERY_KEY_NORM: queries and keys are normalized. UNROTATED_LAYERS: some layers
 # have no RoPE. PARTIAL_ROPE: RoPE may rotate only a part of each head, and the projections of the
 # same input are stored as one tensor.
 BIAS, QUERY_KEY_NORM, UNROTATED_LAYERS = "bias", "query_key_norm", "layers without rope"
 PARTIAL_ROPE = "rope of a part"
 # EXPERTS: some layers are mixtures of experts.
 EXPERTS = "experts"
-# NORMS_AFTER: sublayers norm their output, not their input. The norms of queries and keys are over
-# all heads together.
+# NORMS_AFTER: sublayers normalize their output, not their input. Queries and keys are normalized
+# over all heads together.
 NORMS_AFTER = "norms of outputs"
-# GEMMA: sublayers norm both their input and their output, and files store the gains of norms minus
+# GEMMA: sublayers normalize both their input and their output, and files store the norm gains minus
 # one. Embeddings are multiplied by the square root of the width. A field of config.json scales
 # attention logits, and logits may be capped.
 GEMMA = "norms of inputs and outputs"
 # NEXT: layers have Gated DeltaNet or gated attention, the shared expert has a gate, and tensors
 # have special names.
 NEXT = "gated delta net"
-# APART: Gated DeltaNet has separate projection tensors. Either all layers or no layers have
-# experts.
+# APART: Gated DeltaNet has separate projection tensors. Either all of the layers or none of them
+# have experts.
 APART = "projections apart"
 # ATTNRES: the model has attention over depth, whose sources are running sums (see
 # `rmt_tpu.hub.attnres`).
 ATTNRES = "attention over depth"
-# LATENT: layers have latent attention, the scores of experts have biases, and tensors have special
-# names.
+# LATENT: layers have latent attention, a bias is added to each expert's score, and tensors have
+# special names.
 LATENT = "latent attention"
-# KIMI, in addition to LATENT: some layers have Kimi Delta Attention, and latent attention has no
-# positions.
+# KIMI, in addition to LATENT: some layers have Kimi Delta Attention, and latent attention uses no
+# position encoding.
 KIMI = "kimi delta attention"
 # PACKED: the matrices of routed experts are packed as MXFP4 (see `rmt_tpu.hub.packed`).
 PACKED = "packed experts"
@@ -403,8 +403,8 @@ FAMILIES["gemma3"] = FAMILIES["gemma3_text"]._replace(
         for part in ("vision_tower", "multi_modal_projector")
     ),
 )
-# The type `kimi_k3` is for a text-and-image model. Its text model is a `kimi_linear` with further
-# fields.
+# The type `kimi_k3` is for a text-and-image model. Its text model is a `kimi_linear` with
+# additional fields.
 FAMILIES["kimi_k3"] = FAMILIES["kimi_linear"]._replace(
     base="",
     inside="text_config",

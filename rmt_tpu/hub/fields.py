@@ -13,7 +13,7 @@ from rmt_tpu.storage import Fault, Location, open_folder
 
 
 def values_in(folder: Location, name: str) -> Mapping[str, Any] | None:
-    """Read the JSON object in a file; return None if the file is missing or has no such object.
+    """Read the JSON object in a file; return None if the file is missing or contains no object.
 
     Args:
       folder: a local or gs:// folder.
@@ -85,7 +85,7 @@ class Fields:
         value = self._values.get(name)
         several = value if isinstance(value, list) else [value]
         if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
-            raise self.wrong(name, value, f"a token from 0 to {vocab_size - 1}, or a list of them")
+            raise self.wrong(name, value, f"an id from 0 to {vocab_size - 1}, or a list of ids")
         return tuple(several)
 
     def positive(self, name: str, default: float | None = None) -> float:
@@ -219,7 +219,8 @@ class Fields:
             return None
         if not isinstance(value, list) or len(value) != count or any(x not in legal for x in value):
             words = " or ".join(map(repr, legal))
-            raise self.wrong(name, value, f"null, or a list of {words} for each of {count} layers")
+            legal = f"null, or a list of {count} values, one per layer: {words}"
+            raise self.wrong(name, value, legal)
         return value
 
     def holds(self, name: str, *inner: str) -> bool:
@@ -250,7 +251,7 @@ class Fields:
         """
         value = self._values.get(name) or {}
         if not isinstance(value, dict) or any(isinstance(item, dict) for item in value.values()):
-            raise self.wrong(name, value, "null, or an object of plain values")
+            raise self.wrong(name, value, "null, or an object without nested objects")
         return Fields(value, f"{self._where}: {name}")
 
     def has(self, name: str) -> bool:

@@ -30,7 +30,8 @@ DTYPES = {
     "F64": np.dtype(np.float64),
 }
 BYTES = "U8"
-_MOST_HEADER = 100 * 10**6  # the limit in bytes, as in the package safetensors
+# A header may have at most this number of bytes. The package safetensors has the same limit.
+_MOST_HEADER = 100 * 10**6
 
 
 class LocalFile:
@@ -143,7 +144,9 @@ def _header(file: File) -> dict[str, Entry]:
     """Read a file's header, a JSON object, and return the location of each tensor by name."""
     length = int.from_bytes(_bytes(file, 0, 8), "little")
     if length > min(_MOST_HEADER, file.size - 8):
-        raise ValueError(f"the header length of {length} bytes exceeds the file or {_MOST_HEADER}")
+        raise ValueError(
+            f"the header length of {length} bytes exceeds the file, or the limit of {_MOST_HEADER}"
+        )
     values = json.loads(_bytes(file, 8, length))
     values.pop("__metadata__", None)
     entries = {}
@@ -153,7 +156,7 @@ def _header(file: File) -> dict[str, Entry]:
         itemsize = itemsize_of(value["dtype"])
         fits = itemsize is None or end - begin == count * itemsize
         if not (0 <= begin <= end <= file.size - 8 - length and fits):
-            raise ValueError(f"{name} {list(shape)} is not inside the file")
+            raise ValueError(f"the bytes of {name} {list(shape)} do not fit its shape or the file")
         entries[name] = Entry(file, value["dtype"], shape, 8 + length + begin)
     return entries
 
@@ -214,9 +217,9 @@ def blocks(
 
     A block is one contiguous byte range: consecutive indices of one axis, and all of the later
     axes. Unwanted indices are skipped. Unwanted bytes within an index are skipped only if the index
-    spans at least `least_gap` bytes. For a matrix, only the wanted rows are read, and a few wanted
-    columns are read as whole rows, unless the rows are long. No byte is read twice, even if several
-    regions need it.
+    spans at least `least_gap` bytes. For a matrix, only the wanted rows are read. If only a few
+    columns are wanted, whole rows are read, unless the rows are long. No byte is read twice, even
+    if several regions need it.
 
     Args:
       view: the view.

@@ -1,9 +1,9 @@
 """The features that Kimi K3 adds to Kimi Linear, in the hub's format.
 
-The text model of a `kimi_k3` is a `kimi_linear` with further fields: attention over depth, output
-gates, bounded decays, the activation SiTU, and latent experts, whose matrices may be packed as
-MXFP4 (see `rmt_tpu.hub.packed`). This package accepts these fields in any `kimi_linear`. Only the
-text model of a `kimi_k3` is opened, and it is exported as `kimi_linear`.
+The text model of a `kimi_k3` is a `kimi_linear` with additional fields. They describe attention
+over depth, output gates, bounded decays, the activation SiTU, and latent experts, whose matrices
+may be packed as MXFP4 (see `rmt_tpu.hub.packed`). This package accepts these fields in any
+`kimi_linear`. Only the text model of a `kimi_k3` is opened, and it is exported as `kimi_linear`.
 
 This module does not import JAX.
 """
@@ -72,19 +72,19 @@ def read_linear(inside: Fields) -> dict[str, Any]:
     """Read the options of Kimi Delta Attention from `linear_attn_config`.
 
     Raises:
-      UsageError: the lower bound of log decays is not from -100 to below 0.
+      UsageError: the lower bound of log decays is less than -100, or not negative.
     """
     gates = "full" if inside.flag("use_full_rank_gate") else "low_rank"
     if not inside.has("gate_lower_bound"):
         return {"gates": gates}
     bound = inside.number("gate_lower_bound")
     if not -100 <= bound < 0:
-        raise inside.wrong("gate_lower_bound", bound, "null, or a number from -100 to below 0")
+        raise inside.wrong("gate_lower_bound", bound, "null, or a negative number, at least -100")
     return {"gates": gates, "lower_bound": bound}
 
 
 def read_mixer(fields: Fields, layers: int) -> cfg.Sum | cfg.BlockAttention:
-    """Return attention over depth if the config sets its block size in layers, or else `Sum`."""
+    """Return attention over depth if the config sets its block size, and `Sum` otherwise."""
     if not fields.has("attn_res_block_size"):
         return cfg.Sum()
     size = fields.size("attn_res_block_size")
@@ -164,8 +164,8 @@ def _mixer_values(model: cfg.ModelConfig) -> dict[str, Any]:
 
 def _not_expressed(name: str, value: object, legal: object) -> UsageError:
     return UsageError(
-        f"{name}={value} cannot be written as kimi_linear; legal: {legal}, or the kind "
-        "rmt_tpu for this package alone (recipes.export --kind=rmt_tpu)"
+        f"{name}={value} cannot be written as kimi_linear; legal: {legal}, or this "
+        "package's own kind, rmt_tpu (recipes.export --kind=rmt_tpu)"
     )
 
 
@@ -194,7 +194,7 @@ def output_pieces(dim: int) -> Iterator[Piece]:
 
 
 def latent_pieces(name: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the down and up projection of latent experts, and their norm's gain, if present."""
+    """Yield the tensors of latent experts: the two projections and, if present, the norm's gain."""
     size = place.core.latent_dim
     if size is None:
         return

@@ -1,8 +1,9 @@
-"""Models with latent attention in the hub's format: Kimi Linear, and DeepSeek-V3 like Moonlight.
+"""Kimi Linear and DeepSeek-V3 models, which have latent attention, in the hub's format.
 
 Both have a router with a bias for each expert, and shared experts, which every token uses. Kimi
-Linear also has layers of Kimi Delta Attention, and no positions in its latent attention. Unknown
-fields raise an error, because only the fields of config.json distinguish variants of these models.
+Linear also has layers of Kimi Delta Attention, and its latent attention uses no position encoding.
+Unknown fields raise an error, because only the fields of config.json distinguish variants of these
+models.
 
 This module does not import JAX.
 """
@@ -27,16 +28,16 @@ from rmt_tpu.hub.ropes import (
 LINEAR = "linear_attention"
 _DENSE, _SPARSE = "dense", "sparse"
 _LINEAR_CONFIG = "linear_attn_config"
-# This is the epsilon in the norms of latent vectors. It is fixed in the code of these models and
-# not in config.json.
+# This is the epsilon in the norms of latent vectors. It is a constant in the code of these models,
+# and not a field of config.json.
 _LATENT_EPSILON = 1e-6
-# Training changes the biases of experts by this rate. Files contain the biases, but not the rate.
-# The parameter is bias / rate, and the division is exact because the rate is a power of two.
+# A training step changes the bias of an expert by this rate. Files contain the biases, but not the
+# rate. The parameter is bias / rate, and the division is exact because the rate is a power of two.
 _RATE = 2.0**-10
 
 
 class Names(NamedTuple):
-    """The names of one model type's config.json fields for its experts."""
+    """The names of the config.json fields that describe the experts of one model type."""
 
     count: str
     top_k: str
@@ -93,7 +94,7 @@ _OF_LINEAR_CONFIG = "full_attn_layers head_dim kda_layers num_heads short_conv_k
 
 
 def kind(model: cfg.ModelConfig) -> str | None:
-    """Choose the model type to write for latent or Kimi Delta Attention; None without either."""
+    """Choose the model type for latent or Kimi Delta Attention; None if the model has neither."""
     latent, linear = (model.cores_of_kind(kind) for kind in (cfg.Mla.kind, cfg.Kda.kind))
     if any(core.decays == "channels" for core in linear):
         return "kimi_linear"
@@ -104,7 +105,7 @@ def kind(model: cfg.ModelConfig) -> str | None:
 
 
 def own_family(fields: Fields, family: Family) -> Family:
-    """Return `family` with the tensor details that the fields of one config.json decide.
+    """Return `family`, adapted to the tensor layout that a config.json describes.
 
     RoPE rotates either pairs of adjacent numbers or the two halves of a head, and experts may be
     packed. Layers for multi-token prediction, numbered after the model's own layers, are ignored.
@@ -215,7 +216,7 @@ def _delta_attention(fields: Fields) -> cfg.Kda:
 
 
 def _full_layers(fields: Fields, layers: int) -> list[bool]:
-    """Return True for each layer with latent attention, and False with linear attention.
+    """Return for each layer whether it has latent attention; if not, it has linear attention.
 
     `linear_attn_config` numbers the layers from 1, and `layer_types` lists every layer. If both
     are missing, every fourth layer from the fifth on has latent attention, as in the transformers
@@ -236,7 +237,7 @@ def _full_layers(fields: Fields, layers: int) -> list[bool]:
         raise inside.wrong("full_attn_layers", full, legal)
     found = [layer in full for layer in range(1, layers + 1)]
     if listed is not None and found != [name == FULL for name in listed]:
-        raise fields.wrong("layer_types", listed, f"null, or the layers of {_LINEAR_CONFIG}")
+        raise fields.wrong("layer_types", listed, f"null, or the layers as in {_LINEAR_CONFIG}")
     return found
 
 
@@ -328,7 +329,7 @@ def _check_kinds(cores: Sequence[cfg.Core], legal: Collection[str]) -> None:
     if other is not None:
         raise UsageError(
             f"a model with {legal[0]} and {other} cannot be written in the hub's format; legal: "
-            f"{' and '.join(legal)}, or the kind rmt_tpu for this package alone (recipes.export "
+            f"{' and '.join(legal)}, or this package's own kind, rmt_tpu (recipes.export "
             "--kind=rmt_tpu)"
         )
 
@@ -380,7 +381,7 @@ def _linear_values(net: cfg.Kda, linear: list[bool]) -> Mapping[str, Any]:
 
 
 def _rope_values(family: Family, latent: cfg.Mla) -> Mapping[str, Any]:
-    """Return the fields for RoPE, including YaRN's factor of the attention logits."""
+    """Return the fields for RoPE, including YaRN's factor for the attention logits."""
     rope = latent.positions if isinstance(latent.positions, cfg.Rope) else cfg.Rope()
     values = rope_values(family, Ropes(rope, rope)) | {
         "rope_interleave": True,

@@ -18,10 +18,11 @@ _DENSE, _SPARSE = "mlp.", "block_sparse_moe."
 def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> Iterator[Piece]:
     """Yield all tensors of a Kimi Linear or DeepSeek-V3 model, as slices of parameters.
 
-    If a file's RoPE rotates adjacent numbers, their rows are reordered: a parameter has the first
-    numbers of all pairs, and then all second numbers. For Kimi Linear, the transformers library
-    writes layers without experts under the prefix of layers with experts. This function uses that
-    prefix if `names`, the tensor names of an existing folder, show such a file.
+    If a file's RoPE rotates pairs of adjacent numbers, the rows are reordered: a parameter has the
+    first numbers of all pairs, followed by the second numbers. For Kimi Linear, the transformers
+    library writes layers without experts under the prefix of layers with experts. This function
+    uses that prefix if `names`, the tensor names of an existing folder, show that
+    its files do.
     """
     has_other = names is not None and any(
         name.endswith(f".{_SPARSE}gate_proj.weight") for name in names

@@ -35,9 +35,9 @@ from rmt_tpu.storage import Folder, Location, open_folder
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Default values of keys that may be missing in a config.json of any model type.
 _ABSENT = {"hidden_act": "silu"}
-# The names that newer files use for some fields, and the names that this package uses.
+# This dict maps field names in newer files to the names that this package uses.
 _RENAMED = {"num_local_experts": "num_experts"}
-# The fields for the soft caps of attention logits, and of output logits.
+# The fields for the soft caps on attention logits and on output logits.
 _OF_ATTENTION, _OF_MODEL = "attn_logit_softcapping", "final_logit_softcapping"
 # Top-level fields of a text-and-image model that also apply to its text model.
 _OUTSIDE = ("quantization_config", "tie_word_embeddings")
@@ -260,7 +260,7 @@ def _normed(family: Family) -> str:
 
 
 def _cap(config_fields: Fields, family: Family, name: str) -> float | None:
-    """Return the soft cap of logits in the field `name`, or None; only Gemma models have caps."""
+    """Return the soft cap on logits from the field `name`, or None; only Gemma models have caps."""
     if GEMMA not in family.traits or not config_fields.has(name):
         return None
     return config_fields.positive(name)
@@ -296,7 +296,8 @@ def config_values(
         "model_type": kind,
         **special_tokens(bos, ends),
         "tie_word_embeddings": model.tied_embeddings,
-        # Null avoids the default of some model types, which may be outside the vocabulary.
+        # Some model types have a default token, whose id may be outside the vocabulary. Null
+        # overrides this default.
         "pad_token_id": None,
     }
     if kind == own.KIND:
@@ -453,7 +454,7 @@ def _layers(
 
     Args:
       model: the model.
-      *first: the `kind` of further cores that are legal in place of attention.
+      *first: the kinds of other cores that are legal in place of attention.
 
     Raises:
       UsageError: hub models do not have this residual or these cores.
@@ -510,6 +511,6 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
 
 def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
     return UsageError(
-        f"{name}={value} cannot be written in the hub's format; legal: {legal}, or the kind "
-        f"{own.KIND} for this package alone (recipes.export --kind={own.KIND})"
+        f"{name}={value} cannot be written in the hub's format; legal: {legal}, or this "
+        f"package's own kind, {own.KIND} (recipes.export --kind={own.KIND})"
     )

@@ -74,7 +74,8 @@ def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     values = {
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
-        # Other programs may reorder JSON fields; only the long form does not depend on the order.
+        # Other programs may reorder JSON fields. This would change the meaning of the short form,
+        # but not that of the long form.
         _MODEL: overrides.to_json(anywhere, short=False),
     }
     return values | (_for_code(model) if code_files(model) else {})

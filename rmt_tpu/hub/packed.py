@@ -21,7 +21,7 @@ from rmt_tpu.hub.files import Region, View
 
 GROUP = 32
 GROUP_BYTES = GROUP // 2
-GROWTH = 8  # a packed byte contains two numbers, which have 8 bytes in float32
+GROWTH = 8  # a packed byte contains two numbers, which occupy 8 bytes in float32
 SUFFIXES = ("_packed", "_scale")
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)

@@ -1,4 +1,4 @@
-"""Pieces: each maps one hub tensor, or a part of one, to a slice of a parameter."""
+"""Mappings, called pieces, from hub tensors (or parts of them) to slices of parameters."""
 
 import itertools
 import math
@@ -41,8 +41,9 @@ class Piece(NamedTuple):
       as_it_is: whether the tensor has the same shape as the slice. Otherwise the tensor has at most
         two axes, apart from `ones`.
       offset: when tensors are read, parameter = tensor / factor + offset.
-      stacked: the number of equal matrices that the tensor stacks along an additional first axis; 0
-        if there is no such axis. `part` then refers to one matrix with the rows of all of them.
+      stacked: the number of matrices of equal shape that the tensor stacks along an additional
+        first axis; 0 if there is no such axis. `part` then refers to one matrix with the rows of
+        all of them.
       factor: see `offset`.
       ones: the indices of the tensor's additional axes of size 1.
       exact: whether the tensor is written in float32 even if the other tensors have a narrower
@@ -114,7 +115,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of one sublayer's parameters: the parameters of a stack have an axis of repeats.
+    """The location of one sublayer's parameters, which are slices of stacked parameters.
 
     Attributes:
       core: the config of the sublayer's core.

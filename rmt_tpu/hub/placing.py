@@ -50,7 +50,7 @@ def read_parameter(
     Args:
       tensors: the tensors in the folder.
       parameter_pieces: the pieces that map tensors to the parameter.
-      stored: the parameter's shape to which the pieces refer.
+      stored: the shape of the parameter that the pieces refer to.
       shape: the shape of the result: `stored`, or `stored` with the first axis split into two.
       sharding: the sharding of the result.
 
@@ -111,7 +111,7 @@ def _axis_order(
 
 
 def _steps(shard: tuple[int, ...], order: tuple[int, ...], most: int) -> Iterator[Step]:
-    """Yield steps of at most `most` numbers that cover a shard, which has at least one axis.
+    """Yield steps of at most `most` elements that cover a shard, which has at least one axis.
 
     All steps have the same sizes, so that one compiled program can write them all. The last step
     may therefore overlap the one before it.
@@ -119,7 +119,7 @@ def _steps(shard: tuple[int, ...], order: tuple[int, ...], most: int) -> Iterato
     Args:
       shard: the shape of the shard.
       order: the shard's axes, in the order in which they are divided.
-      most: the maximum number of numbers (array elements) per step.
+      most: the maximum number of array elements per step.
     """
     inner, sizes = math.prod(shard), list(shard)
     starts: list[Sequence[int]] = [(0,) for _ in shard]

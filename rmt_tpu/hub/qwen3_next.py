@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5 in the hub's format: layers of Gated DeltaNet and of gated attention.
 
-In Qwen3.5, either all layers or no layers have experts. Its tensors differ from Qwen3-Next's: the
-projections of Gated DeltaNet are separate tensors, and the matrices of all experts are stacked.
+In Qwen3.5, either all of the layers or none of them have experts. Its tensors differ from
+Qwen3-Next's: the projections of Gated DeltaNet are separate tensors, and the matrices of all
+experts are stacked.
 
 This module does not import JAX.
 """
@@ -130,8 +131,8 @@ def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> di
     The caller must read the fields back and compare the result with the model.
 
     Raises:
-      UsageError: the model has no attention, no Gated DeltaNet, or no experts although the model
-        type has experts.
+      UsageError: the model has no attention or no Gated DeltaNet, or it has no experts although the
+        model type requires them.
     """
     cores = list(model.sublayers)
     attention, net = (_first(model, kind) for kind in (cfg.Attention.kind, cfg.Kda.kind))
@@ -181,7 +182,7 @@ def _first(model: cfg.ModelConfig, kind: str) -> Any:
     if not found:
         raise UsageError(
             f"a model without {kind} cannot be written as qwen3_next or qwen3_5; legal: a model "
-            "with layers of attention and of kda, and for qwen3_next with experts"
+            "with attention layers and kda layers, and with experts if written as qwen3_next"
         )
     return found[0]
 
@@ -219,7 +220,8 @@ def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) 
 def _read(place: Place, group: int, begin: int, end: int, dim: int) -> Piece:
     """Return a piece for columns `begin` to `end` of the projection to one group of heads.
 
-    Groups are numbered as in `core.reads.heads`: for attention gates, queries, keys and values.
+    Groups are numbered as in `core.reads.heads`. In attention they are gates, queries, keys and
+    values, in this order.
     """
     counts = place.core.reads.heads
     alike = next((n for n, count in enumerate(counts) if count != counts[0]), len(counts))

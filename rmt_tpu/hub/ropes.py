@@ -17,7 +17,7 @@ _SCALINGS = {
 }
 
 
-# The YaRN field from which DeepSeek models compute a factor of the attention logits.
+# The YaRN field from which DeepSeek models compute a factor for the attention logits.
 _ALL_DIMS = "mscale_all_dim"
 
 
@@ -107,7 +107,7 @@ def _rope(
 
 
 def _rotated(fields: Fields, head_dim: int, default: float) -> int:
-    """Return how many numbers of a head RoPE rotates: `head_dim * partial_rotary_factor`."""
+    """Return the size of the part of a head that RoPE rotates."""
     name = "partial_rotary_factor"
     factor = fields.positive_or(name, default)
     dims = int(head_dim * factor)
@@ -166,12 +166,12 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
-    """Return YaRN's factor of the attention logits in DeepSeek models; 1 without YaRN.
+    """Return YaRN's factor for the attention logits in DeepSeek models; 1 without YaRN.
 
     It is the square of `0.1 s log(factor) + 1`, where s is the field `mscale_all_dim`.
 
     Raises:
-      UsageError: the model has the field but not YaRN.
+      UsageError: the config has this field, but does not use YaRN.
     """
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     group = fields.group(name)
@@ -183,7 +183,7 @@ def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
 
 
 def logit_factor_values(rope: cfg.Rope, factor: float) -> dict[str, float]:
-    """Return the `rope_scaling` field that encodes the factor of the attention logits.
+    """Return the `rope_scaling` field that encodes the factor for the attention logits.
 
     The result is {} if the factor is 1 or the field cannot express it. The caller must read the
     field back and compare the result with the model.

@@ -25,7 +25,7 @@ def pieces(
 ) -> list[Piece]:
     """Return all tensors of a model, each mapped to a slice of a parameter.
 
-    Hub tensors and parameters agree on the order of heads along an axis, and on RoPE, which rotates
+    Hub tensors and parameters have the same order of heads along an axis, and in both, RoPE rotates
     the two halves of a head. Numbers are therefore reordered only in some models with latent
     attention. The result includes the biases of queries, keys and values, and the norms of queries
     and keys, if the model has them. A model with tied embeddings has no tensor for W_U.

@@ -57,8 +57,8 @@ def _ends(
 
     The sources are `eos_token_id` in the config, `eos_token` in tokenizer_config.json, the model
     type's default end token, and the tokenizer's own end tokens. The default end token is used only
-    if its id is a special token of this tokenizer, which does not represent text. In a different
-    vocabulary, the same id may be a word.
+    if its id belongs to a special token of this tokenizer (a token that does not represent text).
+    In a different vocabulary, the same id may belong to a word.
     """
     if described.ends:
         return described.ends

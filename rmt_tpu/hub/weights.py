@@ -30,7 +30,7 @@ _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # embeddings, which W_U may equal.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
 _SHARD = 5 * 10**9  # the maximum number of bytes per file, as in the hub's tools
-# These are limits in bytes of the host memory for reading. More than _MOST_MEMORY does not make
+# These values, in bytes, limit the host memory for reading. More than _MOST_MEMORY does not make
 # reading faster. Less than _LEAST_MEMORY would divide reading into many small steps.
 _LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 64 * 2**20
 _BLOCK = 8 * 2**20  # the maximum number of bytes in one read
@@ -50,7 +50,7 @@ class Tensors:
     Attributes:
       folder: the folder.
       memory: the host memory in bytes for buffers while parameters are read, in addition to the
-        parameters: half of the largest tensor's size, from 16 to 64 MiB.
+        parameters: half of the largest tensor's size, but at least 16 and at most 64 MiB.
 
     Raises:
       UsageError: the folder has no tensors.
@@ -108,7 +108,7 @@ class Tensors:
         for piece, regions in wanted:
             entry = self._entries[next(iter(_stored(piece)))]
             size, limit, view = _itemsize(entry), most, view_of(piece, _itemsize(entry))
-            if piece.packed:  # blocks have whole groups of numbers, and unpacking enlarges them
+            if piece.packed:  # a block consists of whole groups, and unpacking enlarges it
                 regions = [packed.of_groups(view, region) for region in regions]
                 view, size = packed.views(view)[0], packed.GROUP_BYTES
                 limit //= packed.GROWTH
@@ -374,7 +374,7 @@ def _slices(region: files.Region, begins: Iterable[int]) -> tuple[slice, ...]:
 def write(
     folder: Path, tensor_pieces: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
 ) -> None:
-    """Write tensors as one safetensors file, or above 5 GB as several files with an index.
+    """Write tensors as one safetensors file, or, if larger than 5 GB, as several with an index.
 
     Args:
       folder: the folder to write to.

@@ -1,4 +1,4 @@
-"""Sliding windows in the fields of a config.json: their size in tokens, and their layers.
+"""Sliding windows in the fields of a config.json: the window size, and which layers have it.
 
 This module does not import JAX.
 """
@@ -36,10 +36,11 @@ def read_windows(fields: Fields, family: Family, rotated: list[bool]) -> list[in
     listed = fields.texts("layer_types", count, FULL, SLIDING)
     if listed is not None and family.windows not in _UNLISTED:
         if window is None and SLIDING in listed:
-            raise fields.wrong("layer_types", listed, f"{FULL} alone, without a sliding_window")
+            legal = f"{FULL} for every layer, or a config with a sliding_window"
+            raise fields.wrong("layer_types", listed, legal)
         usual = listed
     elif listed not in (None, usual):
-        raise fields.wrong("layer_types", listed, f"null, or what the model has: {usual}")
+        raise fields.wrong("layer_types", listed, f"null, or the model type's own choice: {usual}")
     return [window if name == SLIDING else None for name in usual]
 
 
@@ -64,8 +65,9 @@ def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[boo
 def window_values(family: Family, windows: list[int | None]) -> dict[str, Any]:
     """Return the fields of config.json that describe the windows of all layers.
 
-    The fields can express only one window size, and for some model types no choice of layers. The
-    caller must therefore read the fields back and compare the result with the model.
+    The fields can express only one window size, and for some model types they cannot choose the
+    layers that have it. The caller must therefore read the fields back and compare the result with
+    the model.
     """
     window = next((size for size in windows if size is not None), None)
     if window is None or family.windows is None:

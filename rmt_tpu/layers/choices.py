@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 
     Attributes:
       value: the choice.
-      reason: a clause that says why, for the printed plan.
+      reason: a clause that explains the choice in the printed plan.
     """
 
     value: Any

@@ -41,8 +41,8 @@ class Embedding(nnx.Module):
     ]:
         """Return the tokens' data vectors, and the positions' data vectors if these are learned.
 
-        Data vectors are the vectors that layers write to the residual. The second result is None
-        without learned positions.
+        Data vectors are the vectors that layers write to the residual. The second result is None if
+        positions are not learned.
         """
         # Each device looks up its own columns of the table for the tokens of all devices along
         # `fsdp`. The swap then gives each device complete rows for its own tokens. Less data moves

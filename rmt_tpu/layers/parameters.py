@@ -70,7 +70,7 @@ def parameter(
       role: the kind of parameter, from which the optimizer chooses weight decay and width-scaled
         learning rates.
       axes: the logical names of the axes, used by the sharding rules.
-      fan_in: the number of terms in each sum when the parameter is multiplied with a token's data.
+      fan_in: the number of terms in each sum when the parameter is multiplied by a token's data.
         The muP learning rate depends on this number. None means the size of the first matrix axis
         for a "hidden" weight, and 1 (no sum) for every other role.
       exact: whether the parameter is used in float32. "Hidden" weights that are not exact are cast

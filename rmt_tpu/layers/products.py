@@ -31,7 +31,7 @@ def times(
       *weights: matrices [K, N], or arrays of P matrices [P, K, N]. Either all or none of them are
         a `StackSlice`.
       gathered: the axis of a matrix that the mesh axis `fsdp` shards: -2 for K and -1 for N.
-      isolated: whether XLA must not fuse the slicing of weights into the product.
+      isolated: whether to keep XLA from fusing the slicing of weights into the product.
     """
     values = [w.get_value() if isinstance(w, nnx.Variable) else w for w in weights]
     if isinstance(values[0], StackSlice):

@@ -18,7 +18,7 @@ def slice_at(stacks: Any, index: Index) -> Any:
 
 
 def update_at(stacks: Any, values: Any, index: Index) -> Any:
-    """Return the stacks with slice `index` of each replaced by the value in a tree of values."""
+    """Return the stacks with slice `index` of each replaced by the matching leaf of `values`."""
 
     def update(stack, x):
         return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)

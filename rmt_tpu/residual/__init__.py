@@ -18,7 +18,7 @@ Two choices can be combined freely:
 
 Some mixers keep earlier outputs as rows of an array, the *bank* (protocol `BankMixer`). These
 mixers run in their own schedule, `rmt_tpu.execution.banked`, whose backward pass needs little more
-than the bank. `protocols` lists the methods that stores and mixers must have.
+memory than the bank. `protocols` lists the methods that stores and mixers must have.
 """
 
 from types import ModuleType

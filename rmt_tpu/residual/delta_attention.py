@@ -1,6 +1,6 @@
-"""Delta Attention Residuals: the plain residual, plus attention over what blocks add to it.
+"""Delta Attention Residuals: a standard residual, plus attention over what blocks add to it.
 
-Delta Attention Residuals (arXiv 2605.18855, 2026). The plain residual `h_l = h_{l-1} + y_l` is
+Delta Attention Residuals (arXiv 2605.18855, 2026). The standard residual `h_l = h_{l-1} + y_l` is
 kept. The delta of a block is the change of h over the block, which is the sum of the outputs of the
 block's sublayers. A site (the place before sublayer l, or before the unembedding) reads h and a
 softmax-weighted mean of deltas:
@@ -11,15 +11,15 @@ softmax-weighted mean of deltas:
 
 Every site has a gain and a query w_l, which starts at zero. The embedding is part of h but is not a
 delta. With a matrix store, deltas and queries are matrices `D_k x D_v`. This code adds two options:
-- g_l, a learned gate per site. It starts at zero, so that the model starts as one with the plain
-  residual. In the paper, g_l is the constant 1.
+- g_l, a learned gate per site. It starts at zero, so that the model starts as one with only the
+  standard residual. In the paper, g_l is the constant 1.
 - a null source with value 0 and a learned logit n_l. It gets the share `1 - sigmoid(L - n_l)` of
   the weight, where L is the log-sum-exp of the deltas' logits.
 
 The bank has the deltas in its first rows, as in Block AttnRes (`depth_attention`), and the
-embedding in its last row, to which kernels therefore do not attend. An additional query of zeros
-gives the plain mean of the deltas that a kernel reads. Their sum, which is a part of h, is this
-mean times their number, so h needs no other pass over the bank.
+embedding in its last row, so that kernels do not attend to the embedding. An additional query of
+zeros gives the unweighted mean of the deltas that a kernel reads. The mean times the number of
+deltas is their sum, which is a part of h. Therefore, h needs no other pass over the bank.
 """
 
 import dataclasses
@@ -44,8 +44,9 @@ class DeltaPrior(NamedTuple):
     """The result of phase one: attention from each site of a group to the deltas before the group.
 
     Attributes:
-      mixed: the softmax-weighted means of these deltas, one per site, followed by their plain mean.
-      log_sums: the log-sum-exps of the sites' logits, followed by the logarithm of the number of
+      mixed: the softmax-weighted means of these deltas, one per site, and last their unweighted
+        mean.
+      log_sums: the log-sum-exp of each site's logits, and last the logarithm of the number of
         deltas.
       residual: h before the group, which is the sum of the embedding and these deltas.
     """
@@ -59,7 +60,7 @@ class DeltaAttentionMix(DepthAttentionMix):
     """The parameters of delta attention at one site, which include a query and a key gain.
 
     Attributes:
-      gate: the factor g_l of what attention over deltas adds, [1].
+      gate: the factor g_l of the term that attention over deltas adds to h, [1].
       null_logit: the logit n_l of the null source, [1]; None if there is no null source.
     """
 
@@ -98,7 +99,7 @@ class DeltaAttention(DepthAttention):
         return sublayer // self.block
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Return an empty tuple, because no kernel for decode steps computes h plus attention."""
+        """Return an empty tuple, because kernels for decode steps do not support this mixer."""
         return ()
 
     def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> DeltaPrior:
@@ -114,7 +115,8 @@ class DeltaAttention(DepthAttention):
     def empty_cotangent(self, prior: DeltaPrior) -> DeltaPrior:
         """Return the initial cotangent of phase one's result, with zeros for h.
 
-        Every site adds to the cotangent of h, but each writes its own slice of the other arrays.
+        Every site adds to the cotangent of h. Of the other arrays, each site writes only its own
+        slice.
         """
         empty = stacks.empty_like(prior)
         return empty._replace(residual=jnp.zeros_like(prior.residual))
@@ -175,7 +177,7 @@ class DeltaAttention(DepthAttention):
             active = jnp.asarray(at.sublayer % self.block > 0)
             before, running = (mean[None], log_sums[None]), active.astype(jnp.int32)
             (mean,), (log_sums,) = self._partial(score[None], current[None], running, before)
-            # Before a block's first output, the running sum may have arbitrary values.
+            # Before a block's first output, the running sum may contain arbitrary values.
             h = h + jnp.where(active, current, 0)
         u = site.mix.add(h, mean, log_sums)
         return prior, rows, current, store.read(u, site, store.compute_dtype)

@@ -1,13 +1,13 @@
 """DenseFormer: a layer reads a learned weighted sum of the outputs of all earlier layers.
 
 Pagliardini et al. (NeurIPS 2024). X_0 is the embedding, and X_i is the output of layer i, which
-computes it from Y_{i-1} as in the plain model:
+computes it from Y_{i-1} as in a model with the standard residual:
 
     X_i = layer_i(Y_{i-1})      Y_0 = X_0      Y_i = sum over j <= i, j = i mod k, of a_ij X_j
 
 The sum is taken if the period p divides i; otherwise `Y_i = X_i`. k is the dilation. The weights
-a_ij are unconstrained. They are initialised to `a_ii = 1` and 0 elsewhere, which gives the plain
-model. The unembedding reads Y_L.
+a_ij are unconstrained. They are initialised to `a_ii = 1` and 0 elsewhere, so that the model starts
+as one with the standard residual. The unembedding reads Y_L.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class LayerBank(nnx.Module):
         self.num_layers, self.num_rows = config.num_layers, config.num_layers + 1
 
     def embedding(self, row: Row) -> Row:
-        """Return `row` unchanged, because sites read the embedding as it is."""
+        """Return `row` itself, because sites read the embedding unchanged."""
         return row
 
     def first_row(self, sublayer: Index) -> Index:
@@ -144,7 +144,7 @@ class Dense(LayerBank):
         current: Row,
         at: DepthIndex,
     ) -> tuple[Array, Bank | None, Row, Read]:
-        """Read the residual at one site, as in the plain model.
+        """Read the residual at one site, as in a model with the standard residual.
 
         The first site of a layer first computes the layer's input, the weighted sum of earlier
         outputs.

@@ -2,16 +2,16 @@
 
 The bank contains the outputs of earlier blocks, which are the sources of attention over depth. The
 paper names the ablations and gives their losses. The equations are our reading of the names:
-- "input" query: the query is the site's vector plus a projection of the newest source,
-  RMS-normalised;
-- "scalars": there are no queries and keys, but one learned logit for every pair of site and source;
+- "input" query: the query is the site's vector plus a projection of the RMS-normalised newest
+  source;
+- "scalars": there are no queries or keys, but one learned logit for every pair of site and source;
 - "sigmoid": `weight_i = sigmoid(logit_i)`, so that the weights do not add up to 1;
 - no key norm: `logit_i = <query, v_i>`, with v_i the sources;
 - heads: v is split into equal parts, which share its norm; each part has its own softmax;
 - a window: only the embedding and the newest rows are sources.
 
-The bias of the newest source and cumulative sources, whose equations are in `depth_attention`, are
-computed here too. With cumulative sources, a row of the bank is still the sum of one block, and
+This module also computes cumulative sources and the bias of the newest source, whose equations are
+in `depth_attention`. With cumulative sources, a row of the bank is still the sum of one block, and
 each site adds up the rows. The running residual is then a source of every site, even where it
 equals the source of the newest row.
 """
@@ -137,7 +137,7 @@ class DepthAblation(depth_attention.DepthAttention):
         current: Row,
         at: DepthIndex,
     ) -> tuple[None, Bank | None, Row, Read]:
-        """Mix all rows of the bank, and the running sum, for one site, and read the mix.
+        """Mix all rows of the bank and the running sum for one site, and read the result.
 
         See `protocols.BankMixer`.
         """

@@ -8,23 +8,23 @@ blocks, and the running sum of the block that is not complete yet:
     v' = sum of the outputs since the last complete block
     logit_i = <gain * query, v_i> / rms(v_i)       h = sum_i softmax(logit)_i v_i      z = read(h)
 
-Every site has a gain and a query. Queries are initialised to zero, which gives a plain mean. Full
-AttnRes is the case S = 1. With a matrix store, the sources v and the queries are matrices
+Every site has a gain and a query. Queries are initialised to zero, which gives an unweighted mean.
+Full AttnRes is the case S = 1. With a matrix store, the sources v and the queries are matrices
 `D_k x D_v`.
 
 Some options are not in the paper:
-- `query="none"` is a control for experiments: there are no queries and gains, and every logit is 0,
-  so that h remains the plain mean. Kernels then get zero queries.
+- `query="none"` is a control for experiments: there are no queries or gains, and every logit is 0,
+  so that h remains the unweighted mean. Kernels then get zero queries.
 - A learned bias b per site is added to the logit of the newest source (open-attention-residuals,
   which starts it at 3 or 10):  `logit_last = <gain * query, v_last> / rms(v_last) + b`
-- Cumulative sources (open-attention-residuals) are the plain residuals at the ends of blocks, and
-  the running residual:  `v_n = embedding + sum of the outputs of blocks 1 to n`. The running
-  residual is a source of every site. At a site right after a block it equals that block's source,
-  so that this value has two weights. The bias of the newest source applies only to the running
-  residual.
+- Cumulative sources (open-attention-residuals) are the standard residuals at the ends of blocks,
+  and the running residual:  `v_n = embedding + sum of the outputs of blocks 1 to n`. The running
+  residual is a source of every site. At a site right after a block, the running residual equals
+  that block's source, so this value gets two weights. The bias of the newest source applies only to
+  the running residual.
 - Without attention at the output site, the unembedding reads the newest source, or the sum of the
   embedding and all outputs (an option of marin). If sources are cumulative, the newest source is
-  the plain residual, as in open-attention-residuals.
+  the standard residual, as in open-attention-residuals.
 - The embedding is normalised before it is a source (marin):  `v_0 = embedding / rms(embedding)`
 
 The sources are kept in a *bank*, a stack of rows. A row is *sealed* when its block is complete.
@@ -149,7 +149,7 @@ class DepthAttention(nnx.Module):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
         # A group that starts inside a block may write one row more than other groups. All groups
-        # get the number of rows that the group which starts furthest into a block needs.
+        # get as many rows as the group that starts furthest into a block.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
@@ -353,7 +353,7 @@ class DepthAttention(nnx.Module):
         current: Row,
         at: DepthIndex,
     ) -> tuple[Prior, Bank | None, Row, Read]:
-        """Run phase two at one site: mix in the group's own rows, and read the mix.
+        """Run phase two at one site: mix in the group's own rows, and read the result.
 
         See `protocols.BankMixer`.
         """

@@ -13,7 +13,7 @@ are initialised (`layers.parameters`, `residual.matrix`):
   `W_2 gelu(W_1 z)` with z about 1.
 
 The residual grows during training, and for some tokens it grows far more than for others: after 400
-steps, the largest number in rmt-tiny is 51 times the expected size in a new model.
+steps, the largest number in the preset rmt-tiny is 51 times the expected size in a new model.
 """
 
 import math
@@ -33,7 +33,7 @@ _MIN_STEPS = 64
 
 
 def with_float_residual(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """Return the model config for use without training: a float residual and remat "full".
+    """Return the config for use without training, which has a float residual and remat "full".
 
     Without training no write is undone, so neither a fixed step size nor stored outputs of
     sublayers are needed, and a float residual cannot overflow. A config without reversible remat is

@@ -1,6 +1,6 @@
 """Hierarchical aggregation: after every few layers, a node combines the residuals of these layers.
 
-Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers, and a node follows
+Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after layer k, and a node follows
 every e-th layer. The output A_i of node i replaces the residual, so the next layers read it:
 
     A_1 = AGG_1(H_1, .., H_e)
@@ -8,7 +8,7 @@ every e-th layer. The output A_i of node i replaces the residual, so the next la
     AGG(x_1, .., x_k) = LN(s([x_1; ..; x_k] W_a) W_b + x_1 + .. + x_k)
 
 Here s is the sigmoid, and there are no biases. The paper uses e = 2 and a hidden size of D_FF.
-Layers after the last node are plain.
+No node follows the layers that remain after the last node.
 """
 
 from typing import NamedTuple
@@ -115,7 +115,7 @@ class Hierarchical(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[HierarchicalState, Read]:
-        """Write y to the residual, replace the residual if a node follows here, and read it."""
+        """Write y, replace the residual if a node follows here, and read the residual."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
         # At the start of a layer, the preceding layer's output (or the embedding) is complete.
         if site.begins_layer:

@@ -8,7 +8,7 @@ Chai, Jin and Hou (2020), in the pre-norm form of the authors' code. With the su
     carry    h_l = (1 - T) * h_{l-1} + y_l + T * v
     gated    h_l = h_{l-1} + (1 - T) * y_l + T * v
 
-There are no biases. With `W_2 = 0`, "add" is the plain residual stream.
+There are no biases. With `W_2 = 0`, "add" is the standard residual stream.
 """
 
 from typing import NamedTuple

@@ -26,7 +26,7 @@ float32. The variants differ in how each site computes them:
 
 Here s is the sigmoid. The matrices W are initialised to zero. Each site has a home stream, stream
 (site mod m), from which it reads most, so that streams and sites differ. At initialisation, HC and
-mHC are then equal to the plain pre-norm model, as is mHC-lite with `init="prenorm"`. The HC paper's
+mHC then equal a standard pre-norm model, and so does mHC-lite with `init="prenorm"`. The HC paper's
 scaling of the sublayers' outputs by sqrt(m) is left out.
 """
 
@@ -129,7 +129,7 @@ def _write(state: StreamsState, y: Float[Array, "batch seq D"]) -> Streams:
 def _weighted_sum(
     weights: Float[Array, "m batch seq"], streams: Streams
 ) -> Float[Array, "batch seq D"]:
-    """Return `sum_i w_i X_i` in the weights' dtype, in element-wise operations for XLA to fuse."""
+    """Return `sum_i w_i X_i` in the weights' dtype, with element-wise operations that XLA fuses."""
     return sum(w[..., None] * x.astype(w.dtype) for w, x in zip(weights, streams, strict=True))
 
 

@@ -37,8 +37,8 @@ class Site(nnx.Module):
       gain: the gain of the norm, [D_k, D_v].
       read_keys: the retrieval keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF
         or r_U, [R, D_k], if the next core reads the residual without heads.
-      size_major: two flags: whether the data written, and the data read, have no heads. Such data
-        are ordered by entry first, as by `data_vectors.concatenate`.
+      size_major: two flags: whether the site writes vectors without heads, and whether it reads
+        such vectors. They are ordered by entry first, as in `data_vectors.concatenate`.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
@@ -139,10 +139,11 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq R D_v"],
         positions: Float[Array, "batch_or_1 seq R D_v"] | None,
     ) -> tuple[Float[Array, "key_batch seq local_D_k D_v"], Float[Array, "batch seq R D_v"]]:
-        """Return the residual, which has only positions, and the tokens, which are written first.
+        """Return the residual before the first write, and the data vectors that are written first.
 
         The residual is `X = w_PE^T P` (equation 19), with P the positions' data vectors, or zeros
-        without learned positions. The tokens are written by the first site (equation 18).
+        if positions are not learned. The vectors that are written first are the tokens' data
+        vectors (equation 18).
         """
         # Each device has its own slice of D_k, for the batch of all devices along the `key` axis.
         devices = sharding.axis_size("key")
@@ -179,7 +180,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch seq R D_v"],
         site: Site | StackSlice,
     ) -> tuple[Shaped[Array, "key_batch seq local_D_k D_v"], Read]:
-        """Write y with the site's storage keys, norm, and read with the retrieval keys.
+        """Write y with the storage keys, normalize the residual, and read with the retrieval keys.
 
         If `site` is a slice of a stack of sites, a kernel for decode steps reads the keys directly
         from the stack: see `reads_stacks`.
@@ -236,7 +237,7 @@ class Store(nnx.Module):
     ) -> Float[Array, "key_batch seq local_D_k D_v"]:
         """Write a saved output y: compute `X + w^T y`, or `w^T y` if `empty` is true.
 
-        X is the residual and w the writer, the storage keys of y.
+        X is the residual, and `writer` contains the storage keys w of y.
         """
         options = {"empty": empty, "in_place": in_place, "key_axis": _key_axis()}
         return pallas_kernels.store_forward(residual, writer, y, **options)

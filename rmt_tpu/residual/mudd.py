@@ -9,16 +9,16 @@ computes the weights of each token from X_i:
     H = U^r + attention(norm(U^q) W_Q, norm(U^k) W_K, norm(U^v) W_V)
     X_{i+1} = H + core(norm(H))
 
-The unembedding reads a single sum, the way r, of X_0 to X_L. Layer 1 reads X_0 alone. For s sums of
-i + 1 outputs, the network has `n = s (i + 1)` hidden units, so W_1 is [D, n] and W_2 is [n, n]; its
-rmsnorm has no gain. W_2 starts at zero, and the static weights a_i at 1 for j = i and 0 elsewhere,
-so that the model starts as the plain model. With a single way and without W_1 and W_2, the
-equations are those of DenseFormer (`dense`).
+The unembedding reads a single weighted sum of X_0 to X_L, with the way r. Layer 1 reads X_0 alone.
+For s sums of i + 1 outputs, the network has `n = s (i + 1)` hidden units, so W_1 is [D, n] and W_2
+is [n, n]; its rmsnorm has no gain. W_2 starts at zero, and the static weights a_i at 1 for j = i
+and 0 elsewhere, so that the model starts as one with the standard residual. With a single way and
+without W_1 and W_2, the equations are those of DenseFormer (`dense`).
 
 A site has one norm gain for the three inputs of attention. Options of the published code are left
 out: three gains, more hidden units in the networks, and feed-forward layers that grow with depth.
-GELU is approximated by tanh. With a matrix store, X_i and the sums are matrices `D_k x D_v`, and
-W_1 is [D_k, D_v, n].
+GELU uses the tanh approximation. With a matrix store, X_i and the sums are matrices `D_k x D_v`,
+and W_1 is [D_k, D_v, n].
 
 The code of attention does not depend on the four ways. In both stores a site reads all queries,
 then all keys, then all values of a core, and `Store.read_groups` reads each of these groups from
@@ -133,9 +133,9 @@ class Mudd(LayerBank):
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return groups of one period each.
 
-        The weights of a layer depend on the layer before, so one pass over the bank cannot compute
-        the sums of several layers. In larger groups, layers would only have to read their group's
-        own rows too.
+        The weights of a layer depend on the output of the layer before, so one pass over the bank
+        cannot compute the sums of several layers. In larger groups, layers would only have to read
+        their group's own rows too.
         """
         return Grouping(1, False, False, lambda sublayers: sublayers // 2)
 
@@ -251,7 +251,7 @@ class Mudd(LayerBank):
     ) -> DepthWeights:
         """Return the mean weight of each layer's output in each sum: see `protocols.BankMixer`.
 
-        The name of a sum has the layer and the way: the sum for the queries of layer 2 is "2q".
+        A sum's name consists of the layer and the way: "2q" is the sum for the queries of layer 2.
         """
         layers = [str(1 + layer) for layer in range(self.num_layers)]
         mean = [[*map(float, row), *(self.num_rows - len(row)) * [None]] for row in means]
@@ -308,5 +308,5 @@ def _sums(
 
 
 def _padded(x: nnx.Param | Array, *last: tuple[int, int]) -> Array:
-    """Return the array padded with zeros; `last` has the two numbers for each of its last axes."""
+    """Pad the last axes with zeros; `last` has one pair (zeros before, zeros after) per axis."""
     return jnp.pad(x[...], [(0, 0)] * (x.ndim - len(last)) + list(last))

@@ -30,7 +30,7 @@ Bank = Float[Array, "_ batch seq *shape"]
 #
 # The output of a core (an attention or feed-forward sublayer) or of the embedding.
 Written = Float[Array, "_ seq_or_gathered vectors size"]
-# The parameters with which the output of a core is written. They belong to the site after the core.
+# The parameters for writing the output of a core. They belong to the site after the core.
 Writer = Float[Array, "..."] | nnx.Param | None
 
 
@@ -206,8 +206,8 @@ class ReversibleStore(Store, Protocol):
         """Return the residual with a saved output y written to it.
 
         The result is the same as that of `write`. If `empty` is true, the residual counts as zeros,
-        whatever its entries. With `in_place`, the result may overwrite the residual in memory. JAX
-        cannot differentiate this method; see `write_saved_backward`.
+        regardless of its entries. With `in_place`, the result may overwrite the residual in memory.
+        JAX cannot differentiate this method; see `write_saved_backward`.
         """
 
     def write_saved_backward(
@@ -380,7 +380,7 @@ class BankMixer(Protocol):
     embedding_row: int
 
     def embedding(self, row: Row) -> Row:
-        """Return the row of the embedding, as sites read it."""
+        """Return the embedding in the form that sites read."""
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return the division of a stack of layers into groups.
@@ -443,7 +443,7 @@ class BankMixer(Protocol):
         current: Row,
         at: DepthIndex,
     ) -> tuple[Any, Bank | None, Row, Read]:
-        """Run phase two at one site: mix in the group's own rows, and read the mix.
+        """Run phase two at one site: mix in the group's own rows, and read the result.
 
         Args:
           store: the residual's store.

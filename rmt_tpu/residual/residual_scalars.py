@@ -1,6 +1,7 @@
-"""Learned scalars on the plain residual, and the value residual of attention.
+"""Learned scalars on the standard residual, and the value residual of attention.
 
-Two options, each of which can be used alone, change the plain residual h of a model with layers l:
+Two options, each of which can be used alone, change the standard residual h of a model with layers
+l:
 
     scalars    h <- a_l h + b_l x_0             before the two sublayers of layer l
     values     V_l <- l1_l V_1 + l2_l V_l       in every attention sublayer after the first
@@ -12,10 +13,11 @@ a vector or a matrix.
 
 The value residual is that of Zhou et al. (2024, arXiv 2410.17897), with learned factors l1 and l2
 that start at 0.5 each. The scalars a and b are those of modded-nanogpt (Jordan et al. 2024) and
-nanochat (Karpathy 2025), where a starts at 1 or slightly above, b between 0 and 0.1, and a learns
-at 0.01 of the rate of b. Here all factors are float32 numbers. By default they start at a = 1,
-b = 0, l1 = 0 and l2 = 1, and the model starts as the plain model. The learning rate of a follows
-from the project's rule for rates over depth; `train.depth_rate=0.01` gives the ratio 0.01.
+nanochat (Karpathy 2025), where a starts at 1 or slightly above, and b between 0 and 0.1. The
+learning rate of a is 0.01 of that of b. Here all factors are float32 numbers. By default they start
+at a = 1, b = 0, l1 = 0 and l2 = 1, and the model starts as one with the standard residual. The
+learning rate of a follows from the project's rule for rates over depth; `train.depth_rate=0.01`
+gives the same ratio of 0.01.
 
 The code of a core does not depend on the value residual. In both stores a site reads all queries,
 then all keys, then all values of a core, before positions are applied. The mixer therefore replaces

@@ -1,4 +1,4 @@
-"""The plain residual stream, which sums all outputs."""
+"""The standard residual stream, which sums all outputs."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from rmt_tpu.residual.protocols import Index, Store, Written
 
 
 class Sum(nnx.Module):
-    """The mixer `X += write(y); z = read(norm(X))`, computed by one call of `Store.add_and_read`.
+    """The mixer `X += write(y); z = read(norm(X))`, computed by one call to `Store.add_and_read`.
 
     X is the residual, y a sublayer's output and z the next sublayer's input (equations 2, 3, 15 and
     16 of the RMT paper).

@@ -33,7 +33,7 @@ class Site(nnx.Module):
 
     Attributes:
       write: W_O [H * D_h, D] after a core with heads; None if the vector is written directly.
-      gain: the gain of the norm, [D]; None if the read is not normed.
+      gain: the gain of the norm, [D]; None if the read has no norm.
       bias: the bias of the norm, [D], or None.
       read: W_Q, W_K and W_V, [3, D, H * D_h], before a core with heads; W_Q alone, [1, D, H * D_h],
         if there are fewer key and value heads than query heads; None if the vector is read
@@ -110,8 +110,8 @@ class Store(nnx.Module):
     ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq 1 D"]]:
         """Return the residual before the first write, and the vectors that are written first.
 
-        The residual has the positions' embeddings, and the tokens' embeddings are written first
-        (equation 1).
+        The residual contains the positions' embeddings, or zeros if positions are not learned. The
+        vectors that are written first are the tokens' embeddings (equation 1).
         """
         shape = (*tokens.shape[:2], tokens.shape[-1])
         if positions is None:

@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
     padded: int
 
     def pad(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Return vectors x with zeros appended to each, from width D to width W."""
+        """Return the vectors x, padded with zeros at the end from width D to width W."""
         missing = self.padded - self.size
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 

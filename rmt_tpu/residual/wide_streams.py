@@ -2,7 +2,7 @@
 
 This mixer follows the streamwise wide residual of NVIDIA's Megatron-LM (pull request 6716, 2026). A
 token has the streams X_1 to X_K, each a residual of the store: a vector, or a matrix `D_k x D_v`.
-At the site before sublayer f, which is followed by the write of f's output y:
+For a sublayer f, u is read at the site before f, and then f's output y is written:
 
     u = sum_i r_i X_i      y = f(norm(u))      X_i <- rho_i X_i + w_i write(y)
 
@@ -14,9 +14,10 @@ All streams start as the embedding, and the unembedding reads their mean. Each s
 - the shares that streams keep, `rho_i = 1 - c sigmoid(logit_i)`, which start at 0.999. A site
   forgets at most the share c of a stream. With c = 0 streams forget nothing, and rho_i is 1.
 
-With c = 0, the mean of the streams starts as the plain residual, and so does the model. The source
-gives K, c and the start of rho_i only by example, and neither s nor the form of rho_i: both are our
-reading. All of these weights learn at the rate of the model's other gains.
+With c = 0, the mean of the streams starts as the standard residual, so the model starts as one with
+that residual. The source gives K, c and the initial value of rho_i only in an example. It does not
+give s or the form of rho_i, which are our choice. All of these weights learn at the rate of the
+model's other gains.
 """
 
 from typing import NamedTuple
@@ -66,14 +67,15 @@ class WideMix(nnx.Module):
         learned = lambda x: nnx.Param(jnp.asarray(x, jnp.float32), role="gain", axes=("stream",))
         self.most = most
         self.read = learned(np.full(count, 1 / count))
-        # A single stream has the logit 0 and so the write weight 1, like the middle one of several.
+        # A single stream has the logit 0 and so the write weight 1, as does the middle stream of
+        # several.
         self.write_logits = learned(config.spread * np.linspace(-1, 1, count) * (count > 1))
         # At initialisation, a stream forgets the share `most * sigmoid(first)`, which is set here.
         first = np.log(_FORGOTTEN_AT_FIRST / (most - _FORGOTTEN_AT_FIRST)) if most else None
         self.forget_logits = learned(np.full(count, first)) if most else None
 
     def weights(self) -> tuple[Float[Array, " K"], Float[Array, " K"] | None]:
-        """Return the write weights w_i, and the kept shares rho_i; None if nothing is forgotten."""
+        """Return the write weights w_i, and the kept shares rho_i or None if c = 0."""
         write = 2 * jax.nn.sigmoid(self.write_logits[...])
         if self.forget_logits is None:
             return write, None

@@ -24,8 +24,8 @@ class AppendedFile:
     Args:
       folder: the run folder.
       name: name of the file in the folder.
-      report: a function that is called with one line about a file that cannot be written, from any
-        thread.
+      report: a function that is called with one line about a file that cannot be written. It may
+        be called from any thread.
     """
 
     def __init__(self, folder: Folder, name: str, report: Callable[[str], None]):
@@ -41,7 +41,7 @@ class AppendedFile:
             self._thread.start()
 
     def add(self, data: bytes) -> None:
-        """Append `data`, now or later."""
+        """Append `data` to the file, immediately on a local disk and later in a bucket."""
         with self._lock:
             self._pending.append(data)
         if self._thread is None and not self._is_backing_off():

@@ -1,4 +1,4 @@
-"""Growth of a residual matrix: a larger D_k for a trained model that still computes the same.
+"""Growth of a residual matrix: a trained model gets a larger D_k and computes the same function.
 
 The rows of a token's residual are called slots. Growth from K to K' > K slots maps the residual `X
 [K, D_v]` to `X' = [X; A X] [K', D_v]`. The J = K' - K new slots are the old slots multiplied by a
@@ -49,9 +49,9 @@ from rmt_tpu.errors import UsageError
 
 SlotContent = Literal["turned", "zeros", "ones"]
 
-# Maps the name of each parameter with axes of size D_k to the numbers of these axes, counted from
-# the last one as -1, and to the content of the new slots along these axes. The new slots contain
-# zeros, ones, or ("turned") the old slots times the matrix A.
+# Maps the name of each parameter with axes of size D_k to these axes, as negative indices, and to
+# the content of the new slots along these axes. The new slots contain zeros, ones, or ("turned")
+# the old slots times the matrix A.
 KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -180,7 +180,8 @@ class _Slots:
     def leaf_before_growth(self, path: Sequence[Any], leaf: Any) -> Any:
         """Return the array that must be restored before a leaf of the grown model can be computed.
 
-        It is a numpy array with the old D_k if the leaf has an axis of size D_k, else the leaf.
+        If the leaf has an axis of size D_k, the result is a numpy array with the old D_k; otherwise
+        it is the leaf.
         """
         if not _has_key_axis(path):
             return leaf

@@ -1,4 +1,4 @@
-"""Functions that load a trained decoder from a run folder, or from one in Hugging Face format."""
+"""Functions that load a trained decoder from a run folder or a folder in Hugging Face format."""
 
 from typing import Any, NamedTuple
 

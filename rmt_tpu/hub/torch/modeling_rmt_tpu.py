@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Token positions, distances i - j, masks of the tokens j that i sees, and of real tokens."""
+    """Token positions, distances i - j, the mask of i seeing j, and the mask of real tokens."""
 
     positions: torch.Tensor
     distances: torch.Tensor
@@ -268,7 +268,7 @@ def attend(q, k, v, scale, context, core):
 
 
 def output(y, bias, gain, model):
-    """Add the output bias and apply the output norm, where the core has them."""
+    """Add the output bias and apply the output norm, if the core has them."""
     y = y if bias is None else y + bias
     return y if gain is None else normalize(y, gain, **model.residual.norm)
 
@@ -396,5 +396,5 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **_):
-        """Return all tokens so far: without a cache, `generate` runs them all again each step."""
+        """Return all tokens so far, because there is no cache and each step needs all of them."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}

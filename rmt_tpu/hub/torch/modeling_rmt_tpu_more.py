@@ -35,7 +35,7 @@ from .modeling_rmt_tpu import RmtTpuForCausalLM as Base
 
 
 def delta_attention(model, h, places):
-    """Run the standard residual h plus gated attention over deltas D, the output sums of blocks.
+    """Run the standard residual h, plus gated attention over each block's sum of outputs D.
 
     A sublayer reads `u = h + g sum_b a_b D_b`. The softmax weights a include a null source, so that
     they may sum to less than 1.
@@ -225,7 +225,7 @@ def hierarchical(model, h, places):
 
 
 def mla(model, z, p, core, context, scale):
-    """Compute multi-head latent attention: one latent per token gives all keys and values."""
+    """Compute latent attention: projections of one latent vector per token give keys and values."""
     x, part, epsilon = concatenate(z.data), core.rope_dim, core.latent_epsilon or model.epsilon
     q = x if p.w_q_down is None else normalize(x @ p.w_q_down, p.q_gain, epsilon)
     q = (q @ p.w_q).unflatten(-1, (core.num_heads, -1))
@@ -274,7 +274,7 @@ def kda(model, z, p, core, context, scale):
 
 
 def balance_bias(p, core):
-    """Return the bias that is added to each expert's score for the choice of experts."""
+    """Return the bias that is added to each expert's score when experts are chosen."""
     if core.balance.kind != "quantiles":
         return core.balance.rate * wide(p.load) if core.balance.kind == "sign" else 0.0
     seen = wide(p.seen)

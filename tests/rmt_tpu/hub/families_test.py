@@ -121,15 +121,15 @@ REFUSED = {
     ),
     "layers without a window": (
         {"model_type": "qwen3", "layer_types": LAYER_TYPES},
-        "layer_types=.* is not supported; legal: full_attention alone, without a sliding_window$",
+        "layer_types=.* is not .*; legal: full_attention for every layer, or a config with a sl",
     ),
     "layers of a kind that lists none": (
         {"model_type": "mistral", "layer_types": LAYER_TYPES},
-        "layer_types=.* is not supported; legal: null, or what the model has: .'sliding_attention",
+        "layer_types=.* is not .*; legal: null, or the model type.s own choice: .'sliding_att",
     ),
     "too few layers": (
         {"model_type": "olmo3", "layer_types": LAYER_TYPES[1:]},
-        "layer_types=.* is not .*; legal: null, or a list of 'full_attention' or 'sliding_a.* of 5",
+        "layer_types=.* is not .*; legal: null, or a list of 5 values, one per layer: 'full_a",
     ),
     "a gate of attention over depth": (
         CONFIGS["qwen3_attnres"] | {"attnres_gate_type": "sigmoid_scalar"},
@@ -173,7 +173,7 @@ REFUSED = {
     ),
     "layers of another kind": (
         CONFIGS["qwen3_next"] | {"layer_types": LAYER_TYPES, "hidden_act": "silu"},
-        "layer_types=.* legal: null, or a list of 'full_attention' or 'linear_attention' for each",
+        "layer_types=.* legal: null, or a list of .*: 'full_attention' or 'linear_attention'",
     ),
     "magnitudes of yarn": (
         {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "mscale": -1.0}},

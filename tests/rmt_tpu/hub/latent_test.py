@@ -341,7 +341,7 @@ REFUSED = {
     ),
     "layers of two kinds": (
         KIMI | {"layer_types": 5 * ["full_attention"]},
-        "layer_types=.* is not supported; legal: null, or the layers of linear_attn_config$",
+        "layer_types=.* is not supported; legal: null, or the layers as in linear_attn_config$",
     ),
     "too few experts": (
         KIMI | {"num_experts_per_token": 17},
