@@ -24,19 +24,20 @@ class DivergedError(RunError):
 
 @contextlib.contextmanager
 def flag_errors(name: str) -> Iterator[None]:
-    """Prefix the message of a UsageError from the body of the `with` statement with `--name=`.
+    """Prepend `--name=` to the message of a UsageError.
 
-    The message must start with the flag's value.
+    The error must come from the body of the `with` statement, and its message must start with the
+    flag's value.
     """
     try:
         yield
-    except UsageError as error:
-        raise UsageError(f"--{name}={error}") from None
+    except UsageError as value_and_reason:
+        raise UsageError(f"--{name}={value_and_reason}") from None
 
 
 @contextlib.contextmanager
 def about_flag(name: str, beginning: str) -> Iterator[None]:
-    """Prefix the message of a UsageError with `--name: ` if the message starts with `beginning`.
+    """Prepend `--name: ` to the message of a UsageError if the message starts with `beginning`.
 
     The error must come from the body of the `with` statement.
     """
@@ -61,8 +62,8 @@ def argument_errors(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except UsageError as error:
-        raise ArgumentError(f"{name}={error}") from None
+    except UsageError as value_and_reason:
+        raise ArgumentError(f"{name}={value_and_reason}") from None
 
 
 @contextlib.contextmanager
@@ -73,8 +74,8 @@ def arguments_as_flags() -> Iterator[None]:
     """
     try:
         yield
-    except ArgumentError as error:
-        raise UsageError(f"--{error}") from None
+    except ArgumentError as name_value_and_reason:
+        raise UsageError(f"--{name_value_and_reason}") from None
 
 
 _short = reprlib.Repr()

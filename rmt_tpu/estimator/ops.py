@@ -19,7 +19,8 @@ from rmt_tpu.estimator.programs import lower
 Direction = Literal["forward", "training"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "training")
 PORTABLE = "xla"
-# Every case has 8192 tokens in bfloat16, divided into 16 sequences unless a case says otherwise.
+# Every case has 8192 tokens in bfloat16, divided into 16 sequences unless a case specifies another
+# number.
 _TOKENS = math.prod(TOKENS)
 _ITEM = 2
 
@@ -57,7 +58,7 @@ class OpCase:
     carried: bool = False
 
     def work(self, direction: Direction) -> MinimumWork:
-        """Return the minimum work of the forward pass, or, for "training", of both passes."""
+        """Return the minimum work of the forward pass, or of both passes for "training"."""
         return self.forward if direction == "forward" else self.forward + self.backward
 
     def program(
@@ -165,7 +166,7 @@ def _causal_attention(sizes: Heads) -> OpCase:
 
     per_array = _TOKENS * heads * size * _ITEM
     log_sums = 4 * _TOKENS * heads
-    # The FLOPs of one product between queries and keys, which the causal mask halves.
+    # The FLOPs of one product between queries and keys; the causal mask halves this number.
     product = _TOKENS * heads * TOKENS[1] * size
     return OpCase(
         f"H={heads} D={size}",
@@ -258,9 +259,9 @@ def _delta() -> list[OpCase]:
             f"H={heads} D={size}",
             function,
             (*[operand] * 3, array("float32", *rows, size), array("float32", *rows)),
-            # Five products combine tokens of the same chunk, so the causal mask halves them: keys
-            # with keys, queries with keys, the inverse, and the values with the inverse and with
-            # the queries.
+            # In five products, tokens of the same chunk interact, so the causal mask halves their
+            # FLOPs: keys with keys, queries with keys, the inverse, the inverse with values, and
+            # queries with values.
             MinimumWork(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
             MinimumWork(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
         )
@@ -268,7 +269,7 @@ def _delta() -> list[OpCase]:
 
 
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
-    """Return the traffic per sublayer in units of D elements per token, for each schedule.
+    """Return each schedule's traffic per sublayer, in units of D elements per token.
 
     The schedules are those of Table 1 of the Attention Residuals paper.
 
@@ -286,8 +287,8 @@ def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
 
 # Table 1 of the Attention Residuals paper has 128 sublayers in 8 blocks of 16. In Block AttnRes,
 # phase 1 reads the sums of the 8 blocks. In Full AttnRes, phase 1 reads the 56 sublayers before the
-# average block. Each sublayer then reads the 8 sublayers that precede it, on average, in its own
-# block, and merges them with the result of phase 1 as the prior.
+# average block. Each sublayer then reads the sublayers that precede it in its own block (8 on
+# average), and merges them with the result of phase 1 as the prior.
 TABLE_1 = (
     _depth_partial(Depth(16, 8, 1024)),
     _depth_partial(Depth(16, 56, 1024)),

@@ -40,7 +40,7 @@ from rmt_tpu.estimator.topology import Target, compiler_environment
 
 
 class CompilerError(RuntimeError):
-    """The error that the compiler is missing or stopped without a result, as a one-line message."""
+    """Raised if the compiler is missing or stops without a result; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Program:
       module: the compiled instructions.
       schedules: maps names of kernels and fusions to the schedules that libtpu dumped; equal
         kernels share one schedule.
-      memory: maps each field of `jax.stages.Compiled.memory_analysis()` to bytes.
-      seconds: the time that compilation took, in seconds.
+      memory: maps each field of `jax.stages.Compiled.memory_analysis()` to its value in bytes.
+      seconds: the duration of the compilation in seconds.
       warnings: warnings issued during compilation, for example that a call has no kernel.
       assignment: the buffer assignment if it was requested, or None.
       info: what the job's function returned in addition to the program.
@@ -205,7 +205,8 @@ class Worker:
                 stderr=stderr,
                 encoding="utf-8",
                 errors="replace",
-                # In its own process group, the process can be killed together with its children.
+                # Start the process in its own process group, so that it can be killed together with
+                # its children.
                 start_new_session=True,
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -336,7 +337,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 target.matrix,
                 longest_branch_only=any(name in instruction.name for name in MASKED_KERNELS),
             )
-        # The dump of a fusion may be unreadable, but the dump of a kernel must not be.
+        # A fusion's dump may be unreadable, but a kernel's dump must be readable.
         except ValueError:
             if module.kernel(instruction) is not None:
                 raise

@@ -1,4 +1,4 @@
-"""Functions with published TPU times, which `calibrate` compiles.
+"""Functions whose TPU times are published; the program `estimator.calibrate` compiles them.
 
 The project tokamax publishes times of plain XLA functions and of tokamax's kernels. The functions
 here repeat these XLA functions in plain JAX, with the same operations in the same order. Only
@@ -36,7 +36,10 @@ def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowe
 
 
 def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """Lower (for compilation) the gradients of `norm`, given its mean and inverse deviation."""
+    """Lower (for compilation) the gradients of `norm`.
+
+    The mean and the inverse standard deviation are arguments of the lowered call.
+    """
 
     def call(x, scale, mean, inverse, gradient):
         others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
@@ -115,7 +118,7 @@ def causal_attention(device: jax.Device, shape: Sequence[int]) -> jax.stages.Low
 
 
 def causal_attention_gradient(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Lower (for compilation) the gradients of `causal_attention`, after a second forward pass."""
+    """Lower (for compilation) the gradients of `causal_attention`, preceded by its forward pass."""
 
     def call(q, k, v, gradient):
         return jax.vjp(_attend, q, k, v)[1](gradient)
@@ -143,9 +146,10 @@ def ragged_dot(
 def attention_kernel(
     device: jax.Device, shape: Sequence[int], blocks: Mapping[str, int]
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) tokamax's attention kernel, without a mask, as it was timed.
+    """Lower (for compilation) tokamax's attention kernel without a mask.
 
-    The timed call includes the transposes of its operands and result.
+    Like the call with the published time, the lowered call includes the transposes of operands and
+    result.
 
     Args:
       device: a device of a topology description.
@@ -176,7 +180,7 @@ def attention_kernel(
 def _lower(call: Callable[..., Any], device: jax.Device, *arrays: Any) -> jax.stages.Lowered:
     """Lower (for compilation) a call with arrays in JAX's default layouts.
 
-    Each of `arrays` is a shape, for a bfloat16 array, or a pair of shape and dtype.
+    Each item of `arrays` is the shape of a bfloat16 array, or a pair of a shape and a dtype.
     """
     mesh = Mesh(np.array([device]), ("device",))
     here = NamedSharding(mesh, PartitionSpec())

@@ -36,8 +36,8 @@ class OpRow:
       work: the minimum bytes and the FLOPs of the call.
       seconds, portable_seconds: the time of a call with the kernel and in plain JAX, in seconds;
         None if the call failed.
-      cost, portable_cost: the estimated costs of the two compiled programs; None if measured or
-        failed.
+      cost, portable_cost: the estimated costs of the two compiled programs; None if the call was
+        timed on a device or failed.
       failures: maps an implementation that could not be compiled or run to the reason.
     """
 
@@ -63,20 +63,20 @@ class OpRow:
 
     @property
     def speedups(self) -> list[float]:
-        """The `speedup` by each cost model, in ascending order; empty without estimates."""
+        """The `speedup` estimated by each cost model, ascending; empty without estimates."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model
         return sorted(portable[model] / kernel[model] for model in MODELS)
 
     def bandwidth_use(self, seconds: float | None) -> float | None:
-        """Return the fraction of the HBM bandwidth that the minimum bytes use in `seconds`."""
+        """Return the used fraction of HBM bandwidth if the minimum bytes take `seconds`."""
         if seconds is None or self.bandwidth is None:
             return None
         return self.work.bytes / seconds / self.bandwidth
 
     def json(self) -> dict[str, Any]:
-        """Return all fields, the speedup and the shares of bandwidth, as JSON values."""
+        """Return all fields, the speedup and the used fractions of bandwidth, as JSON values."""
         return dataclasses.asdict(self) | {
             "speedup": self.speedup,
             "bandwidth_use": self.bandwidth_use(self.seconds),
@@ -102,7 +102,7 @@ def estimate(
       One row per case and direction.
 
     Raises:
-      CompilerError: there is no compiler.
+      CompilerError: the compiler is missing.
     """
     calls = _calls(ops, only)
     jobs = [
@@ -146,7 +146,10 @@ def time_ops(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Time calls of ops on a device of this machine: the cases named in `only`, or all if None."""
+    """Time calls of ops on a device of this machine.
+
+    The timed calls are the cases named in `only`, or all cases if `only` is None.
+    """
     known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []

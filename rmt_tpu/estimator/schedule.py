@@ -50,8 +50,8 @@ _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
 # The minimum number of bundles that execute after a branch before the branch is taken.
 _DELAY_SLOTS = 4
-# The number of iterations of a loop to simulate. Only the last one counts, because it includes the
-# stalls that earlier iterations cause.
+# The number of simulated iterations of a loop. Only the last iteration counts, because it includes
+# the stalls that earlier iterations cause.
 _ITERATIONS = 4
 
 
@@ -96,7 +96,7 @@ class Schedule:
       program: the whole schedule, as a loop with one trip.
       slots: maps each functional unit to its number of slots per bundle.
       copies_in_vmem: whether the instruction copies data from VMEM to VMEM. A pipeline over a grid
-        does not: if an operand is in VMEM, its window is an address within the operand.
+        makes no such copies: if an operand is in VMEM, its window is an address within the operand.
     """
 
     program: Loop
@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def unit_use(self) -> dict[str, float]:
-        """The fraction of each functional unit's issue slots that are used, over all `cycles`."""
+        """The fraction of used issue slots of each functional unit, over all `cycles`."""
         used = Counter()
         for loop, times in self.program.walk():
             used.update({unit: n * times for unit, n in loop.units.items()})
@@ -320,11 +320,11 @@ def _events(text: str) -> list[_Event]:
 
 
 def _occupied(suffix: str, matrix: MatrixUnit) -> int:
-    """Return the cycles for which a product occupies its unit.
+    """Return the number of cycles for which a product occupies its matrix unit.
 
     On v5e and v5p, a product of rows that the unit keeps in a register (`vmatmul.lmr`) has 8 rows
-    instead of 16. libtpu's critical-path dumps state half the time for such a product. The products
-    of an instruction then add up to exactly the instruction's FLOPs.
+    instead of 16. libtpu's critical-path dumps state half the time for such a product. With 8 rows,
+    the products of an instruction add up to exactly the instruction's FLOPs.
     """
     if ".f32" in suffix:
         return matrix.rows8_float32
@@ -340,7 +340,7 @@ def _busiest(bundles: list[list[_Event]], matrix: MatrixUnit) -> int:
 
 
 def _stalled(bundles: list[list[_Event]], matrix: MatrixUnit, iterations: int) -> int:
-    """Return the cycles of a loop's last iteration, by simulating stalls for busy matrix units."""
+    """Return the number of cycles of a loop's last iteration, including stalls for matrix units."""
     free, pushed, loaded = Counter(), Counter(), {}
     time = start = 0
     for _ in range(iterations):

@@ -111,9 +111,9 @@ class SearchResult:
       default: the trial of the default block sizes.
       best: the trial to use; it is `default` if nothing is clearly faster.
       trials: all trials, in the order in which they were made.
-      left: the number of candidates that were not tried. Candidates are left if time ran out.
-        Without a device they are also left when no candidate that differs from the best in one
-        field is better.
+      left: the number of candidates that were not tried. A search ends early when time runs out.
+        Without a device, it also ends when no candidate that differs from the best in one block
+        size is better.
       measured: whether the times were measured on a device, rather than estimated.
       plain: the times of the op in plain JAX on the device, in seconds.
       late: whether time ran out before the search was complete.
@@ -187,9 +187,9 @@ def search(
       top: the number of candidates to time in addition to the default.
     """
     known, grows = known or {}, tuple(grows)
-    # Without a device, only the default block sizes are tried again if an earlier search ruled them
-    # out by an estimate, because their time is needed. With a device, all such candidates are tried
-    # again, because they may be fast there.
+    # An earlier search may have ruled out candidates by an estimate. With a device, all of them are
+    # tried again, because they may be fast there. Without one, only the default block sizes are
+    # tried again, because their time is needed.
     retried = candidates if time is not None else candidates[:1]
     ruled_out = {b for b in retried if b in known and known[b].fate == "no faster"}
     trials = {b: known[b] for b in candidates if b in known and b not in ruled_out}

@@ -78,7 +78,7 @@ class Problem:
             return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:
-        """Return all candidates whose computed memory use fits, the default block sizes first."""
+        """Return the default block sizes and all other candidates that fit in memory."""
         default, key = self.default(), dict(self.key)
         space = SPACES[self.platform, self.kernel]
         others = []
@@ -108,14 +108,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class TuningCall:
-    """A call of an op with which its kernel is tuned, and the same call in plain JAX.
+    """A call of an op for tuning its kernel, and the same call in plain JAX.
 
     Attributes:
       function: a function that takes one of the two modules and returns the function to call.
       kernels, portable: the module with the kernels, and the module with plain JAX.
       arguments: the shapes and dtypes of the arguments, as trees.
       donated: the indices of the arguments that the results may overwrite.
-      counts: maps the index of an integer argument to its value, where that is not 0.
+      counts: maps the indices of those integer arguments that are not 0 to their values.
       spared: the number of bytes of arguments and results that no implementation needs to move.
     """
 
@@ -251,7 +251,7 @@ def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterato
 
 
 def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> TuningCall:
-    """Return the call with which a key-vector op is tuned.
+    """Return the call for tuning a key-vector op.
 
     Args:
       op: the name of the op.

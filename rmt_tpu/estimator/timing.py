@@ -23,8 +23,8 @@ def time_candidates(
     """Check the results of candidate block sizes, and time them and plain JAX.
 
     The first candidate is the default block sizes. A candidate is not timed if its results differ
-    too much from those of plain JAX, compared with the results of the default block sizes. The
-    programs are called in turn. In the returned dict, plain JAX has the key None.
+    from those of plain JAX by much more than the results of the default block sizes do. The timed
+    calls alternate between the programs. In the returned dict, plain JAX has the key None.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = draw(call.arguments, call.counts)

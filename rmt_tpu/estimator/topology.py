@@ -201,7 +201,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
     if device is None or (device.platform == "tpu" and not colon):
         raise ValueError(f"{text!r} is not a known topology; legal: {_LEGAL}")
     if slices > 1 and device.platform != "tpu":
-        raise ValueError(f"{text!r} cannot have several slices; legal: slices of TPUs only")
+        raise ValueError(f"{text!r} has several slices, but only TPUs can have more than one")
     if not colon:
         return device
     form = r"\d+" + r"x\d+" * (len(device.shape) - 1)

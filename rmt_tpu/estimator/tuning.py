@@ -82,8 +82,9 @@ def _refusal(failure: Failure) -> Refusal:
 
 
 def tpu_rating(program: Program, needed: int) -> Rating:
-    """Rate a TPU program by the time of its kernels: the longer of schedule and HBM traffic.
+    """Rate a TPU program by the time of its kernels.
 
+    The time of a kernel is the time of its schedule or of its HBM traffic, whichever is longer.
     `needed` is the number of bytes that must be moved with any block sizes.
     """
     kernels = program_cost(program).kernels
@@ -133,7 +134,10 @@ def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """The resources of a GPU multiprocessor that a kernel uses; `spilled` is bytes per thread."""
+    """The resources of a GPU multiprocessor that a kernel uses.
+
+    `spilled` is in bytes per thread.
+    """
 
     registers: int
     spilled: int

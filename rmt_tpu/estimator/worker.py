@@ -30,8 +30,8 @@ from rmt_tpu.estimator.memory import DUMPS
 _SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
-# The maximum number of characters of a compiler message to return, because some messages contain
-# a whole program.
+# Compiler messages are shortened to this number of characters, because some of them contain a whole
+# program.
 _MESSAGE = 400
 
 
@@ -83,7 +83,7 @@ def _compile(
         if isinstance(lowered, tuple):
             lowered, extra_info = lowered
             info.update(extra_info)
-        shutil.rmtree(dump)  # Lowering the job has dumped other programs that JAX compiled.
+        shutil.rmtree(dump)  # Delete dumps of other programs, which JAX compiled during lowering.
         dump.mkdir()
         compiled = lowered.compile()
     seconds = time.perf_counter() - start

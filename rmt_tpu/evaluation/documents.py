@@ -1,4 +1,4 @@
-"""Reading of the documents of tasks and texts, and their conversion to scoring requests."""
+"""Functions that read the documents of tasks and texts and convert them to scoring requests."""
 
 import contextlib
 import hashlib
@@ -67,7 +67,7 @@ def read_task(
       task: the task.
       data_dir: a local or gs:// folder with `<task>.jsonl`, `<task>.jsonl.gz` or
         `<task>.jsonl.zst`; or "hub".
-      limit: read only this many documents, from the first; None reads all.
+      limit: read only the first `limit` documents; None reads all.
       flag: the command-line flag that set the folder, for error messages.
 
     Raises:
@@ -83,11 +83,11 @@ def read_task(
             digest, lines = digest_of(span), objects(span)
     documents = []
     with usage_errors(flag, data_dir):
-        for number, line in itertools.islice(lines, limit):
+        for location, line in itertools.islice(lines, limit):
             try:
                 documents.append(task.document(line))
             except Malformed as error:
-                raise Problem(f"{number}: {error}; legal: {task.fields}") from None
+                raise Problem(f"{location}: {error}; legal: {task.fields}") from None
         if not documents:
             raise Problem(f"{task.name} has no documents; legal: a file with at least one line")
     return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
@@ -150,7 +150,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
-    """Read the texts that the flag `--text` names.
+    """Read the texts that the flag `--text` selects.
 
     Args:
       source: text files and globs, as for the `--data` flag of training, or a token store, whose
@@ -201,8 +201,8 @@ def ask(
     """Return the scoring requests of all documents of a source.
 
     A context gets a start token if the tokenizer puts one before texts. As in
-    lm-evaluation-harness, at least one token precedes the scored tokens: if a context is empty, and
-    always in texts of --text, this token is the start token.
+    lm-evaluation-harness, at least one token precedes the scored tokens. It is the start token if a
+    context is empty, and always in texts of --text.
 
     A context and its continuation are encoded together, as in lm-evaluation-harness. Spaces at the
     end of the context are moved to the continuation first.

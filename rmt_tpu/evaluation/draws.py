@@ -9,12 +9,12 @@ from rmt_tpu.generation import Sampling
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 # Names of arguments that are used in addition to SAMPLED.
 _READ = ("until", "max_gen_toks", "do_sample")
-# Arguments that are not supported. Each may only have this value, which has no effect.
+# Unsupported arguments, and the only value that each of them may have; this value has no effect.
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
 def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
-    """Return the sampling settings with which the text for a request is generated.
+    """Return the sampling settings for generating the text of a request.
 
     Args:
       arguments: the request's arguments, as normalized by lm-evaluation-harness.
@@ -22,8 +22,8 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
         different texts.
 
     Raises:
-      UsageError: an argument is not known or not legal; the message gives its name, its value and
-        what is legal.
+      UsageError: an argument is unknown or has an illegal value; the message has its name, its
+        value and what is legal.
     """
     for name, value in arguments.items():
         known = name in _READ or name in SAMPLED
@@ -42,5 +42,6 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
     seed = (seed + ordinal) % 2**32
     try:
         return Sampling(max_tokens=arguments["max_gen_toks"], seed=seed, **settings)
-    except UsageError as error:
-        raise UsageError(str(error).replace("Sampling.", "gen_kwargs: ")) from None
+    except UsageError as setting_and_reason:
+        # The message begins with the name of the setting, like "Sampling.top_p=2".
+        raise UsageError(str(setting_and_reason).replace("Sampling.", "gen_kwargs: ")) from None

@@ -23,7 +23,7 @@ from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.storage import Folder
 
 ANSWERS = "evaluation"
-_SECONDS = 5.0  # number of seconds between writes of new answers to their files
+_SECONDS = 5.0  # The number of seconds between two writes of new answers to their files.
 
 
 class Subject(NamedTuple):
@@ -57,7 +57,7 @@ class Result:
       metrics: the metrics of the source.
       identity: the identity of the model (see `Subject`) and, for texts, the stride.
       requests: the number of requests of the source.
-      cut: the number of requests whose context was too long and lost its beginning.
+      cut: the number of requests whose context was too long, so that its beginning was removed.
       tokens: the number of scored tokens.
       answered: the number of requests that this call answered; the others had stored answers.
       seconds: this source's share of the time that the call spent on answering requests.

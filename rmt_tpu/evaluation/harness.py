@@ -47,13 +47,14 @@ class RmtTpu(TemplateLM):
     Args:
       workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
       step: the step of the checkpoint; None means the last good checkpoint.
-      mesh: the device mesh. Where commas separate arguments, write `;` in place of its commas.
+      mesh: the device mesh. On lm-eval's command line, where commas separate arguments, write `;`
+        instead of the mesh's commas.
       max_length: the maximum number of tokens that are read at a time; None means the training
         length.
       batch_tokens: the number of tokens per batch, for each device over which rows are sharded.
       max_gen_toks: the maximum number of tokens of a generated text, unless the task sets it.
       batch_size: the number of texts that are generated at the same time; "auto" means 8.
-      max_batch_size, device: ignored arguments, which lm-eval passes.
+      max_batch_size, device: arguments that lm-eval passes; they are ignored.
 
     Raises:
       UsageError: the run or the step does not exist.
@@ -284,7 +285,8 @@ class RmtTpu(TemplateLM):
     def _prompt(self, text: str, new_tokens: int) -> np.ndarray:
         """Return a prompt's tokens; cut off its beginning if the generated text would not fit.
 
-        Only a model with learned positions has a maximum length, and may need this cut.
+        This cut may be necessary only for a model with learned positions, which has a maximum
+        length.
         """
         learned = self._decoder.config.learned_positions
         tokens = self.tok_encode(text)
@@ -322,7 +324,7 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
       folder: the folder to which the files are written.
 
     Raises:
-      UsageError: a source is a text, because lm-evaluation-harness counts words differently.
+      UsageError: a source consists of texts, whose words lm-evaluation-harness counts differently.
     """
     for source in sources:
         if source.kind == "text":
@@ -368,7 +370,7 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "doc_to_target": "word",
             **metrics("perplexity", "acc"),
         }
-    # A task without choice lengths is like WinoGrande: several beginnings share one ending.
+    # In a task without choice lengths, such as WinoGrande, several contexts share one continuation.
     if not source.documents[0].lengths:
         lines = [
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}

@@ -1,4 +1,4 @@
-"""Metrics with standard errors, and the difference of two models on the same documents."""
+"""Metrics with standard errors, and differences between two models on the same documents."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Metric:
       display: how the rate is reported: "share" reports the rate unchanged, "perplexity" reports
         exp(rate) of a rate in nats, and "bits" reports rate / ln 2.
       total: the numerator's term for each document.
-      weight: the denominator's term for each document; ones for a mean over documents.
+      weight: the denominator's term for each document; all ones for a mean over documents.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Difference(NamedTuple):
 
 
 def difference(first: Metric, second: Metric) -> Difference:
-    """Return the difference of two models' metrics on the same documents.
+    """Return the difference between two models in one metric on the same documents.
 
     Raises:
       ValueError: the metrics have different names or numbers of documents.

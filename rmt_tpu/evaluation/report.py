@@ -205,9 +205,10 @@ def _draw_positions(axes: Any, texts: Mapping[str, Result]) -> None:
 
 
 def by_position(sums: np.ndarray) -> tuple[list[float], list[float]]:
-    """Return nats per token by the number of tokens that precede a token in its window.
+    """Return nats per token as a function of a token's position in its window.
 
-    Positions are grouped into ranges whose bounds grow by a factor of sqrt(2).
+    The position of a token is the number of tokens that precede it. Positions are grouped into
+    ranges whose bounds grow by a factor of sqrt(2).
 
     Args:
       sums: [2, positions]: sums of nats and numbers of tokens.

@@ -66,8 +66,8 @@ class Scorer(NamedTuple):
     """A model that answers requests in batches.
 
     Attributes:
-      scores: a function that computes the scores of rows [batch, seq] and their targets on the
-        devices.
+      scores: a function that computes, on the devices, the scores of the targets of rows. Rows and
+        targets have the shape [batch, seq].
       max_length: the maximum number of tokens that the model reads per row.
       rows: a number that must divide the number of rows in a batch.
       tokens: a number that must divide the number of tokens in a row.
@@ -84,7 +84,7 @@ class Scorer(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
-        """Return a scorer that runs a decoder on the devices that hold its parameters.
+        """Return a scorer that runs a decoder on the devices that store its parameters.
 
         The limit on the number of tokens per expert is removed. Otherwise experts could drop
         tokens, and an answer would depend on the other requests in its batch.
@@ -185,7 +185,7 @@ class Scorer(NamedTuple):
         return min(size + -size % self.tokens, self.max_length)
 
     def _rows(self, size: int) -> int:
-        """Return the number of rows in a batch of rows with `size` tokens."""
+        """Return the number of rows in a batch whose rows have `size` tokens each."""
         return max(self.batch_tokens // size // self.rows, 1) * self.rows
 
     def _begin(self, size: int, requests: list[Request]) -> TokenScores:

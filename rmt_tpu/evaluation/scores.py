@@ -59,8 +59,9 @@ def token_scores(
 ) -> TokenScores:
     """Return the log-probability of each target, given the tokens of its row up to its position.
 
-    Logits are computed only at positions with a target, for a chunk of tokens at a time, and in at
-    least float32. Attention is causal, so padding at the end of a row does not affect its scores.
+    Logits are computed only at positions with a target, for a chunk of tokens at a time, and with
+    at least float32 precision. Attention is causal, so padding at the end of a row does not affect
+    its scores.
 
     In per-device code (see `sharding.per_device`), the result covers only this device's tokens.
     With a `schedule` of pipeline stages, it covers only this stage's part of the rows.

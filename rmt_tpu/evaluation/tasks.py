@@ -155,7 +155,8 @@ def _piqa(line: Mapping[str, Any]) -> Document:
 def _winogrande(line: Mapping[str, Any]) -> Document:
     """Return a document with one (context, continuation) pair for each option that fills the gap.
 
-    The sentence up to the gap, with the option, is the context. The rest is the continuation.
+    The context is the sentence up to the gap, followed by the option. The continuation is the rest
+    of the sentence.
     """
     sentence, answer = _text(line, "sentence"), line.get("answer")
     prefix, blank, suffix = sentence.partition("_")
@@ -207,11 +208,11 @@ _WIKITEXT = [
 
 
 def whole_text(text: str, ready: str | None = None) -> Document:
-    """Return the document with which a whole text is scored.
+    """Return the document for scoring a whole text.
 
     Args:
       text: the text, whose words and bytes are counted.
-      ready: the text as it is scored; None means `text`.
+      ready: the text after it was prepared for scoring; None means that `text` itself is scored.
     """
     pairs = (("", text if ready is None else ready),)
     return Document(pairs, words=len(re.split(r"\s+", text)), bytes=len(text.encode()))

@@ -6,8 +6,8 @@ layer has read, and the bank serves as the checkpoint. The forward pass keeps th
 running sum (the row in progress) before each layer; with `remat="blocks"`, it keeps the running sum
 only before each group of layers. The backward pass visits the layers from last to first and
 recomputes each layer. With a matrix residual, the running sum is larger than the outputs that are
-added to it. The schedule then keeps the outputs, rebuilds the running sums of a block from the
-outputs, and need not run any sublayer's core (its attention or MLP) again.
+added to it. The schedule then keeps the outputs and rebuilds the running sums of a block from them,
+so it need not run any sublayer's core (its attention or MLP) again.
 
 A layer is one period of its stack's cores. Layers are divided into *groups*. Before each group,
 phase one reads all existing rows in one pass, and computes what they contribute to every site of
@@ -48,7 +48,7 @@ def run_layers(
     Args:
       decoder: the decoder's parts.
       state, y: the residual before the first write, and the embedding, which is written first.
-      context: the rule for which tokens may attend to which.
+      context: the rule that determines which tokens may attend to which.
       caches: for each stack, the caches of its cores; None unless decoding.
 
     Returns:

@@ -120,7 +120,7 @@ class Group(NamedTuple):
       layers: the number of layers.
       at: the number of sublayers before the group.
       first_row: the index of the first row of the bank that belongs to the group.
-      prior: the result of phase one for the group's sites.
+      prior: the result of phase one (the read of earlier rows) for the group's sites.
       rows: the rows that the group itself completes; None for a closed group, whose only row is the
         running sum at its end.
     """
@@ -198,7 +198,7 @@ class StackRunner:
         Args:
           arrays: the arrays of the stack.
           carry: the bank, the running sum and the cores' summed scalars before the stack.
-          context: the rule for which tokens may attend to which.
+          context: the rule that determines which tokens may attend to which.
           caches: the caches of the stack's cores; None unless decoding.
           keep: whether to save what the backward pass needs.
           first: the number of sublayers before this part of the stack; None means the number given
@@ -260,7 +260,7 @@ class StackRunner:
           saved: what the forward pass saved.
           bank: the complete bank.
           carry: the cotangents of the bank and of the running sum after the stack.
-          context: the rule for which tokens may attend to which.
+          context: the rule that determines which tokens may attend to which.
           d_aux: the cotangents of the cores' summed scalars.
           first: the number of sublayers before this part of the stack; None means the number given
             to `__init__`.
@@ -399,7 +399,7 @@ class StackRunner:
         current: Row,
         aux: Aux,
     ) -> tuple[Any, Bank | None, Row, Aux]:
-        """Run one layer: sublayers read, compute and write, and store a row when it is complete.
+        """Run one layer, and store each row of the bank that it completes.
 
         `at` is the number of sublayers before the group, and `offset` is the layer's index in the
         group. `prior` is the result of phase one, `rows` are the group's own rows, and `current` is

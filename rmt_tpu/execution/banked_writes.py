@@ -86,7 +86,7 @@ class UseSavedOutput:
     """A write that uses a saved output instead of running the core.
 
     The sums of the cores' scalars (such as balance losses) stay unchanged, but the backward pass
-    passes gradients to the core's scalars.
+    sends gradients to the core's scalars.
     """
 
     def __init__(

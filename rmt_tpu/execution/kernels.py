@@ -24,7 +24,7 @@ def compute_dtype(name: cfg.DType) -> jnp.dtype:
 
 @contextlib.contextmanager
 def preferred(config: cfg.ModelConfig) -> Iterator[None]:
-    """Run a model's ops with the configured implementations, inside this context manager.
+    """Make a model's ops use the configured implementations in the body of the `with` statement.
 
     Ops that are called without an explicit implementation use `config.kernels`; "auto" changes
     nothing. If the compute dtype is at least float32, matrix products use float32 precision on

@@ -197,7 +197,7 @@ def run_layer(
       sublayers: the site and the core of each sublayer: see `sites_and_cores`.
       carry: the mixer's state, the output that the first site writes, and the cores' summed
         scalars.
-      context: the rule for which tokens may attend to which.
+      context: the rule that determines which tokens may attend to which.
       first: the number of sublayers before the layer.
       caches: the caches of the layer's cores; None unless decoding.
       layer: the index of the layer in its stack; None unless decoding.

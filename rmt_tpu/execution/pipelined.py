@@ -90,8 +90,8 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
         ]
         raise sharding.MeshError(
             f"--mesh: with stage={schedule.stages} x train.virtual_stages={schedule.virtual}, each "
-            f"chunk of layers has {layers * period // chunks} sublayers, which is no multiple of "
-            f"the {legal} sublayers of a block; legal numbers of chunks: "
+            f"chunk of layers has {layers * period // chunks} sublayers, which is not a multiple "
+            f"of the {legal} sublayers of a block; legal numbers of chunks: "
             f"{', '.join(map(str, fit)) or 'none'}"
         )
 
@@ -112,8 +112,8 @@ def run_layers(
       schedule: the schedule of the stages.
 
     Returns:
-      This stage's share of the rows of the unembedding's input, so that each stage does a part of
-      the further work; and the scalars of this stage's cores, summed over all rows.
+      This stage's part of the rows of the unembedding's input, and the scalars of this stage's
+      cores, summed over all rows. Each stage does the further work for its own part of the rows.
 
     Raises:
       MeshError: see `check`.

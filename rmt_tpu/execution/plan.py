@@ -48,7 +48,7 @@ class ExecutionPlan(NamedTuple):
     decode_kernels: Choice
 
     def lines(self) -> dict[str, str]:
-        """Return one line of text per choice, keyed by a readable name of the choice."""
+        """Return one line of text per choice, in a dict keyed by readable names of the choices."""
         chosen = {
             name.replace("_", " "): f"{_word(choice.value)}: {choice.reason}"
             for name, choice in self._asdict().items()

@@ -13,12 +13,13 @@ from rmt_tpu.layers import stacks
 
 
 def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
-    """Return `layer`, changed so that its backward pass recomputes what a policy says.
+    """Return `layer`, changed so that its backward pass recomputes what a policy requires.
 
     The policies are those of `ModelConfig.remat`.
 
     With "none", "full" and "reversible", `layer` is returned unchanged. For "full", the loop
-    `scan_recomputed` recomputes the layers, and for "reversible" a separate schedule does.
+    `scan_recomputed` recomputes the layers, and for "reversible" a separate schedule rebuilds the
+    residual.
     """
     match policy:
         case "none" | "full" | "reversible":

@@ -35,13 +35,13 @@ def run_layers(
     y: Float[Array, "batch seq R D_v"],
     context: Context,
 ) -> tuple[Read, Aux]:
-    """Run all layers of a decoder; return the input of the unembedding and sums of scalars.
+    """Run all layers; return the unembedding's input and the sums of the cores' scalars.
 
     Args:
       decoder: a `Decoder` with a matrix store, which converts the residual to the store's dtype.
       residual: the residual before the first write, in a floating-point dtype.
       y: the output to write first.
-      context: the rule for which tokens may attend to which.
+      context: the rule that determines which tokens may attend to which.
     """
     run = _Layers(decoder, decoder.store, y.dtype)
 
@@ -55,11 +55,11 @@ def run_layers(
 
 
 class SavedSublayer(NamedTuple):
-    """The arrays that the forward pass saves of one sublayer, in addition to the sublayer's output.
+    """The arrays that the forward pass saves for one sublayer, except the sublayer's output.
 
     Attributes:
       statistics: the statistics of the norm in the site before the sublayer.
-      core: what the core's `pull_back` needs in addition to its input and output.
+      core: what the core's `pull_back` needs in addition to the core's input and output.
     """
 
     statistics: Statistics
@@ -67,10 +67,10 @@ class SavedSublayer(NamedTuple):
 
 
 class SavedStack(NamedTuple):
-    """The arrays that the forward pass saves of one stack of layers.
+    """The arrays that the forward pass saves for one stack of layers.
 
     Attributes:
-      entry: the output from before the stack, which the stack's first site writes.
+      entry: the output that precedes the stack; the stack's first site writes it.
       outputs: one array for each sublayer of a period, with the sublayer's outputs in all repeats.
       sublayers: the other saved arrays of each sublayer of a period, stacked over the repeats.
     """

@@ -33,7 +33,7 @@ def run_layers(
     Args:
       decoder: a `Decoder`.
       state, y: the results of the store's `start`.
-      context: the rule for which tokens may attend to which.
+      context: the rule that determines which tokens may attend to which.
       caches: for each stack, the caches of its cores; None unless decoding.
 
     Returns:
@@ -68,10 +68,10 @@ def scan(
       mixer: the model's mixer.
       store: the residual's store.
       stack: the stack of layers.
-      config: the model's config; its field `remat` says what the backward pass recomputes.
+      config: the model's config; its field `remat` determines what the backward pass recomputes.
       carry: the mixer's state, the output that the first site writes, and the cores' summed
         scalars.
-      context: the rule for which tokens may attend to which.
+      context: the rule that determines which tokens may attend to which.
       first: the number of sublayers before the stack or the part.
       caches: the caches of the stack's cores; None unless decoding.
 

@@ -1,4 +1,4 @@
-"""The catalog of all experiments, with the table or figure of a paper that each repeats."""
+"""The catalog of all experiments, each with the table or figure of a paper that it repeats."""
 
 from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown
@@ -64,8 +64,8 @@ def _smallest(scale: Scale) -> Plan:
 def _tasks(scale: Scale, run_of) -> list[list[str]]:
     vector, matrix = (run_of(arm.name) for arm in _largest(scale).arms)
     command = ["evaluate", f"--workdir={matrix}", f"--against={vector}"]
-    # The tokens of tiny models are bytes, so documents of tasks are longer than training windows.
-    # ALiBi has no last position, so that these models can read longer inputs.
+    # The tokens of tiny models are bytes, so a task's documents are longer than the training
+    # windows. The models use ALiBi, which has no maximum position, so they can read longer inputs.
     return [[*command, "--max_length=512"] if scale == "tiny" else command]
 
 

@@ -1,4 +1,4 @@
-"""An experiment on whether attention over depth lowers the loss, and more so in deeper models.
+"""An experiment on whether attention over depth lowers the loss, especially in deeper models.
 
 Models of the same width and different depths read the same tokens. At 4 and 16 layers, each system
 (kind of residual) has its own hyperparameter search, with two seeds that are used for nothing else.
@@ -45,7 +45,7 @@ SIZES = {
 }
 
 # Maps the number of layers to the number of sublayers per block: models of 4 layers have four
-# blocks, deeper models eight.
+# blocks, and deeper models have eight.
 _BLOCK = {4: 2, 8: 2, 16: 4, 32: 8}
 
 
@@ -76,7 +76,7 @@ def config_of(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
         "train.steps": size.steps,
         "train.optimizer.final_fraction": 0.0,
         "train.eval_every": 0,
-        "train.eval_tokens": 2**20,  # This is enough for all held-out text.
+        "train.eval_tokens": 2**20,  # This number covers all held-out text.
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 20,

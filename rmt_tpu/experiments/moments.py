@@ -96,7 +96,7 @@ def simulate(operation: LayerOperation, *, draws: int = _DRAWS, seed: int = 0) -
 
 
 def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ...]]:
-    """Return the operation as a function of weight [into, out_of] and inputs.
+    """Return the operation as a function of a weight [into, out_of] and of inputs.
 
     The second result is the shape of one token's input.
     """
@@ -104,7 +104,8 @@ def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ..
 
     if operation.model == "Transformer":
         return (lambda w, x: x @ w.T), (operation.out_of,)
-    # Storage sums R data vectors and retrieval D_k rows of the residual, by the same code.
+    # Storage sums R data vectors, and retrieval sums D_k rows of the residual; both use the same
+    # code.
     return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (operation.out_of, _HEAD_DIM)
 
 

@@ -47,7 +47,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """The results of an arm (a model of an experiment), over the runs with all seeds.
+    """The results of an arm (a model of an experiment) over its runs, one per seed.
 
     Attributes:
       arm: the arm (model of an experiment), with the learning rate that its runs used.
@@ -56,7 +56,7 @@ class ArmOutcome:
       flops, tokens: the training FLOPs and the training tokens per run.
       losses: the final held-out loss of each seed's run, in nats per token; None for a diverged
         run.
-      curves: for each seed, the token counts at evaluations and the held-out losses there.
+      curves: for each seed, the numbers of tokens at evaluations and the held-out losses at them.
     """
 
     arm: Arm
@@ -74,7 +74,7 @@ class ArmOutcome:
 
     @property
     def complete(self) -> bool:
-        """Whether the runs with all seeds ended without divergence."""
+        """Whether the runs of all seeds ended without divergence."""
         return None not in self.losses
 
 
@@ -195,7 +195,7 @@ class Fit(NamedTuple):
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return the x at which each seed's fit has the loss that `losses` gives for the seed."""
+        """Return, for each seed, the x at which the seed's fit predicts its loss in `losses`."""
         return [
             math.exp((math.log(loss) - b) / a)
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)

@@ -14,8 +14,9 @@ from rmt_tpu.runs.plots import line_style
 def draw(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw the results of an experiment's plan, and return the figure.
 
-    A plan with fits gets losses by model size, a plan that varies one size gets losses over that
-    size, and any other plan gets differences between its arms (models).
+    The figure of a plan with fits shows losses by model size. The figure of a plan that varies one
+    size shows losses over that size. For any other plan, it shows differences between the plan's
+    arms (models).
     """
     draw_form = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
     return draw_form(plan, outcomes)
@@ -150,7 +151,7 @@ def _draw_differences(plan: Plan, outcomes: Sequence[ArmOutcome]):
 def draw_searches(rows: Sequence[SweepRow]):
     """Draw the loss of each search over its rate factor, one line per common learning rate.
 
-    A search without a rate factor is a point per learning rate, drawn at factor 1.
+    A search without a rate factor has one point per learning rate, drawn at factor 1.
     """
     from matplotlib.figure import Figure
 

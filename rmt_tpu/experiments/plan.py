@@ -1,4 +1,4 @@
-"""The definition of experiments, which train arms (models, once per seed) or compute figures."""
+"""The definition of an experiment, which trains arms (models, once per seed) or computes values."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ class Arm:
         which train at the peak learning rate. None means the config's D_k for all steps.
       searches: the names of the searches to use instead of the system's. With several, the
         geometric mean of their best points is used.
-      num_seeds: the number of the plan's seeds to train with, from the first; None means all.
+      num_seeds: train with only the first `num_seeds` of the plan's seeds; None means all seeds.
     """
 
     name: str
@@ -72,8 +72,9 @@ class Plan:
       searches: the searches by name, usually the name of a system. Arms without a search keep the
         values in their configs.
       seeds: the default seeds of the arms.
-      registered: the names of the arms whose difference was chosen for a test before any training.
-        They are tested together by Holm's procedure; all other differences are exploratory.
+      registered: the names of the arms whose difference (see `Arm.against`) was chosen for a test
+        before any training. They are tested together by Holm's procedure; all other differences are
+        exploratory.
       x: the label of the size that `Arm.x` contains, or "" if the experiment varies no size.
       fits: whether to fit each system's losses over FLOPs and over parameters.
       notes: lines to print on the page, for example about differences from the paper.

@@ -146,7 +146,7 @@ def _parsed(line: bytes) -> tuple[str, Record]:
 
 
 def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and JSON value of each `kind`, and of each field that is not its default."""
+    """Yield the path and JSON value of each `kind` and of each field with a non-default value."""
     if hasattr(config, "kind"):
         yield f"{prefix}kind", config.kind
     for field in dataclasses.fields(config):
@@ -160,7 +160,7 @@ def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a config value as JSON; nested configs leave out fields that are their defaults."""
+    """Return a config value as JSON; nested configs leave out fields that equal their defaults."""
     if isinstance(value, tuple):
         return [_to_json(item) for item in value]
     return dict(_changed(value)) if dataclasses.is_dataclass(value) else value

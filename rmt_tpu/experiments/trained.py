@@ -62,7 +62,7 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "data.seq_len": 64,
         "train.steps": steps,
         "train.eval_every": max(1, steps // 5),
-        "train.eval_tokens": 2**20,  # This is enough for all held-out text.
+        "train.eval_tokens": 2**20,  # This number covers all held-out text.
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 10,
@@ -226,7 +226,7 @@ def _with_mixer(config: RunConfig, mixer: Mixer) -> RunConfig:
 
 
 def ladder(scale: Scale) -> Plan:
-    """Return the plan of RMT, Attention Residuals and their combination at several sizes.
+    """Return the plan that compares RMT, Attention Residuals and both combined at several sizes.
 
     Neither paper has this comparison.
     """

@@ -28,7 +28,7 @@ WIDTHS = (1, 2, 4, 8)
 LAYERS = 8
 _HIDDEN = "model.feed_forward.hidden_dim"
 # The largest share of a stream that one of the arms (models) may forget before a write. The value
-# is that of the publication of wide streams.
+# is from the publication on wide streams.
 _FORGET = 0.1
 
 
@@ -50,7 +50,7 @@ def _wide(scale: Scale, streams: int, forget: float = 0.0) -> RunConfig:
 
 
 def _rmt(scale: Scale, width: int) -> RunConfig:
-    """Return an RMT whose residual has `width` times as many numbers as the model is wide."""
+    """Return an RMT whose residual has `width * d` numbers, where d is the model's width."""
     key_dim = {"model.store.key_dim": width * depth.SIZES[scale].heads}
     return depth.config_of(scale, "rmt", LAYERS, **key_dim)
 
@@ -67,8 +67,8 @@ def _matched(config: RunConfig, other: RunConfig, size: Callable[[RunConfig], in
     return at(hidden + round((size(other) - size(config)) / slope))
 
 
-# Maps the name of each kind of RMT to its label, and to the function whose value is made equal to
-# that of the model with wide streams.
+# Maps the name of each kind of RMT to its label, and to the function (weights or FLOPs) whose value
+# is matched to that of the model with wide streams.
 _RMTS = {
     "rmt": ("rmt, same shape", None),
     "rmt-equal-weights": ("rmt, equal weights", weights),

@@ -25,12 +25,13 @@ class Adjustment(Checked):
     the temperature. Penalties count the new tokens only, not those of the prompt.
 
     Attributes:
-      presence_penalty: the number that is subtracted from the logits of tokens that the text has.
+      presence_penalty: the number that is subtracted from the logits of tokens that the text
+        already has.
       frequency_penalty: the number that is subtracted from a token's logit for each time that the
         text has the token.
-      logit_bias: the number that is added to a token's logit, by token.
+      logit_bias: maps tokens to the numbers that are added to their logits.
       stop_tokens: further tokens that end the text.
-      min_tokens: the number of new tokens before which no stop token is chosen.
+      min_tokens: the minimum number of new tokens; until then, no stop token is chosen.
     """
 
     presence_penalty: _Additive = 0.0

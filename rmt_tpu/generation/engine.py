@@ -40,7 +40,7 @@ SLOTS = 8
 
 
 class Request(NamedTuple):
-    """A prompt, and the settings with which it is continued.
+    """A prompt, and the settings for its continuation.
 
     If the model has learned positions, there must be one for each token of the prompt and for each
     of the `max_tokens` new tokens except the last.
@@ -282,9 +282,10 @@ class Engine:
         return NewTokens(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
     def _like_rows(self, row: Rows) -> Rows:
-        """Return the new row, after giving neutral logit changes to it or to the batch if needed.
+        """Return the new row in a form that can be inserted into the batch.
 
-        A row can only be inserted if both it and the batch have logit changes, or neither has.
+        A row can be inserted only if both the row and the batch have logit changes, or neither has.
+        If only one of them has changes, neutral changes are added to the other.
         """
         unchanged = lambda rows: programs.unchanged(self.model, self.params, rows)
         if row.changes is None and self.rows.changes is not None:
@@ -379,7 +380,7 @@ def bucket(tokens: int) -> int:
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
-    """Check that other processes own no rows of the batch, which this process could not read.
+    """Check that all rows of the batch are on this process's devices, so that it can read them.
 
     Args:
       processes: the processes that own devices of the mesh.

@@ -1,4 +1,4 @@
-"""Reading of prompt files, and writing of the generated texts to an output file."""
+"""Functions that read prompt files, and write generated texts to an output file."""
 
 import dataclasses
 import json
@@ -100,7 +100,7 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
         number = line["number"]
         same_prompt = number < len(prompts) and prompts[number] == line.get("prompt")
         # Lines that an older version of this package wrote may lack a newer setting. Their texts
-        # were generated as with this setting's default.
+        # were generated with this setting's default.
         line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same_prompt or line_settings != settings:
             raise RunError(

@@ -58,7 +58,8 @@ class Draft:
 
     def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0):
         self.number, self.text = number, Text(tokenizer, stop)
-        self._unstopped = min_tokens  # number of next tokens in which stop strings are ignored
+        # The number of further tokens in which stop strings are ignored.
+        self._unstopped = min_tokens
 
     def add(self, new_tokens: NewTokens) -> Completion:
         """Return the newly generated piece of the completion, cut before any stop string."""
@@ -123,7 +124,7 @@ def complete(
     stop: Sequence[str] = (),
     slots: int = SLOTS,
 ) -> Iterator[Completion]:
-    """Yield the completion of each prompt when it has ended, so not necessarily in prompt order.
+    """Yield each prompt's completion as soon as it ends, not necessarily in prompt order.
 
     A completion depends only on its own prompt, sampling settings and seed, and not on the other
     rows of the batch.

@@ -2,8 +2,8 @@
 
 On a mesh, the cache of keys and values is sharded by heads. With grouped queries, a model may have
 fewer key heads than there are devices. Such a model is replaced by an equivalent model, in which
-each key head is repeated once per device that reads it. Every device then holds whole heads, both
-in its weights and in its cache.
+each key head is repeated once per device that reads it. Every device then stores complete heads,
+both in its weights and in its cache.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@ By default, XLA chooses the layout of an argument from its shape alone. A progra
 products need a different layout transposes the argument on every run. At a width of 1264, which
 is not a multiple of the tile size, this moves up to 0.5 GB per dispatch. Therefore `lay_out`
 compiles the decode steps for the TPU, finds the weights that they transpose, and stores these
-weights transposed for all programs. `Layout.AUTO` is not enough: a program compiled for the layouts
-that it chose may transpose weights that the first program did not.
+weights transposed for all programs. `Layout.AUTO` is not enough: it chooses layouts for one
+program, and a program that is then compiled for these layouts may transpose other weights.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Each function is compiled once for every size of its arrays.
 
-On a mesh, every device holds its own rows and heads of the cache, and its shard of each parameter.
+On a mesh, every device stores its own rows and heads of the cache, and its shard of each parameter.
 The tokens of a prompt are sharded over devices, and so are the tokens of a decode step (one per
 row). If the mesh axes `data` and `fsdp` divide rows, a prompt, which is read as a single row, is
 computed redundantly along these axes. The device that owns the prompt's slot keeps the result.
@@ -124,7 +124,7 @@ class Ends(NamedTuple):
 
 
 class GenerationSettings(NamedTuple):
-    """The settings with which one prompt is continued.
+    """The settings for the continuation of one prompt.
 
     Attributes:
       lengths: the length of the prompt.
@@ -206,7 +206,7 @@ class ModelSpec(NamedTuple):
         return int(np.prod([self.mesh.shape[name] for name in sharding.CACHE_RULES[axis]]))
 
     def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Return `function` for a mesh, where each device runs it on its shards of the arguments.
+        """Return a function that runs `function` on each device, on its shards of the arguments.
 
         Without a mesh, `function` is returned.
         """
@@ -309,7 +309,7 @@ def first(
       logits: the logits of the prompt's last token.
       cache: the cache with the whole prompt.
       seen: which tokens occur in the prompt.
-      settings: the settings with which the prompt is continued.
+      settings: the settings for the continuation of the prompt.
     """
     row_spec = model.spec(_BATCH)
     in_specs = row_spec, model.cache, _WHOLE, _WHOLE

@@ -23,8 +23,8 @@ _MIN_NORMAL = 2.0**-126  # the smallest float32 that devices do not flush to 0
 _Penalty = Annotated[
     float, Range("positive, at most 3.4e+38, at least 1.2e-38", _MIN_NORMAL, 3.4e38)
 ]
-# The number of new tokens is limited, because the cache allocates memory for the keys and values of
-# all of them.
+# The cache allocates memory for the keys and values of all `max_tokens` new tokens, so `max_tokens`
+# has an upper limit.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 
@@ -73,8 +73,8 @@ def choice(rows: Sequence[Sampling]) -> Choice:
     """Return the sampling settings of all rows as NumPy arrays."""
     # Limit top_k to int32. Any value above the vocabulary size keeps all tokens.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
-    # Set numbers below _MIN_NORMAL to 0 here. Some devices would flush them to 0 and others not, so
-    # that results would differ.
+    # Set numbers below _MIN_NORMAL to 0 here. Some devices flush them to 0 and others do not, so
+    # results would differ.
     normal = lambda value: value if value >= _MIN_NORMAL else 0.0
     return Choice(
         np.array([normal(s.temperature) for s in rows], np.float32),
@@ -134,7 +134,7 @@ def sample(
 def _noise(seeds, positions, logits):
     """Return Gumbel noise; the argmax of logits plus noise is a draw from their softmax.
 
-    The noise is drawn for all tokens, also for those that top-k, top-p or min-p exclude.
+    The noise is drawn for all tokens, including those that top-k, top-p or min-p exclude.
     """
 
     def row_noise(seed, position):

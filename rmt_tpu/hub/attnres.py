@@ -1,6 +1,6 @@
 """The model type "qwen3_attnres": Qwen3 with the Attention Residuals of open-attnres.
 
-These models replace Qwen3's residual by attention over depth: each sublayer attends to sums of
+These models replace Qwen3's residual with attention over depth: each sublayer attends to sums of
 earlier outputs, the sources. Each source includes all earlier blocks, the newest source's logit has
 a learned bias, and the unembedding reads the standard residual. The equations are in
 `rmt_tpu.residual.depth_attention`.

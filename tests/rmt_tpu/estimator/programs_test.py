@@ -382,7 +382,7 @@ def test_topologies_that_are_none(name):
 
 def test_gpus_have_no_slices():
     with pytest.raises(
-        ValueError, match=r"^'h100:8' cannot have several slices; legal: slices of TPUs"
+        ValueError, match=r"^'h100:8' has several slices, but only TPUs can have more than one$"
     ):
         parse_topology("h100:8", 2)
 

@@ -127,7 +127,7 @@ REFUSED = [
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
         4,
-        "2 sublayers, which is no multiple of the 4 sublayers of a block; .* chunks: 1, 2, 4$",
+        "2 sublayers, which is not a multiple of the 4 sublayers of a block; .* chunks: 1, 2, 4$",
     ),
 ]
 

@@ -44,7 +44,9 @@ def small(tmp_path):
 def test_the_text_is_the_python_files_of_the_pinned_wheel(small, tmp_path):
     track, wheel = small
     folder = open_folder(tmp_path / "run")
-    with pytest.raises(UsageError, match="needs --text=a-1-.*: pip download --no-deps a==1"):
+    with pytest.raises(
+        UsageError, match="needs --text=a-1-.*; pip download --no-deps a==1 downloads"
+    ):
         speedrun.prepare_text(track, None, folder)
     other = tmp_path / "other.whl"
     other.write_bytes(b"other")
