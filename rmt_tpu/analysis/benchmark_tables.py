@@ -57,8 +57,8 @@ class Table(NamedTuple):
 
     Attributes:
       sources: the names of the sources that the table needs.
-      layout: a function that returns the table as Markdown. Its arguments are, for each source, the
-        recipe's JSON values by part.
+      layout: a function that returns the table as Markdown. It takes one argument per source: the
+        recipe's JSON values, by part.
     """
 
     sources: tuple[str, ...]

@@ -44,7 +44,8 @@ class Coordinates:
 
     Attributes:
       size: maps each quantity to the root mean squares of its entries.
-      moved: maps each quantity to the root mean squares of its change from before the first step.
+      moved: maps each quantity to the root mean squares of its change from its value before the
+        first step.
     """
 
     size: dict[str, list[float]]

@@ -78,9 +78,8 @@ class DecodeLowerBound:
     """The minimum memory traffic, memory and FLOPs of a decode step.
 
     Attributes:
-      weights: the bytes of weights that are read. A step reads one row of an embedding per token,
-        the experts that its rows are expected to select if all experts are equally likely, and all
-        other weights entirely.
+      weights: the bytes of weights that a step reads: one row of an embedding per token, the
+        expected number of distinct experts if all are equally likely, and all other weights.
       cache: the bytes of the cache that are read for earlier tokens or written for new tokens.
       held: the bytes of memory that all weights and a cache of `DecodeCase.capacity` tokens occupy.
       flops: the FLOPs of a step, as `rmt_tpu.cost` counts them.
@@ -161,7 +160,7 @@ class DecodeRow:
         return self.least_seconds / self.seconds
 
     def json(self) -> dict[str, Any]:
-        """Return all figures as JSON values, in bytes and seconds."""
+        """Return all results as JSON values, in bytes and seconds."""
         return dataclasses.asdict(dataclasses.replace(self, cost=None)) | {
             "capacity": self.case.capacity,
             "steps": STEPS,

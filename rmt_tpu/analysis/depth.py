@@ -343,9 +343,9 @@ def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | 
 def table(profiles: dict[str, DepthProfile]) -> str:
     """Return a Markdown table of the first and last value of each curve, with one row per run.
 
-    The table has the weight of the newest source (within a block: of its running sum), the weight
-    of the embedding, and the entropy, each averaged over sites with more than one source. The
-    spread is the maximum over sites.
+    The table has the weight of the newest source (within a block, this is the running sum), the
+    weight of the embedding, and the entropy, each averaged over sites with more than one source.
+    The spread is the maximum over sites.
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "

@@ -148,7 +148,7 @@ def delta(
       size: the number and the size of heads.
       dtype: the dtype of queries, keys and values.
       stepwise: whether the reference is the token-by-token recurrence, which keeps every state in
-        memory, rather than the plain form in chunks.
+        memory, rather than the op's plain JAX form in chunks.
     """
     heads, D = size
     rows = *tokens, heads
@@ -200,7 +200,7 @@ def grouped(
       G: the number of groups.
       dtype: the dtype of rows and matrices.
       rowwise: whether the reference is one product per row, which copies a matrix for each row,
-        rather than the plain form.
+        rather than the op's plain JAX form.
     """
 
     def inputs():

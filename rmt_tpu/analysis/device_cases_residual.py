@@ -134,7 +134,7 @@ def undo(
 def undo_and_reread(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> DeviceCase:
-    """Return a test case for an undo that also reads the rebuilt residual, and for that read alone.
+    """Return a test case for two ops: an undo that also reads the residual, and the read alone.
 
     An undo computes the residual before a write from the residual after it, with gradients. Neither
     op is differentiated.

@@ -41,7 +41,7 @@ MEAN = " (rms)"
 
 
 class RelativeError(NamedTuple):
-    """The error of an array, as two relative figures.
+    """The error of an array, as two relative numbers.
 
     Attributes:
       largest: the maximum error, relative to the magnitude of its row.

@@ -45,7 +45,7 @@ class OpCall(NamedTuple):
     """A call of an op, for which the table shows the implementation.
 
     Attributes:
-      words: a description for the table of unusual calls; "" for a usual call.
+      words: a description of the call, shown in the table of unusual calls; "" for a usual call.
       op: the name of the function that every implementation of the op has, such as "forward".
       args: the operands, as `ShapeDtypeStruct`s.
     """

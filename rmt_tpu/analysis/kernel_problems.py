@@ -35,7 +35,7 @@ def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
 
     Raises:
       UsageError: the preset does not exist.
-      MeshError: a size of the model or batch does not divide over the mesh.
+      MeshError: a size of the model or batch is not divisible by the size of its mesh axis.
     """
     config = step.config()
 

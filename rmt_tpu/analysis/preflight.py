@@ -303,7 +303,7 @@ def lower_run(
       config: a RunConfig as JSON values.
 
     Returns:
-      The lowered step, and `sizes_of` its mesh.
+      The lowered step, and the result of `sizes_of` for its mesh.
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)

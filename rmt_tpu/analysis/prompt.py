@@ -79,10 +79,11 @@ def lower_prompt(
       rows: the number of rows to generate STEPS new tokens for, or None to read a prompt instead.
 
     Returns:
-      The lowered program, and `sizes_of` its mesh.
+      The lowered program, and the result of `sizes_of` for its mesh.
 
     Raises:
-      MeshError: the mesh does not fit the devices, or the model or the rows do not divide over it.
+      MeshError: the mesh does not fit the devices, or the model or the rows cannot be divided
+        evenly over the mesh.
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)

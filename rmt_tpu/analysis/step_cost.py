@@ -1,10 +1,10 @@
 """An estimate of what each part of a train step costs on a TPU, made without a TPU.
 
 The exact step that `train` runs is compiled for one chip. The time of an instruction is the longer
-of its schedule's time and the time to move its HBM bytes at full bandwidth, multiplied by the trip
-counts of the enclosing loops. Copies between HBM and VMEM that overlap other work count in the
-bytes, but not in the cycles. Collectives take no cycles here; `preflight` estimates their time on
-the network.
+of two times: that of its schedule, and that of moving its HBM bytes at full bandwidth. It is
+multiplied by the trip counts of the enclosing loops. Copies between HBM and VMEM that overlap other
+work count in the bytes, but not in the cycles. Collectives take no cycles here; `preflight`
+estimates their time on the network.
 
 `estimator.calibration` compares such estimates with measured times that others published. The other
 cost models of `estimator.cost.MODELS` give lower and higher estimates.
@@ -158,7 +158,7 @@ class StepCost:
         return {part: float(total[part]) for part in PARTS}
 
     def json(self) -> dict[str, Any]:
-        """Return all figures as JSON values, without the individual instructions."""
+        """Return all results as JSON values, without the individual instructions."""
         fields = dataclasses.asdict(dataclasses.replace(self, rows=()))
         del fields["rows"]
         calls, cycles, moved = self.moves
@@ -233,7 +233,7 @@ def step_costs(
     Raises:
       UsageError: a preset or a change is not legal.
       CompilerError: there is no compiler.
-      RunError: a step does not compile; the message gives the reason.
+      RunError: a step does not compile; the message states the reason.
     """
     configs = [step.config() for step in steps]
     jobs = [Job(f"{__name__}:lower_step", dataclasses.asdict(step)) for step in steps]

@@ -168,7 +168,7 @@ def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
 def name_of(point: Point) -> str:
     """Return the folder name of a point, like "learning_rate=0.01,depth_rate=0.3".
 
-    Config paths are shortened to their last components, unless two components are equal.
+    Config paths are shortened to their last components, unless two of them would then be equal.
     """
     last = [path.rpartition(".")[2] for path in point]
     names = last if len(set(last)) == len(last) else list(point)

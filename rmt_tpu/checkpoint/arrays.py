@@ -73,8 +73,8 @@ class StoredArray(NamedTuple):
     def fits(self, other: "StoredArray") -> bool:
         """Return whether this array can be restored as `other`.
 
-        Stacked layers of shape [L, ...] and [V, L / V, ...] are considered equal for any V, because
-        a pipeline with V virtual stages splits the layer axis in this way.
+        Stacked layers of shape [L, ...] and [V, L / V, ...] are considered equal for any V. A
+        pipeline with V virtual stages splits the layer axis in this way.
         """
         if str(self) == str(other):
             return True
@@ -235,7 +235,7 @@ def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]
     """Return the distinct pieces of a stored array that the devices of this process need.
 
     Args:
-      leaf: the array to restore, or an object that gives its shape, dtype and sharding.
+      leaf: the array to restore, or an object with its shape, dtype and sharding.
       shape: the shape of the stored array. For PRNG keys it has one more axis than `leaf`.
 
     Returns:
@@ -257,7 +257,7 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
     """Build the restored array from its pieces, with the type and the sharding of `leaf`.
 
     Args:
-      leaf: the array to restore, or an object that gives its shape, dtype and sharding.
+      leaf: the array to restore, or an object with its shape, dtype and sharding.
       array: the description of the stored array.
       pieces: the values of the pieces that `own_indices` returns.
 
@@ -338,7 +338,7 @@ def read(
 
     Args:
       stores: the description of each array, with its open TensorStore.
-      leaves: by name, each array to restore, or an object that gives its shape, dtype and sharding.
+      leaves: by name, each array to restore, or an object with its shape, dtype and sharding.
     """
     plans = [(array, store, _ReadPlan.of(leaves[array.name], array)) for array, store in stores]
     parts = (

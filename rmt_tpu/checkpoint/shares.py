@@ -17,9 +17,9 @@ import jax
 
 from rmt_tpu.checkpoint.arrays import Index, index_of
 
-# If a replicated piece is larger than this fraction of the mean bytes per process, it is split into
-# chunks, so that no process writes much more than the mean. Smaller pieces are not split, because a
-# part of a piece must first be copied on its device.
+# A replicated piece that is larger than this fraction of the mean bytes per process is split into
+# chunks. Otherwise one process could write much more than the mean. Smaller pieces are not split,
+# because a part of a piece must first be copied on its device.
 _COARSE = 1 / 4
 
 

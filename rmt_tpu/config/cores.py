@@ -354,7 +354,7 @@ class Kda(Heads):
 
     @property
     def key_heads(self) -> int:
-        """Number of query heads, and number of key heads."""
+        """Number of query heads, which is also the number of key heads."""
         return self.num_heads if self.num_key_heads is None else self.num_key_heads
 
     @property

@@ -23,9 +23,9 @@ class _DepthAttention(BankedSystem):
     or options of released models and other trainers (see `rmt_tpu.residual.depth_attention`).
 
     Attributes:
-      query: how a site scores its sources. "static" uses a learned query vector, "input" adds a
-        projection of the last output to it, "scalars" replaces the query by one learned logit per
-        source, and "none" gives all sources the same weight. "none" has no parameters.
+      query: how a site scores its sources. "static" uses a learned query vector, and "input" adds a
+        projection of the last output to it. "scalars" replaces the query by one learned logit per
+        source. "none" gives all sources the same weight and has no parameters.
       weights: how logits become weights: by a "softmax" over the sources, or by a "sigmoid" of each
         logit.
       key_norm: whether keys are RMS-normalised.
@@ -286,14 +286,14 @@ class BlockAttention(_Blocks, _DepthAttention):
 
 @dataclass(frozen=True)
 class DeltaAttention(_Blocks):
-    """Delta Attention Residuals: the plain residual, plus attention over sums of outputs in blocks.
+    """Delta Attention Residuals: the sum of all outputs, plus attention over sums within blocks.
 
-    The sum of a block's outputs is the block's delta, the change of the plain residual over the
-    block. A learned gate per site scales what attention over the deltas adds.
+    The sum of a block's outputs is called the block's delta. A learned gate per site scales what
+    attention over the deltas adds.
 
     Attributes:
-      gate: initial value of every site's gate. With 0, a new model equals the plain one. The paper
-        has no gate, which is equivalent to a constant gate of 1.
+      gate: initial value of every site's gate. With 0, a new model equals the plain model, which
+        sums all outputs. The paper has no gate, which is equivalent to a constant gate of 1.
       null_source: initial value of the logit of a source whose value is 0, one learned logit per
         site; None if there is no such source.
       key_gain: whether the norm of the keys has a learned gain.
@@ -355,7 +355,7 @@ class DeltaAttention(_Blocks):
         return [-(-site // block) for site in range(num_sublayers + 1)]
 
     def chunk_multiple(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block, which must divide the number per chunk.
+        """Return the number of sublayers per block, which must divide that of a pipeline chunk.
 
         A chunk contains the layers that a pipeline stage runs consecutively.
         """

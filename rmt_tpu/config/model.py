@@ -42,10 +42,10 @@ class MuP(Checked):
 
     - Matrices, key vectors and the queries of attention over depth have the learning rate
       `learning_rate * base fan-in / fan-in`. The reason is that Adam changes each entry of a weight
-      by about `learning_rate`, in a direction correlated with the weight's input, so a sum over the
-      fan-in changes by about `fan-in * learning_rate`. The fan-in is D_k for key vectors that read,
-      R for key vectors that write, and the size of the residual for the queries. Weight decay is
-      not scaled in this way.
+      by about `learning_rate`, in a direction correlated with the weight's input. A sum over the
+      fan-in therefore changes by about `fan-in * learning_rate`. The fan-in is D_k for key vectors
+      that read, R for key vectors that write, and the size of the residual for the queries. Weight
+      decay is not scaled in this way.
     - Gains, biases and embeddings are not summed over a fan-in, and have the rate `learning_rate`.
     - The unembedding also has the rate `learning_rate`, and is initialised with the standard
       deviation of the base model. Instead, logits are multiplied by

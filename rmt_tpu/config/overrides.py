@@ -122,8 +122,8 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
         if isinstance(child, str):  # an earlier override set only the object's kind
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
-            parent = path.split(".")[: 1 - len(keys)]
-            raise UsageError(f"{path}: {'.'.join(parent)} has no fields; legal: a new value for it")
+            name = ".".join(path.split(".")[: 1 - len(keys)])
+            raise UsageError(f"{path}: {name} has no fields; legal: a new value for {name}")
         places += _places(child, keys[1:], path)
     return places
 
@@ -156,7 +156,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Return a line like `model.store.key_dim is 16 there, 32 here` per value that differs.
+    """Return a line like `model.store.key_dim is 16 there, 32 here` for each differing value.
 
     Args:
       old: a config as JSON, called "there" in the lines.
@@ -208,7 +208,7 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             raise UsageError(f"{path}={_shown(value)} must be a list")
         (item_type, *_), numbered = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(item_type) and typing.get_origin(item_type) is Literal:
-            numbered = False  # error messages about such values show the list's path
+            numbered = False  # errors about single values show the path of their list
         return tuple(
             _parse(item_type, item, f"{path}.{index}" if numbered else path)
             for index, item in enumerate(items)

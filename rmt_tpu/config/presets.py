@@ -5,10 +5,10 @@ printed with D_k 896 and 1024, but only D_k 48 and 64 give the printed parameter
 sizes.
 
 The depth, width, number of heads, batch size and learning rate of `prenorm-*` and `attnres-*` come
-from Table 2 of Kimi Team (2026), whose models are mixtures of experts with linear attention. The
-models here are dense substitutes: they have a feed-forward layer as wide as the nine experts that a
-token uses, plain attention with heads of size 64 and RoPE, and GPT-2's vocabulary. Their parameter
-counts and losses therefore differ from the paper's.
+from Table 2 of Kimi Team (2026). The models in that table are mixtures of experts with linear
+attention. The models here are dense substitutes with GPT-2's vocabulary. Their feed-forward layers
+are as wide as the nine experts that a token uses, and they have softmax attention with heads of
+size 64 and RoPE. Their parameter counts and losses therefore differ from the paper's.
 """
 
 from dataclasses import replace
@@ -121,7 +121,7 @@ _MODELS |= {
 }
 
 # Models with attention over depth, at the size at which this project compares kernels. The dict
-# maps each model's name to the name of the model with the plain residual.
+# maps each model's name to the name of the same model with the ordinary residual (a plain sum).
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
@@ -222,9 +222,9 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
         f"attnres-full-kimi-{_size}": replace(_row, mixer=FullAttention()),
     }
 
-# Kimi K3 (Kimi Team 2026, and its config.json): Kimi Linear with bounded decays, full output gates
-# in both kinds of attention, SiTU, experts that work on a vector of half the width, and a block of
-# attention over depth for every 12 layers.
+# Kimi K3 (Kimi Team 2026, and its config.json): Kimi Linear with bounded decays, SiTU, and full
+# output gates in both kinds of attention. Its experts work on vectors of half the width, and every
+# 12 layers form a block of attention over depth.
 _K3_LAYERS = 93
 _K3_GATED = Kda(96, 128, lower_bound=-5.0, gates="full")
 _K3_LATENT = Mla(
@@ -467,8 +467,8 @@ def modern_run(model: ModelConfig) -> RunConfig:
 def _kimi_run(model: ModelConfig) -> RunConfig:
     """Return a run that trains a model on 1.4T tokens, in batches of 8M tokens.
 
-    The paper does not give the learning rate; the value here comes from a note on the paper. Kimi
-    K3 gets the same number of tokens as Kimi Linear.
+    The paper does not state the learning rate; the value here comes from a note about the paper.
+    Kimi K3 gets the same number of tokens as Kimi Linear.
     """
     train = TrainConfig(
         steps=round(_KIMI_TOKENS / (_KIMI_BATCH * _KIMI_LENGTH)),

@@ -150,15 +150,15 @@ class TrainConfig(Checked):
       eval_data_dir: location of the tasks' data, either a folder or "hub".
       max_bad_steps: number of consecutive non-finite steps after which the run stops.
       spike_deviations: a gradient norm is a spike if its logarithm is more than this number of
-        standard deviations above its mean, both over about the last 200 steps.
+        standard deviations above its mean, both computed over about the last 200 steps.
       spike_restarts: how many times the run may go back from a spike to its last checkpoint. It
         then skips the data up to the spike. With 0, spikes are only printed.
       sample_every: number of steps between text samples; 0 samples only at the end.
       sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
         the text samples; 0 tokens disables them.
       tracker: comma-separated names of trackers that show the run: tensorboard, wandb.
-      tensorboard: a short form for the tracker tensorboard; "auto" uses it if tensorboardX is
-        installed.
+      tensorboard: whether TensorBoard shows the run, in addition to the trackers in `tracker`;
+        "auto" means that it does if tensorboardX is installed.
     """
 
     steps: Size = changeable(1000)
