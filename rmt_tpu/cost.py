@@ -7,7 +7,8 @@ FLOPs per token, as A.2 lists them. A multiplication and an addition are two FLO
 costs twice the forward pass.
 
 For mixers the count includes matrix products, weighted sums of residuals and inner products of
-residuals. It leaves out norms, activations, elementwise products with gates and plain sums.
+residuals. It leaves out norms, activations, elementwise products with gates, and sums without
+weights.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from rmt_tpu.config import RESIDUAL_PORT, Core, ModelConfig, Port
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the vendor's dense bfloat16 peak of a JAX device, in FLOP/s, or None if unknown.
+    """Return the dense bfloat16 peak that a device's vendor states, in FLOP/s, or None if unknown.
 
     If a chip appears as two devices, the peak of each is half of the chip's peak.
     """
@@ -101,7 +102,7 @@ def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Return the forward FLOPs of a token that attends to `seq_len` tokens, without the embedding.
 
-    FLOP budgets use this number for every token in a window, as the paper does.
+    FLOP budgets count this number for every token in a window, as in the RMT paper.
     """
     return non_embedding_flops(config, seq_len) + forward_flops(config, seq_len)["unembedding"]
 
@@ -143,9 +144,9 @@ def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
 
 
 def _cores(config: ModelConfig) -> Iterator[tuple[Core, int, int]]:
-    """Yield the core, the input width and the number of repeats of the sublayers in all stacks.
+    """Yield the core, the input width and the number of repeats of each sublayer in all stacks.
 
-    A stack repeats a pattern of sublayers. Each sublayer of the pattern is yielded once.
+    A stack repeats a pattern of sublayers, and each sublayer of the pattern is yielded once.
     """
     first = 0
     for stack in config.stacks:

@@ -1,7 +1,7 @@
-"""Configs of mixers that pass a state, such as several residual streams, from sublayer to sublayer.
+"""Configs of mixers whose state, such as several residual streams, passes through all sublayers.
 
-Each mixer is implemented in its own file in `rmt_tpu/residual/`, which has its equations and their
-sources.
+Each mixer is implemented in its own file in `rmt_tpu/residual/`. The file states the mixer's
+equations and their sources.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class HyperConnections(System):
     Attributes:
       streams: number of residual vectors (m).
       dynamic: whether the coefficients also depend on the streams.
-      tanh: whether the part of the coefficients that depends on the streams is bounded by a tanh.
+      tanh: whether a tanh bounds the part of the coefficients that depends on the streams.
     """
 
     kind: ClassVar[str] = "hyper_connections"
@@ -36,9 +36,9 @@ class HyperConnections(System):
     tanh: bool = True
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True: a new model equals the plain model, which sums all outputs.
+        """Return True: a new model computes the same as a model with an ordinary residual.
 
-        All streams stay equal to the plain residual.
+        At the start, every stream equals the ordinary residual at every depth.
         """
         return PlainStart(True, "all streams are equal to the plain residual")
 
@@ -60,7 +60,7 @@ class HyperConnections(System):
 def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
     """Return the number of parameters of a mixer that projects all streams at once.
 
-    Each sublayer has a gain, a projection to `coefficients` numbers with biases, and three scales.
+    Each sublayer has a gain, a projection with biases to `coefficients` numbers, and three scales.
     """
     per_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
     return model.num_sublayers * per_site
@@ -74,7 +74,7 @@ def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Mhc(System):
-    """mHC: hyper-connections with doubly stochastic mixing matrices, by Sinkhorn's iteration.
+    """mHC: hyper-connections with mixing matrices made doubly stochastic by Sinkhorn iterations.
 
     Attributes:
       streams: number of residual vectors (m).
@@ -89,10 +89,11 @@ class Mhc(System):
     rounds: Size = 20
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model equals the plain model, which sums all outputs.
+        """Return whether a new model computes the same as a model with an ordinary residual.
 
-        It does if all cores read with a norm, because all streams equal the plain residual, and a
-        norm removes the sum of the read weights.
+        It does if every core normalises what it reads. All streams then equal the ordinary
+        residual, and the norm removes the factor by which the sum of the read weights differs from
+        1.
         """
         return _equal_streams(model)
 
@@ -126,7 +127,7 @@ class MhcLite(System):
 
     @property
     def note(self) -> str:
-        """The differences from the plain model, in one line for reports."""
+        """One line for reports: how the model differs from one with an ordinary residual."""
         starts = {
             "paper": "starts as its paper's code does, not as the plain model",
             "prenorm": "starts as the plain model",
@@ -141,10 +142,10 @@ class MhcLite(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model equals the plain model, which sums all outputs.
+        """Return whether a new model computes the same as a model with an ordinary residual.
 
-        It does with `init="prenorm"` if all cores read with a norm, which removes the sum of the
-        read weights.
+        It does with `init="prenorm"` if every core normalises what it reads, because the norm
+        removes the factor by which the sum of the read weights differs from 1.
         """
         if self.init == "paper":
             return PlainStart(False, "with init=paper streams are written with unequal weights")
@@ -160,7 +161,7 @@ class MhcLite(System):
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
-        """Return the FLOPs of the projections, the streams, and the sums of permutations."""
+        """Return the FLOPs of projections, weighted sums of streams, and sums of permutations."""
         permutations = 2 * factorial(self.streams) * self.streams**2
         flops = _projected_flops(self.streams, self._coefficients, model)
         return flops + model.num_sublayers * permutations
@@ -168,14 +169,14 @@ class MhcLite(System):
 
 @dataclass(frozen=True)
 class WideStreams(System):
-    """Wide streams: several residuals per token, which differ in their read and write weights.
+    """Wide streams: several residuals per token, each with its own read and write weights.
 
     Attributes:
       streams: number of residuals (K).
-      spread: initial range of the write weights (s): `2 sigmoid(beta)`, with beta in equal steps
-        from -spread to spread. The project's choice, 1, gives weights from 0.54 to 1.46.
-      forget: the largest share of a stream that a site may forget before a write (c), at least
-        0.002; 0 forgets nothing.
+      spread: initial spread of the write weights (s). A weight is `2 sigmoid(beta)`, and the
+        streams' beta go from -s to s in equal steps. The default 1 gives weights from 0.54 to 1.46.
+      forget: the largest share of a stream that a site may forget before a write (c). With 0,
+        nothing is forgotten; other values must be at least 0.002.
     """
 
     kind: ClassVar[str] = "wide_streams"
@@ -189,14 +190,14 @@ class WideStreams(System):
         super().__post_init__()
         if 0 < self.forget < 0.002:
             raise UsageError(
-                f"WideStreams.forget={self.forget} is too small for streams that keep 0.999 of "
-                "themselves at the start; legal: 0, or at least 0.002 and below 1"
+                f"WideStreams.forget={self.forget} is too small, because new streams forget 0.001 "
+                "at each write; legal: 0, or at least 0.002 and below 1"
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model equals the plain model, which sums all outputs.
+        """Return whether a new model computes the same as a model with an ordinary residual.
 
-        It does if streams forget nothing, because their mean is then the plain residual.
+        It does if streams forget nothing, because their mean is then the ordinary residual.
         """
         if self.forget:
             return PlainStart(False, f"forget={self.forget:g} lets streams forget a part of writes")
@@ -215,10 +216,10 @@ class WideStreams(System):
 
 @dataclass(frozen=True)
 class ResidualScalars(System):
-    """The plain residual with learned factors per layer, and the value residual of attention.
+    """The ordinary residual with learned factors per layer, and a value residual for attention.
 
-    Each option can be used alone. With the default initial values, a new model equals the plain
-    one. Zhou et al. (2024) start both factors of values at 0.5.
+    Each option can be used alone. With the default initial values, a new model computes the same as
+    a model with an ordinary residual. Zhou et al. (2024) start both factors of values at 0.5.
 
     Attributes:
       scalars: whether each layer begins by replacing the residual h by `a h + b x_0`, where x_0 is
@@ -245,20 +246,20 @@ class ResidualScalars(System):
         super().__post_init__()
         if not (self.scalars or self.values):
             raise UsageError(
-                "ResidualScalars.scalars=False with values=False learns no factor; legal: at least "
-                "one of them True, or mixer=sum for the plain residual"
+                "ResidualScalars.scalars=False with values=False leaves no factor to learn; legal: "
+                "at least one of them True, or mixer=sum for an ordinary residual"
             )
 
     @property
     def note(self) -> str:
-        """The differences from the plain model, in one line for reports."""
+        """One line for reports: how the model differs from one with an ordinary residual."""
         starts = "does not start" if self._changed_factors else "starts"
         return f"{starts} as the plain model; its factors do not decay"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model equals the plain model, which sums all outputs.
+        """Return whether a new model computes the same as a model with an ordinary residual.
 
-        It does if all factors start at values without an effect.
+        It does if all factors start at values that have no effect.
         """
         if changed := self._changed_factors:
             return PlainStart(False, f"{', '.join(changed)} changes the residual or values")
@@ -266,7 +267,7 @@ class ResidualScalars(System):
 
     @property
     def _changed_factors(self) -> list[str]:
-        """The factors that do not start at their values in the plain model, like "name=0.5"."""
+        """The factors that affect a new model, each with its initial value, like "name=0.5"."""
         of_plain = {"residual_scale": 1.0, "embedding_scale": 0.0} if self.scalars else {}
         of_plain |= {"first_value_scale": 0.0, "value_scale": 1.0} if self.values else {}
         own = {name: getattr(self, name) for name in of_plain}
@@ -274,11 +275,11 @@ class ResidualScalars(System):
 
     @property
     def by_layers(self) -> bool:
-        """Whether two consecutive sublayers are one layer: only if factors a and b are used."""
+        """Whether two consecutive sublayers form one layer; True if factors a and b are used."""
         return self.scalars
 
     def check(self, model: Sizes) -> None:
-        """Raise UsageError if `values` is set, but not all layers have values of equal shape."""
+        """Raise UsageError if `values` is set, but a layer has no values or another shape of values."""
         cores = [core for core in model.sublayers if isinstance(core, Heads)]
         shapes = {(core.kv_heads, core.head_dim) for core in cores if isinstance(core, Attention)}
         alike = len(shapes) == 1 and all(isinstance(core, Attention) for core in cores)
@@ -302,10 +303,11 @@ class ResidualScalars(System):
         return 4 * (self.scalars * model.num_layers * model.residual_size + sum(values))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return how many terms are summed in a logarithm, by parameter name: one per layer.
+        """Return the number of factors a, by the parameter's name, or {} if they are not used.
 
-        The logarithm of the residual's final scale is a sum over layers of the logarithms of the
-        factors a. The factors b, l1 and l2 learn at the rate of the model's gains.
+        The logarithm of the residual's final scale is the sum over layers of the logarithms of the
+        factors a, and counts as a logit over depth with one term per layer. The factors b, l1 and
+        l2 learn at the rate of the model's gains.
         """
         return {"residual_scale": model.num_layers} if self.scalars else {}
 
@@ -321,9 +323,9 @@ class Highway(System):
       input: input of the unit, which is either the normed input of the sublayer ("normed") or the
         residual ("raw").
       activation: activation function of the gate.
-      form: how the unit's output `T * v`, with gate T and value v, is used. It is always added to
-        the residual. "carry" also multiplies the old residual by `1 - T`, and "gated" multiplies
-        the sublayer's output by `1 - T`.
+      form: how the unit's output `T * v`, with gate T and value v, is used. The output is always
+        added to the residual. "carry" also multiplies the old residual by `1 - T`, and "gated"
+        multiplies the sublayer's output by `1 - T`.
     """
 
     kind: ClassVar[str] = "highway"
@@ -333,7 +335,7 @@ class Highway(System):
     form: Literal["add", "carry", "gated"] = "add"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False: a new model differs from the plain model, which sums all outputs.
+        """Return False: a new model does not compute the same as a model with an ordinary residual.
 
         The weights of gates and values are drawn at random.
         """
@@ -370,7 +372,7 @@ class DepthLstm(System):
     cell_start: Literal["zero", "embedding"] = "zero"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False: an LSTM cell replaces the sum over depth of the plain model."""
+        """Return False: an LSTM cell replaces the ordinary residual, which is a sum over depth."""
         return PlainStart(False, "an LSTM cell replaces the sum over depth")
 
     def parameters(self, model: Sizes) -> int:
@@ -389,10 +391,10 @@ def _streams_flops(streams: int, size: int) -> int:
 
 
 def _equal_streams(model: Sizes) -> PlainStart:
-    """Return whether a new model whose streams are all equal computes the same as the plain model.
+    """Return whether a new model with equal streams computes the same as with an ordinary residual.
 
-    The read weights do not add up to 1, so every core must read with a norm, which removes their
-    sum.
+    The read weights do not add up to 1, so every core must normalise what it reads. The norm
+    removes the factor by which the sum of the weights differs from 1.
     """
     if not all(core.reads.normed for core in model.sublayers):
         return PlainStart(False, "read weights scale the streams, and a core reads without a norm")

@@ -61,7 +61,7 @@ class Attention(Core):
       layout: how heads are sharded over devices where they are read from the residual and written
         to it.
       seed: the seed of the weights.
-      output_scale: the factor of the initial standard deviation of W_O.
+      output_scale: the factor that multiplies the initial standard deviation of W_O.
 
     Attributes:
       query_gain, key_gain: the gains of the norms of queries and keys, [head_dim], or [H, head_dim]
@@ -69,7 +69,8 @@ class Attention(Core):
       bias: the bias added to the queries, keys and values, [H + 2 G, head_dim]; None without a
         bias.
       w_out: W_O, [H * head_dim, D]; None if the site after the core has it.
-      output_bias, output_gain: the bias and the gain of the norm of what is written, [D], or None.
+      output_bias, output_gain: the bias that is added to the core's output, and the gain of the
+        output's norm, [D]; None without them.
     """
 
     name: ClassVar[str] = "attention"
@@ -132,8 +133,8 @@ class Attention(Core):
         """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
         With an explicit mask or with output gates, `pull_back` recomputes the attention and does
-        not need the log-sum-exp. The returned array then has 0 heads with a mask, and is () with
-        gates.
+        not need the log-sum-exp. With a mask, an array with 0 heads is returned in its place; with
+        gates, it is ().
         """
         if self.core.output_gate:
             return super().forward(z, context, index, to)
@@ -180,7 +181,7 @@ class Attention(Core):
         """Return an empty cache for the keys and values of this device's heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         shape = (repeat, batch, capacity, cache_width(heads * self.core.head_dim))
-        # Allocate two arrays, because a program can be given (donated) each array only once.
+        # Allocate two arrays, because each array can be donated to a program only once.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def cache_specs(self) -> Cache:
@@ -385,7 +386,8 @@ class Attention(Core):
 
     def _own_heads(self, z):
         """Return queries, keys and values of this device's heads, with biases added."""
-        if self._multi_head:  # equal numbers of heads need only one exchange
+        # Equal numbers of heads for queries, keys and values need only one exchange.
+        if self._multi_head:
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
             queries, keys, _ = (count // self._read_devices for count in self.core.qkv_heads)

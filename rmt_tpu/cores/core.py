@@ -43,12 +43,12 @@ class Context(NamedTuple):
       query_positions: the positions of the tokens.
       segment_ids: the document of each token; tokens attend only within their document. None means
         one document per row.
-      mask: an explicit mask in place of "causal within segments", for positions given by the caller
-        that differ from the order in the row.
+      mask: an explicit mask that replaces "causal within segments". It is needed if the caller
+        gives positions that differ from the order of the tokens in the row.
       lengths: the number of valid tokens per row, for rows padded at the end; None if no row is
         padded.
-      start: the number of tokens per row that are already in the caches; None without caches or
-        with new ones.
+      start: the number of tokens per row that are already in the caches; None if there are no
+        caches, or if the caches are new.
     """
 
     query_positions: Int[Array, "batch_or_1 seq"]
@@ -110,7 +110,7 @@ def put_tokens(
 
 
 def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Flatten the new tokens of all rows into one row, padded to a multiple of the devices.
+    """Flatten the new tokens of all rows into one row, padded to a multiple of the device count.
 
     When decoding on a mesh that shards tokens, each row has a single new token, which cannot be
     divided over devices, but one row with the tokens of all rows can be divided. On one device, or
@@ -134,9 +134,9 @@ def unflatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Ar
 def within_window(
     mask: Bool[Array, "batch_or_1 queries keys"], window: int | None
 ) -> Bool[Array, "batch_or_1 queries keys"]:
-    """Return the mask of a row's tokens without the pairs that are `window` tokens apart or more.
+    """Return the mask without the pairs of tokens at a distance of `window` or more.
 
-    Tokens count by their order in the row.
+    The distance is measured by the order of the tokens in the row, not by their positions.
     """
     if window is None:
         return mask
@@ -248,7 +248,7 @@ class Core(nnx.Module):
     ) -> tuple[Float[Array, "batch seq_or_gathered vectors size"], Aux]:
         """Return the core's output, and its scalars as sums over this device's tokens.
 
-        Training uses the scalars, for example as terms of the loss; decoding does not.
+        The scalars are needed only in training, for example as terms of the loss.
         """
         return self(z, context, index), {}
 
@@ -264,8 +264,8 @@ class Core(nnx.Module):
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:
             return write_slice(jax.lax.optimization_barrier(y), to), aux, ()
-        # Concatenate the vectors of y to one vector per token, so that XLA writes the result of the
-        # last matrix product directly into the stacked array.
+        # Concatenate the vectors of y into one vector per token, so that XLA writes the result of
+        # the last matrix product directly into the stacked array.
         long = write_slice(concatenate(y), StackSlice(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 

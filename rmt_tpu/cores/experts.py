@@ -182,7 +182,7 @@ class Experts(Core):
         return jax.nn.sigmoid(logits).astype(x.dtype)[..., None]
 
     def _project_up(self, y):
-        """Project the latent experts' output to the full width, after its norm if it has one."""
+        """Project the latent experts' output, which may be normalised first, to the full width."""
         if self.latent_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": y.dtype}
             y = normalize(y, self.latent_gain[...], **norm)
@@ -296,7 +296,7 @@ class Experts(Core):
 
 
 def _in_best_groups(biased, groups, top_groups):
-    """Set biased scores to -inf, except in each token's `top_groups` best groups of experts.
+    """Set biased scores to -inf outside the `top_groups` best groups of experts of each token.
 
     A group's score is the sum of its two highest biased scores.
     """
@@ -338,7 +338,7 @@ def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts b
 
 
 def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
-    """Return biases with which each expert is chosen by a fraction `share` of the tokens.
+    """Return biases that make a fraction `share` of the tokens choose each expert.
 
     `seen` is the histogram described in `Experts`. The biases are shifted to mean 0, which does not
     affect the choice of experts.

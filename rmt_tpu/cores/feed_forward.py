@@ -24,14 +24,14 @@ class FeedForward(Core):
 
     These are equations 10 and 23 to 25 of the RMT paper (Mak and Flanigan 2025).
 
-    In a gated layer, W_1 [2, D, D_FF] consists of the gate and the up projection, which are
-    multiplied as one matrix (Shazeer 2020).
+    In a gated layer, W_1 [2, D, D_FF] consists of the gate and the up projection, which are applied
+    in one matrix product (Shazeer 2020).
 
     Args:
       config: the model's config, for the width and the norm.
-      core: the config of hidden size and activation.
+      core: the config of this core, with its hidden size and activation.
       seed: the seed of the weights.
-      output_scale: the factor of the initial standard deviation of W_2.
+      output_scale: the factor that multiplies the initial standard deviation of W_2.
       input_width: the size of z, in numbers per token.
       norm_hidden: whether `W_1 z` is normalised, with the model's kind of norm and a gain.
 
@@ -95,9 +95,9 @@ class FeedForward(Core):
         return separate(y, self.vectors), cache
 
     def _run(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
-        # Without isolation, XLA would slice the weights out of their stack and run both matrix
-        # products in one instruction, which takes a fifth longer than two separate products. The
-        # single instruction is faster only if there are few tokens.
+        # Unless they are isolated from each other, XLA fuses both matrix products and the slicing
+        # of their weights into one instruction. It takes a fifth longer than two separate products,
+        # except for a small number of tokens.
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         first = functools.partial(times, gathered=-2, isolated=sequential)
         second = functools.partial(times, gathered=-1, isolated=sequential)

@@ -206,7 +206,7 @@ class Kda(Core):
         return [taps for taps in (self.taps, self.value_taps) if taps is not None]
 
     def _convolve(self, runs, context, tails):
-        """Convolve queries, keys and values; return them, and the last inputs for the next step."""
+        """Return the convolved queries, keys and values, and the last inputs for the next step."""
         found, new = [], []
         for n, (run, all_taps) in enumerate(zip(runs, self._all_taps, strict=True)):
             batch, seq, groups = run.shape[:3]
@@ -221,7 +221,7 @@ class Kda(Core):
         return found, tuple(new)
 
     def _of_values(self, x):
-        """Repeat the heads of queries or keys x, so that there is one head for each value head."""
+        """Repeat the heads of x, which are queries or keys, to get one head for each value head."""
         each = self.core.num_heads // self.core.key_heads
         return jnp.repeat(x, each, axis=2) if each > 1 else x
 
@@ -259,7 +259,7 @@ class Kda(Core):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own_part(self, x, axis=0):
-        """Return this device's heads of a parameter x, which is already sharded over `tensor`."""
+        """Return the part of x, a parameter sharded over `tensor`, for this device's heads."""
         return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):

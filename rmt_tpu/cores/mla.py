@@ -148,8 +148,9 @@ class Mla(Core):
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """Attend from the new tokens to the cached tokens and to the new tokens themselves.
 
-        A single new token attends with W_kvb absorbed. Several new tokens attend to expanded keys,
-        and so do all tokens if the cache is empty.
+        A single new token attends to the latents, with W_kvb absorbed into queries and outputs.
+        Several new tokens attend to expanded keys and values, and so does a single token if the
+        cache is empty.
         """
         q, gates, *latents = self._compress(z)
         latents = (
@@ -274,7 +275,8 @@ def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads 
 
     def add(part, state):
         first = part * size
-        at = jnp.minimum(first, capacity - size)  # parts have equal sizes, so two may overlap
+        # All parts have the same size, so the last one may overlap the one before it.
+        at = jnp.minimum(first, capacity - size)
         zero, layer = jnp.zeros_like(at), step.layer.astype(at.dtype)
 
         def slice_part(x):

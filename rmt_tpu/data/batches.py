@@ -87,9 +87,9 @@ class Batch(NamedTuple):
       inputs: int32 [batch, seq], the input tokens.
       targets: int32 [batch, seq], the next token after each input.
       segment_ids: int32 [batch, seq], the number of the document within the window, from 1.
-      weights: float32 [batch, seq], 1 where there is a target that has a loss, and else 0.
-      texts: int32 [batch, seq], the index of the text in a mixture that each token is from; None
-        without a mixture.
+      weights: float32 [batch, seq], 1 where a target has a loss, and 0 elsewhere.
+      texts: int32 [batch, seq], the index of each token's text in the mixture; None without a
+        mixture.
     """
 
     inputs: Int32[np.ndarray, "batch seq"]
@@ -123,7 +123,7 @@ class Stream(Protocol):
 
 
 class StreamInMemory:
-    """A stream of tokens that is held in memory as one array."""
+    """A stream of tokens that is kept in memory as one array."""
 
     def __init__(self, tokens: Int32[np.ndarray, " tokens"]):
         self.tokens = tokens
@@ -234,7 +234,7 @@ class Windows:
         return -(-self.num_windows // self.batch_size)
 
     def batch_at(self, position: int, rows: Rows = _ALL) -> Batch:
-        """Return the batch that follows after `position` windows have been read in a run.
+        """Return the batch that comes after the first `position` windows of a run.
 
         Epochs follow each other without a gap, so a batch may contain the end of one epoch and the
         start of the next. The position is the complete state of reading, so a run that resumes with
@@ -309,8 +309,8 @@ def whole_documents(
 
     Args:
       bounds: the position of the first token of each document, and the end of the last.
-      seq_len: largest number of tokens in a window. A longer document begins a window and fills
-        several.
+      seq_len: largest number of tokens in a window. A longer document starts a new window, and is
+        divided over several windows.
     """
     found, at, end = [], int(bounds[0]), int(bounds[-1])
     while at < end:
@@ -323,7 +323,7 @@ def whole_documents(
 def bounds_of(
     tokens: Int32[np.ndarray, " tokens"], bos: int
 ) -> Int64[np.ndarray, " documents_plus_1"]:
-    """Return the position of each document's BOS in a stream in memory, and the stream's end."""
+    """Return the position of each document's BOS in an array of tokens, and the array's end."""
     begins = np.flatnonzero(marked.without_marks(tokens) == bos)
     return np.array([*begins.tolist(), len(tokens)], np.int64)
 
@@ -346,8 +346,8 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
             held += sizes[text]
         else:
             passed_over.append(text)
-    # Hold out one more document, the smallest remaining one, if this is closer to the requested
-    # share or if no document was chosen.
+    # Also hold out the smallest remaining document if the result is closer to the requested share,
+    # or if no document was chosen.
     for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
         after = held + sizes[text]
         if not chosen or (after - wanted < wanted - held and after <= total / 2):

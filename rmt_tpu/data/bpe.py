@@ -47,8 +47,8 @@ class BpeTokenizer(Tokenizer):
         from tokenizers import AddedToken
 
         self.name = name
-        # Many tokenizer.json files request truncation, which would silently shorten documents, or
-        # padding.
+        # Many tokenizer.json files request padding, or truncation, which would silently shorten
+        # documents.
         library.no_truncation()
         library.no_padding()
         there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
@@ -114,8 +114,8 @@ class BpeTokenizer(Tokenizer):
         """Create a tokenizer from the content of `tiktoken.model` and `tokenizer_config.json`.
 
         Raises:
-          Unusable: a file is missing or damaged, the config is of an unknown class of tokenizers,
-            or the library is not installed.
+          Unusable: a file is missing or damaged, the config names an unknown tokenizer class, or
+            the library is not installed.
         """
         return cls(name, tiktoken_file.library_tokenizer(_import(), ranks, config))
 
@@ -132,7 +132,7 @@ class BpeTokenizer(Tokenizer):
         return next(self.encode_all([text]))
 
     def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text without BOS; names of special tokens become these tokens.
+        """Return the tokens of a text, with special tokens for their names, without adding BOS.
 
         BOS is among the tokens if its name is in the text.
         """
@@ -150,7 +150,7 @@ class BpeTokenizer(Tokenizer):
                 yield self._encode_without_bos(text) if self.bos in tokens else tokens
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """Return the bytes that the tokens stand for, concatenated."""
+        """Return the concatenated bytes that the tokens represent."""
         return b"".join([self._pieces[token] for token in self._checked(tokens).tolist()])
 
     def decode(self, tokens: Tokens) -> str:
@@ -203,7 +203,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _special_library(self) -> Any:
-        """A copy of the library's tokenizer that encodes names of special tokens as the tokens."""
+        """A copy of the library's tokenizer that encodes the names of special tokens as tokens."""
         copy = _import().Tokenizer.from_str(self._library.to_str())
         copy.encode_special_tokens = False
         return copy
@@ -214,7 +214,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether token names are spelled in GPT-2's alphabet, whose letters stand for bytes."""
+        """Whether token names are spelled in GPT-2's alphabet, which has a letter for each byte."""
         parts = [self._json[part] or {} for part in ("decoder", "pre_tokenizer", "normalizer")]
         nested = [
             inner
@@ -226,7 +226,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _pieces(self) -> list[bytes]:
-        """The bytes that each token stands for, by token id."""
+        """The bytes that each token represents, by token id."""
         pieces = [b""] * self.vocab_size
         spell = self._byte_level_piece if self._is_byte_level else self._other_piece
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
@@ -242,7 +242,7 @@ class BpeTokenizer(Tokenizer):
             return name.encode()
 
     def _other_piece(self, name: str, token: int) -> bytes:
-        """Return the bytes that a token adds to a text that precedes it.
+        """Return the bytes that a token adds to the text before it.
 
         The token is decoded after another token, because at the start of a text the library's
         decoder may strip a space.
@@ -295,5 +295,5 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
             )
 
 
-# GPT-2's alphabet, whose letters stand for bytes.
+# This is GPT-2's alphabet, which has a letter for each byte.
 _BYTE_OF = {letter: byte for byte, letter in enumerate(byte_names()[:256])}

@@ -39,8 +39,8 @@ class ChatTemplate:
       source: the template in Jinja's language.
       tokenizer: the tokenizer of the model.
       names: further variables of the template, such as `bos_token`, the name of the start token.
-      starts: whether to put the start token in front of a conversation whose text does not begin
-        with it. In transformers, the template alone decides.
+      starts: whether to put the start token before a conversation whose text does not begin with
+        it. (transformers never adds it; there, the template must write it.)
       where: the file of the template, for error messages.
     """
 
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @staticmethod
     def from_file(file: str, tokenizer: Tokenizer) -> "ChatTemplate":
-        """Return the template in a local file, for a tokenizer without a folder.
+        """Return the template in a local file, for a tokenizer that was not loaded from a folder.
 
         Raises:
           UsageError: the file cannot be read, or is not UTF-8.
@@ -135,7 +135,7 @@ class ChatTemplate:
         folder.write(CONFIG_FILE, (json.dumps(self.json(), indent=2) + "\n").encode())
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a conversation's text; names of special tokens become these tokens.
+        """Return the tokens of a conversation's text; names of special tokens give those tokens.
 
         Raises:
           UsageError: the text has an unpaired surrogate, which is not a character.
@@ -170,7 +170,7 @@ def read_template(
     Args:
       folder: the folder of the model.
       tokenizer: the tokenizer of the model.
-      file: the path of a local file with a template that replaces the folder's.
+      file: the path of a local file whose template replaces that of the folder.
       starts: see `ChatTemplate`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reading of documents from files, or from the source of Python's standard library."""
+"""Functions that read documents from files, or from the source of Python's standard library."""
 
 import io
 import json
@@ -32,7 +32,7 @@ _MOST_REMOTE = 8 * 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-# Bytes to read at a time while a line is skipped.
+# This number of bytes is read at a time while a line is skipped.
 _SKIP_BYTES = 2**20
 # Examples of objects in .jsonl files.
 _LIKE = {
@@ -58,11 +58,11 @@ def documents(
         is one document, or several documents separated by lines `<|endoftext|>`. A `.jsonl` file
         has one document per line, in the field `text_field`. Both kinds may be compressed, with
         names ending in `.gz` or `.zst`. A `.parquet` or `.arrow` file has one document per row, in
-        the column `text_field`. A path may be a `gs://` URL or an address of fsspec. A file that is
-        given twice is read once.
+        the column `text_field`. A path may be a `gs://` URL or an fsspec URL. A file that is given
+        twice is read once.
       flag: name of the flag that gives the source, for error messages.
       text_field: name of the field or column that has the text.
-      kind: the kind of the documents; see `marked.Reading`. Documents of other kinds than "text"
+      kind: the kind of the documents; see `marked.Reading`. Documents of kinds other than "text"
         mark which of their parts have a loss (`marked.Marked`).
       template: the chat template of messages.
 
@@ -70,8 +70,8 @@ def documents(
       The documents, at least one.
 
     Raises:
-      UsageError: a path matches no file, a file cannot be read as text, there is no text, or files
-        that are not local have more than 8 GiB.
+      UsageError: a path matches no file, a file cannot be read as text, there is no text, or remote
+        files have more than 8 GiB in total.
       RunError: a file was edited while it was read.
     """
     with usage_errors(flag, source):
@@ -80,8 +80,8 @@ def documents(
         if size > _MOST_REMOTE:
             raise Problem(
                 f"{size / 2**30:.1f} GiB of remote files would be read at every start and kept in "
-                f"memory; legal: at most {_MOST_REMOTE / 2**30:.0f} GiB, or the token store that "
-                "recipes.prepare_data makes of them"
+                f"memory; legal: at most {_MOST_REMOTE / 2**30:.0f} GiB, or a token store made "
+                "from them with recipes.prepare_data"
             )
         reading = Reading(text_field, kind)
         found = [
@@ -134,7 +134,7 @@ def read_span(
         exactly once. It is also called with b"" from time to time while a long document is
         decompressed. For a table see `BlockCallback`. An error that it raises stops the reading.
       text_field: name of the field of a .jsonl file, or of the column of a table, with the text.
-      kind: the kind of the documents. Other kinds than "text" are yielded as JSON, from which
+      kind: the kind of the documents. Kinds other than "text" are yielded as JSON, from which
         `Reading.document` makes a document.
 
     Raises:
@@ -149,8 +149,8 @@ def read_span(
         texts = _json_lines(span, on_block, reading)
     elif reading.has_marks:
         raise Problem(
-            f"{span.path!r} has no fields; legal for documents of the kind {kind}: .jsonl, "
-            ".parquet and .arrow files"
+            f"{span.path!r} has no fields; legal file types for documents of kind {kind}: .jsonl, "
+            ".parquet and .arrow"
         )
     elif suffix == ".py":
         texts = _module(span, on_block)
@@ -189,7 +189,7 @@ class _Line(NamedTuple):
 
 
 def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:
-    """Yield the lines in a span; a byte order mark at the start of the file is left out."""
+    """Yield the lines in a span, without the byte order mark that a file may start with."""
     packed = span.path.lower().endswith(COMPRESSED)
     with read_errors(span.path), open_unpacked(span, on_block) as file:
         offset = reported = span.start
@@ -249,7 +249,7 @@ def _json_lines(span: Span, on_block: BlockCallback, reading: Reading) -> Iterat
 
 
 def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield pairs of a text that names a .jsonl file and a line, and the line's JSON object.
+    """Yield, for each line of a .jsonl file, the text "file line number" and the JSON object.
 
     Raises:
       Problem: the file cannot be read, or a line is not a JSON object.
@@ -304,10 +304,10 @@ def _json_text(line: str, reading: Reading) -> str:
     like = _LIKE.get(reading.kind) or f'{{{json.dumps(reading.names[0])}: "..."}}'
     value, legal = _json_object(line, like), f"legal: an object like {like}"
     values = [value.get(name) for name in reading.names]
-    if (wrong := reading.check(values)) is not None:
+    if (missing := reading.check(values)) is not None:
         shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
         fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
-        raise Problem(f"the object has {wrong}; fields: {fields}; {legal}")
+        raise Problem(f"the object has {missing}; its fields: {fields}; {legal}")
     for name, text in zip(reading.names, values, strict=True):
         if (character := _surrogate(text)) is not None:
             where = f"at character {character} of " if isinstance(text, str) else "in "

@@ -1,4 +1,4 @@
-"""Loading of a run's text as training windows and held-out windows."""
+"""Functions that load a run's text as training windows and held-out windows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ def _read(
 
 
 def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatTemplate | None:
-    """Return the chat template of a run's conversations; None if it reads no conversations.
+    """Return the chat template of a run's conversations, or None if the run reads none.
 
     Raises:
       UsageError: the template cannot be read.
@@ -144,7 +144,7 @@ def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatT
 
 @contextlib.contextmanager
 def _errors_of_mixture() -> Iterator[None]:
-    """Replace --data by --mixture in errors of the `with` body, which loads a mixture's text."""
+    """Make errors of the `with` body, which loads a mixture's text, name --mixture, not --data."""
     try:
         yield
     except UsageError as error:
