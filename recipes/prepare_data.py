@@ -5,12 +5,11 @@
     python -m recipes.train --data=stores/books --workdir=runs/books
 
 --input and --output can be paths like gs://bucket/..., and --input can contain glob patterns, and
-addresses of fsspec such as hf://datasets/USER/NAME/**/*.parquet. An
-interrupted command resumes when it is repeated, and reports inputs that have been edited since. The
-store contains a held-out part and the tokenizer that it was made with. To repair a damaged store,
-delete its manifest.json and repeat the command, which makes the damaged parts again. To prepare a
-store on several hosts, run the same command on each host, with the multi-host flags of
-recipes.train: see docs/guides/data.md.
+fsspec URLs such as hf://datasets/USER/NAME/**/*.parquet. An interrupted command resumes when it is
+repeated, and reports inputs that have been edited since. The store contains a held-out part and the
+tokenizer that it was made with. To repair a damaged store, delete its manifest.json and repeat the
+command, which makes the damaged parts again. To prepare a store on several hosts, run the same
+command on each host, with the multi-host flags of recipes.train: see docs/guides/data.md.
 """
 
 import signal
@@ -25,7 +24,7 @@ from rmt_tpu.training import signals
 
 _INPUT = flags.DEFINE_string(
     "input", None, "text: stdlib, or comma-separated .txt, .jsonl, .parquet and .arrow files and "
-    "globs, local, gs:// or an address of fsspec; .txt and .jsonl may end in .gz or .zst",
+    "globs, local, gs:// or an fsspec URL; .txt and .jsonl may end in .gz or .zst",
     required=True,
 )  # fmt: skip
 _TOKENIZER = flags.DEFINE_string(

@@ -19,7 +19,7 @@ from rmt_tpu.layers.parameters import Seed
 
 
 class Cache(NamedTuple):
-    """The decoding cache: what cores (such as attention) need from earlier tokens; no residuals.
+    """The decoding cache: the data from earlier tokens that cores such as attention need.
 
     Attributes:
       cores: a tree of arrays [repeat, batch, ...] for each core in each stack.
@@ -53,10 +53,10 @@ class Decoder(nnx.Module):
     Raises:
       TypeError: `config` or `rngs` has the wrong type.
 
-    The parameters of a stack's layers have a leading axis over the layers, over which a scan runs.
-    Each weight is drawn from the seed, the number of its sublayer and its name
-    (`layers.parameters.Seed`). Models with the same seed therefore start with equal values in all
-    weights that they have in common.
+    The parameters of a stack have a leading axis, one entry per layer, and a scan runs over this
+    axis. The random key of a weight depends only on the seed, the number of its sublayer and its
+    name (`layers.parameters.Seed`). Models with the same seed therefore start with equal values in
+    all weights that they have in common.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):

@@ -43,10 +43,10 @@ def about_flag(name: str, beginning: str) -> Iterator[None]:
     """
     try:
         yield
-    except UsageError as error:
-        if not str(error).startswith(beginning):
+    except UsageError as reason:
+        if not str(reason).startswith(beginning):
             raise
-        raise UsageError(f"--{name}: {error}") from None
+        raise UsageError(f"--{name}: {reason}") from None
 
 
 class ArgumentError(UsageError):

@@ -279,7 +279,7 @@ class ResidualScalars(System):
         return self.scalars
 
     def check(self, model: Sizes) -> None:
-        """Raise UsageError if `values` is set, but a layer has no values or another shape of values."""
+        """Raise UsageError if `values` is set, but layers lack values or differ in their shape."""
         cores = [core for core in model.sublayers if isinstance(core, Heads)]
         shapes = {(core.kv_heads, core.head_dim) for core in cores if isinstance(core, Attention)}
         alike = len(shapes) == 1 and all(isinstance(core, Attention) for core in cores)

@@ -95,9 +95,9 @@ class FeedForward(Core):
         return separate(y, self.vectors), cache
 
     def _run(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
-        # Unless they are isolated from each other, XLA fuses both matrix products and the slicing
-        # of their weights into one instruction. It takes a fifth longer than two separate products,
-        # except for a small number of tokens.
+        # Unless the two matrix products are isolated from each other, XLA fuses them and the
+        # slicing of their weights into one instruction. It takes a fifth longer than two separate
+        # products, unless there are few tokens.
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         first = functools.partial(times, gathered=-2, isolated=sequential)
         second = functools.partial(times, gathered=-1, isolated=sequential)

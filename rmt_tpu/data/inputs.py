@@ -1,4 +1,4 @@
-"""Input files of a text source, on any file system, and reading of their bytes."""
+"""The input files of a text source, on any file system, and functions that read their bytes."""
 
 import contextlib
 import glob
@@ -33,8 +33,8 @@ COMPRESSED = (".gz", ".zst")
 _BUCKETS = "gs://"
 # Bytes to read and hash at a time.
 _BLOCK = 2**20
-# Bytes per request to a bucket: `_AHEAD` to read a whole object in few requests, and `_LOOK` to
-# search for the end of a line.
+# Sizes of a request to a bucket, in bytes: `_AHEAD` is for reading a whole object in few requests,
+# and `_LOOK` is for finding the end of a line.
 _AHEAD, _LOOK = 8 * 2**20, 2**18
 # Compressed bytes to decompress at a time. As few as 4 bytes can encode a zstandard block of 128
 # KiB, so 2^10 bytes decompress to at most 32 MiB. Without this limit a malicious file could
@@ -59,7 +59,7 @@ class Problem(Exception):
 
 
 class _NoFile(Problem):
-    """An error about a name or glob that matches no file."""
+    """The error for a name or glob that matches no file."""
 
 
 @contextlib.contextmanager
@@ -75,12 +75,12 @@ class Span(NamedTuple):
     """A range of bytes in a file; compressed files and modules are always covered as a whole.
 
     Attributes:
-      path: path of the file, or its `gs://` URL or address of fsspec.
+      path: path of the file, or its `gs://` URL or fsspec URL.
       start, stop: byte positions in the file as stored. For a table see `rmt_tpu.data.tables`.
-      version: a value that changes whenever the file is edited. For a local file, it has the size
-        and the mtime and ctime in nanoseconds. For an object in a bucket, it has the size, the
-        crc32c and the generation. For an address of fsspec, it has the size and the values by which
-        the file system identifies a version.
+      version: a value that changes whenever the file is edited. For a local file, it consists of
+        the size, and of the mtime and ctime in nanoseconds. For an object in a bucket, it consists
+        of the size, the crc32c and the generation. For an fsspec URL, it consists of the size and
+        of the values by which the file system identifies a version.
     """
 
     path: str
@@ -90,7 +90,7 @@ class Span(NamedTuple):
 
     @property
     def in_bucket(self) -> bool:
-        """Whether the path is the URL of an object in a bucket on `gs://`."""
+        """Whether the path is the `gs://` URL of an object in a bucket."""
         return self.path.startswith(_BUCKETS)
 
     @property
@@ -140,7 +140,7 @@ def whole_span(path: str) -> Span:
 
 @contextlib.contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Turn errors in the `with` body that occur while the file is read into a Problem."""
+    """Raise a Problem in place of an error that occurs in the `with` body when a file is read."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -159,8 +159,8 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
       look: whether only a few bytes will be read, at various positions.
 
     Raises:
-      RunError: the file is local, and its version at the end of the `with` body is not that of the
-        span.
+      RunError: the file is local, and its version at the end of the `with` body differs from the
+        span's version.
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])
@@ -226,10 +226,10 @@ def digest_of(span: Span, on_block: BlockCallback = no_callback) -> str:
 
 
 def check_unchanged(span: Span) -> None:
-    """Check that the file of a span was not edited, if it is on a file system.
+    """Check that a span's file has not been edited, if it is on a local file system.
 
     Raises:
-      RunError: the file was edited or does not exist any more.
+      RunError: the file was edited or deleted.
     """
     if not span.is_local:
         return  # An object on gs:// is always read at the generation that its span records.

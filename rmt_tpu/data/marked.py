@@ -50,7 +50,7 @@ class Marked(str):
     special: bool
 
     def __new__(cls, pieces: Sequence[Piece], *, special: bool) -> "Marked":
-        """Create the text that is the concatenation of the pieces."""
+        """Create the text by concatenating the pieces."""
         text = super().__new__(cls, "".join(piece.text for piece in pieces))
         text.pieces, text.special = tuple(pieces), special
         return text
@@ -198,14 +198,15 @@ def _encode(document: Marked, tokenizer: Tokenizer) -> Int32[np.ndarray, " token
         if text:
             found.append(encode(text) | (0 if has_loss else CONTEXT))
     tokens = np.concatenate(found)
-    # Leave out the BOS of a template, because the stream has a BOS before each document anyway.
+    # Remove the BOS that a template writes, because the stream already has a BOS before each
+    # document.
     return tokens[1:] if len(tokens) and tokens[0] & ~CONTEXT == tokenizer.bos else tokens
 
 
 def first_token(tokenizer: Tokenizer, kind: str) -> int:
     """Return BOS, the token before each document; a model ends a document by predicting it.
 
-    It has a loss, except for conversations, in which the template itself ends each answer.
+    BOS has a loss, except for conversations, in which the template itself ends each answer.
     """
     return tokenizer.bos | CONTEXT if kind == "messages" else tokenizer.bos
 
@@ -226,7 +227,7 @@ def find_template(kind: str, tokenizer: Tokenizer, file: str, flag: str) -> Chat
     Args:
       kind: the kind of the documents.
       tokenizer: the tokenizer, in whose folder the template is.
-      file: the path of a template that replaces it, or "".
+      file: the path of a template that replaces the tokenizer's, or "".
       flag: name of the flag that sets the kind, for error messages.
 
     Raises:

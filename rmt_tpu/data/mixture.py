@@ -94,7 +94,7 @@ class Mixture:
         return zlib.crc32(json.dumps(self._checksums).encode())
 
     def batch_at(self, position: int, rows: Rows = _ALL) -> Batch:
-        """Return the batch that follows after `position` windows have been read in the run.
+        """Return the batch that comes after the first `position` windows of the run.
 
         See `Windows.batch_at`. The position must not be before the last change of the shares.
         """
@@ -127,7 +127,7 @@ class Mixture:
     ) -> Int64[np.ndarray, "rows texts"]:
         if (positions < self._since).any():
             raise ValueError(
-                f"a position is before window {self._since}, at which the shares have changed"
+                f"a position is before window {self._since}, at which the shares last changed"
             )
         return self._base + counts(self._units, positions - self._since)
 
@@ -137,7 +137,7 @@ class Mixture:
         return [n / total for n, total in zip(self.windows_read(position), windows, strict=True)]
 
     def metrics(self, position: int) -> dict[str, int | float]:
-        """Return how many tokens and epochs of each text are read in `position` windows of the run.
+        """Return each text's tokens and epochs in the first `position` windows of the run.
 
         Tokens are counted as whole windows, although the last window of an epoch is padded.
         """
@@ -177,7 +177,7 @@ class Mixture:
                     raise UsageError(
                         f"--mixture: {source} does not give the tokens that the run was trained on "
                         "up to this checkpoint: a file, the tokenizer or (for stdlib) the version "
-                        "of Python has changed; give the same ones, or another --workdir"
+                        "of Python has changed; restore it, or give another --workdir"
                     )
         units = tuple(units for _, units, _ in saved["sources"])
         checksums = [checksum for _, _, checksum in saved["sources"]]
@@ -191,7 +191,7 @@ class Mixture:
 
 
 def _together(reads: Sequence[Callable[[], Batch]]) -> list[Batch]:
-    """Call functions concurrently, because they wait for storage, and return their results."""
+    """Call functions concurrently, because each one waits for storage, and return their results."""
     futures: list[Future[Batch]] = [Future() for _ in reads]
 
     def call(read: Callable[[], Batch], future: Future[Batch]) -> None:

@@ -57,7 +57,7 @@ from rmt_tpu.data.tokenizer_files import load_saved
 from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
-# Maximum numbers of documents and of characters to tokenise at a time.
+# At most these numbers of documents and of characters are tokenised at a time.
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 # Progress is reported after this many bytes or seconds.
 _REPORT_BYTES, _REPORT_SECONDS = 2**18, 0.5
@@ -184,7 +184,7 @@ def check_inputs(
             tick(span.stop - span.start)
         elif not same_number or _digest_of(span, reading, tick) != digests[number]:
             raise UsageError(
-                f"--output={url} was made by another command: the content of "
+                f"--output={url} was made from other input: the content of "
                 f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
                 "resume, or another --output"
             )
@@ -212,7 +212,7 @@ def _digesting(digest: Any, tick: Callable[[int], None]) -> BlockCallback:
 
 
 class PartWriter:
-    """A writer that writes parts of a token store, one part after the other."""
+    """A writer that creates the parts of a token store, one after the other."""
 
     def __init__(self, options: StoreOptions, tick: Callable[[int], None]):
         """Create a writer of parts.
@@ -299,7 +299,8 @@ class PartWriter:
             if (content := read_sealed(self._folder, name)) is None:
                 return None
         except Fault:
-            # The manifest may be undamaged although storage did not return it, so keep it.
+            # Keep the manifest, because it may be undamaged although it could not be read from
+            # storage.
             raise
         except RmtError:
             content = {}
@@ -389,7 +390,7 @@ class _Statistics:
     def count(self, text: str, rank: str, is_below: bool) -> None:
         self.characters += len(text)
         self.below += is_below
-        # Leave out a document with a single character, which cannot be cut in two.
+        # Ignore a document with a single character, because it cannot be cut in two.
         if len(text) > 1 and (not self.lowest or rank <= self.lowest):
             before = self.lowest_characters if rank == self.lowest else 0
             self.lowest, self.lowest_characters = rank, before + len(text)

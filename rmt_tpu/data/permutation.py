@@ -19,7 +19,7 @@ def permute(
     seed: int,
     epoch: Int64[np.ndarray, " B"],
 ) -> Int64[np.ndarray, " B"]:
-    """Apply the permutation of `range(size)` that belongs to a seed and an epoch to each index.
+    """Permute each index by the permutation of `range(size)` that a seed and an epoch determine.
 
     A Feistel network permutes `range(4^k)` for the smallest sufficient k. An image of `size` or
     more is permuted again until it is below `size`. The result is a permutation of `range(size)`.
@@ -44,7 +44,7 @@ def permute(
 def _feistel(
     words: UInt64[np.ndarray, " B"], keys: UInt64[np.ndarray, " B"], half: int
 ) -> UInt64[np.ndarray, " B"]:
-    """Permute each word of `2 * half` bits by the permutation that belongs to its key."""
+    """Permute each word of `2 * half` bits by the permutation that its key determines."""
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = words >> shift, words & mask
     for number in range(_ROUNDS):

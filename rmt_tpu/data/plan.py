@@ -1,4 +1,6 @@
-"""The plan of a token store: its division into parts, and the arguments that a resume must match.
+"""The plan of a token store: its division into parts, and the arguments that must not change.
+
+A call that resumes the preparation of a store must have the same arguments.
 
 A part is a piece of the input text that is tokenised and stored independently of the others.
 """
@@ -31,7 +33,7 @@ def usual_part_bytes(total: int) -> int:
 
 
 def parts(files: list[Span], part_bytes: int) -> Iterator[tuple[Span, ...]]:
-    """Yield the parts, each of which consists of a span of a large file or of several small files.
+    """Yield the parts; a part consists of one span of a large file, or of several small files.
 
     Raises:
       Problem: a file cannot be read.
@@ -61,7 +63,8 @@ def plan_of(
 
     Digests of the input files are not included, because the manifests of the parts have them.
     """
-    # Default values are left out, so that the plans of older stores are still the same.
+    # Default values are left out, so that plans still equal those of stores that were made before
+    # these arguments existed.
     field = {} if reading.field == USUAL_FIELD else {"text_field": reading.field}
     if reading.has_marks:
         field["format"] = reading.kind
@@ -120,10 +123,12 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    # If no argument differs, the input is divided into parts differently, so its content differs.
+    # If no argument differs, only the division into parts can differ, so the content of the input
+    # must have changed.
     changed = "the content of its input has changed"
     raise UsageError(
-        f"--output={folder.url} was made by another command: {'; '.join(different) or changed}. "
+        f"--output={folder.url} was made from other input or with other flags: "
+        f"{'; '.join(different) or changed}. "
         "Give the same input and flags to resume, or another --output"
     )
 

@@ -39,8 +39,8 @@ _READERS = 16
 # Maximum seconds until a network file system shows a new file to all hosts.
 _SHARED_SECONDS = 10.0
 
-# A function that displays progress, given the number of input bytes processed, their total, and
-# what is done: TOKENISING, HOLDING_OUT or COMPARING.
+# A function that displays progress, given the number of input bytes processed, the total number,
+# and the current activity, which is TOKENISING, HOLDING_OUT or COMPARING.
 Progress = Callable[[int, int, str], None]
 
 
@@ -50,7 +50,7 @@ class Totals(NamedTuple):
     Attributes:
       parts: number of parts.
       kept: number of parts that already existed.
-      train, held_out: total numbers of documents and tokens of each split. Checksums are not
+      train, held_out: total numbers of documents and tokens in each split. Their checksums are not
         computed, and are 0.
     """
 
@@ -73,7 +73,7 @@ class ProcessGroup(Protocol):
     count: int
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return the `value` of every process in order, once all have called this with `what`."""
+        """Return each process's `value` in order, once all have called this with one `what`."""
 
 
 class SingleProcess:
@@ -125,14 +125,15 @@ def prepare(
       output: folder of the store, which must be the same for all processes of the group.
       eval_fraction: fraction of the documents to hold out, above 0 and at most 0.5.
       seed: seed of the choice of held-out documents.
-      workers: number of worker processes that this process starts. None is one per CPU; 1 works in
-        this process.
-      part_bytes: number of input bytes per part; None chooses it from the size of the input.
+      workers: number of worker processes that this process starts. None starts one per CPU. With 1,
+        this process does all its work itself.
+      part_bytes: number of input bytes per part; None chooses a number that depends on the size of
+        the input.
       progress: a function that is called from time to time with the progress of this process's
         share.
       group: the processes that call this function with the same arguments.
       text_field: name of the field or column that has the text.
-      kind: the kind of the documents; see `marked.Reading`. In documents of other kinds than
+      kind: the kind of the documents; see `marked.Reading`. In documents of kinds other than
         "text", only parts have a loss.
       chat_template: path of a chat template for messages, in place of the tokenizer's.
 
@@ -284,7 +285,7 @@ def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
 def _document_to_cut(
     done: list[WrittenPart], eval_fraction: int | float, group: ProcessGroup
 ) -> DocumentCut | None:
-    """Return which document to divide if no whole document is held out, else None.
+    """Return which document to divide if no whole document is held out, or else None.
 
     The result is the same on all processes.
 
@@ -317,7 +318,8 @@ def _complete(
     Args:
       folder: folder of the store.
       plan: the store's plan.
-      done: the parts that this process wrote, by number. The others are read from their manifests.
+      done: the parts that this process wrote, by number. Parts of other processes are read from
+        their manifests.
       kept: number of parts that existed before this call of `prepare`.
       source: the text source, for error messages.
     """
@@ -367,7 +369,7 @@ def _compare(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Check that the input of this process's parts is the input from which a store was made."""
+    """Check that the input of this process's parts is unchanged since the store was made."""
     total, finished = sum(span.stop - span.start for n in own for span in parts[n]), 0
 
     def tick(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Files at addresses of fsspec, such as `s3://bucket/a.parquet` or `hf://datasets/user/name/**`.
+"""Files at fsspec URLs, such as `s3://bucket/a.parquet` or `hf://datasets/user/name/**`.
 
 fsspec is an optional dependency with one interface for many file systems. Files on `gs://` are read
 by `rmt_tpu.storage` instead.
@@ -15,7 +15,8 @@ from rmt_tpu.errors import one_line
 EXTRA = "pip install 'rmt_tpu[parquet]'"
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*(::[a-z][a-z0-9+.-]*)*://")
-# Names under which file systems state a value that changes whenever a file is edited.
+# File systems report a value that changes whenever a file is edited in a field with one of these
+# names.
 _VERSION_KEYS = (
     "ETag",
     "etag",
@@ -40,7 +41,7 @@ class RemoteFile(NamedTuple):
     """A file that fsspec has found.
 
     Attributes:
-      address: address of the file.
+      address: the file's URL.
       size: size in bytes.
       version: a value that changes whenever the file is edited, if the file system states one.
     """
@@ -51,18 +52,18 @@ class RemoteFile(NamedTuple):
 
 
 def is_address(path: str) -> bool:
-    """Return whether a path is an address of fsspec, which excludes `gs://`."""
+    """Return whether a path is an fsspec URL; `gs://` URLs are excluded."""
     return bool(_ADDRESS.match(path)) and not path.startswith("gs://")
 
 
 def find(pattern: str) -> list[RemoteFile]:
-    """Return the files at an address, which may be a glob, sorted by address.
+    """Return the files at a URL, which may be a glob, sorted by URL.
 
     The list is empty if nothing matches.
 
     Raises:
       RemoteError: fsspec or the library of this file system is not installed, the file system
-        cannot be read, the address is a folder, or the size of a file is unknown.
+        cannot be read, the URL is that of a folder, or the size of a file is unknown.
     """
     with _errors():
         system, path = _open_system(pattern)
@@ -73,12 +74,12 @@ def find(pattern: str) -> list[RemoteFile]:
             found = {path: system.info(path)}
             if found[path].get("type") == "directory":
                 raise RemoteError(
-                    "the address is a folder; legal: the files in it, such as **/*.parquet"
+                    "the URL is that of a folder; legal: the files in it, such as **/*.parquet"
                 )
         files = {name: info for name, info in found.items() if info.get("type") != "directory"}
         if files and is_glob and "::" in pattern:
             raise RemoteError(
-                "a chained address, with '::', cannot be a glob; legal: the address of one file"
+                "a chained URL, with '::', cannot be a glob; legal: the URL of one file"
             )
         address = lambda name: system.unstrip_protocol(name) if is_glob else pattern
         return [_file(address(name), files[name]) for name in sorted(files)]

@@ -1,9 +1,9 @@
 """Documents in a column of Parquet and Arrow files.
 
-A table is divided at its groups: the row groups of a Parquet file, or the record batches of an
-Arrow file. Group i of n is treated as the bytes from `size * i // n` to `size * (i + 1) // n` of
-the file. A span (a range of bytes) contains the groups that begin within it. An Arrow stream, which
-has no list of its record batches, cannot be divided.
+A table can be divided only between its groups, which are the row groups of a Parquet file or the
+record batches of an Arrow file. Group i of n is treated as the range of bytes from `size * i // n`
+to `size * (i + 1) // n` in the file. A span (a range of bytes) contains the groups that begin
+within it. An Arrow stream, which has no list of its record batches, cannot be divided.
 
 Only the text column is read. Memory holds a few hundred rows of a Parquet file, or one record batch
 of an Arrow file.
@@ -22,9 +22,9 @@ TABLES = (".parquet", ".arrow")
 
 # The first bytes of an Arrow file. An Arrow stream begins with other bytes.
 _ARROW_FILE = b"ARROW1"
-# Rows of a Parquet file to decode at a time.
+# This number of rows of a Parquet file is decoded at a time.
 _ROWS = 256
-# Bytes of a Parquet file to read at a time.
+# This number of bytes of a Parquet file is read at a time.
 _BUFFER = 2**20
 # Maximum size of a document in characters.
 _LONGEST_DOCUMENT = 2**30
@@ -37,7 +37,7 @@ def is_table(path: str) -> bool:
 
 
 def divide(span: Span, num_bytes: int) -> Iterator[Span]:
-    """Divide a table into spans of about `num_bytes` or more, at the ends of its groups.
+    """Divide a table between its groups into spans of about `num_bytes` or more.
 
     Raises:
       Problem: the file cannot be read.
@@ -54,7 +54,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
 
 
 def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator[str]:
-    """Yield the documents in the groups of a span, in order, without rows that have a null.
+    """Yield the documents in the groups of a span, in order; rows with a null are skipped.
 
     Args:
       span: a span of a table.
@@ -63,8 +63,8 @@ def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator
         bytes of the span that they account for.
 
     Raises:
-      Problem: the file cannot be read, has no such column of text, or has a document that is too
-        long or not UTF-8.
+      Problem: the file cannot be read, a column is missing or has the wrong type, or a document is
+        too long or not UTF-8.
       RunError: the file was edited while it was read.
     """
     at = span.start
@@ -163,8 +163,8 @@ def _groups(span: Span, count: int) -> list[int]:
     return [group for group in range(count) if span.start <= _begin(span, group, count) < span.stop]
 
 
-# The pairs that a reader of a table yields: the position in the span up to which it has read, and
-# the texts of some rows.
+# A reader of a table yields these pairs: the position in the span up to which it has read, and the
+# texts of the rows that it has read since the previous pair.
 _Texts = Iterator[tuple[int, list[str | None]]]
 
 
@@ -226,7 +226,7 @@ def _check_columns(span: Span, schema: Any, reading: Reading) -> None:
     """Check that a table has the columns of a document.
 
     Raises:
-      Problem: the table has no column of a name, or several, or a column of a wrong type.
+      Problem: a column is missing, occurs more than once or has the wrong type.
     """
     is_legal, kind = (_is_list, "lists") if reading.kind == "messages" else (_is_text, "strings")
     for name in reading.names:
@@ -283,8 +283,8 @@ def _documents(span: Span, batch: Any, reading: Reading, where: str) -> list[str
     for values in zip(*columns, strict=True):
         if any(value is None for value in values):
             found.append(None)
-        elif (wrong := reading.check(values)) is not None:
-            raise Problem(f"{span.path!r} has {wrong}, in {where}")
+        elif (missing := reading.check(values)) is not None:
+            raise Problem(f"{span.path!r} has {missing}, in {where}")
         else:
             found.append(reading.raw(values))
     return found

@@ -49,8 +49,8 @@ def library_tokenizer(tokenizers: Any, ranks_file: bytes, config_file: bytes | N
       config_file: the content of `tokenizer_config.json`, or None if there is no such file.
 
     Raises:
-      Unusable: a file is missing or damaged, or the config is of another class of tokenizers, whose
-        pattern is not known.
+      Unusable: a file is missing or damaged, or the config names another tokenizer class, whose
+        pattern is unknown.
     """
     ranks = _ranks(ranks_file)
     added = _added_tokens(config_file, len(ranks))
@@ -92,7 +92,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
     if missing or list(ranks.values()) != list(range(len(ranks))):
         raise Unusable(
             f"{RANKS_FILE} has {len(ranks)} tokens and lacks {missing} of the 256 bytes; "
-            "legal: all bytes as tokens, and the ranks 0, 1, 2 and so on"
+            "legal: a token for each byte, and the ranks 0, 1, 2 and so on"
         )
     return ranks
 
@@ -100,7 +100,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 def _added_tokens(content: bytes | None, first: int) -> list[tuple[str, bool]]:
     """Return the name of each id from `first` on, and whether it is a special token."""
     if content is None:
-        raise Unusable(f"the folder has {RANKS_FILE} and no {CONFIG_FILE}; legal: both files")
+        raise Unusable(f"the folder has {RANKS_FILE} but no {CONFIG_FILE}; legal: both files")
     try:
         config = json.loads(content)
         kind = config.get("tokenizer_class")
@@ -112,19 +112,20 @@ def _added_tokens(content: bytes | None, first: int) -> list[tuple[str, bool]]:
         raise Unusable(f"{CONFIG_FILE} cannot be read ({error!r}); legal: a JSON object") from None
     if kind != _CLASS:
         raise Unusable(
-            f"{CONFIG_FILE} beside {RANKS_FILE} has the tokenizer_class {kind!r}; legal: {_CLASS!r}"
+            f"{CONFIG_FILE} has the tokenizer_class {kind!r}; legal: {_CLASS!r}, as in all folders "
+            f"with {RANKS_FILE}"
         )
     ids = range(first, first + _SPECIAL_TOKENS)
     if outside := [token for token in named if token not in ids]:
         raise Unusable(
-            f"added_tokens_decoder in {CONFIG_FILE} has the token {outside[0]}; "
-            f"legal: {ids[0]} to {ids[-1]}, after the tokens of {RANKS_FILE}"
+            f"added_tokens_decoder in {CONFIG_FILE} has the token id {outside[0]}; "
+            f"legal: {ids[0]} to {ids[-1]}, the ids after those of {RANKS_FILE}"
         )
     return [named.get(token, (f"<|reserved_token_{token}|>", True)) for token in ids]
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return all pairs of tokens that make up a token, ordered by the rank of what they make up."""
+    """Return the pairs of tokens whose concatenation is a token, ordered by that token's rank."""
     pairs = []
     for piece in ranks:
         splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]

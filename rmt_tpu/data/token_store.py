@@ -101,7 +101,7 @@ class Part(NamedTuple):
 
 
 class TokenizerOfStore(NamedTuple):
-    """A store's record of the tokenizer that made it, in fields like those of `Tokenizer`."""
+    """A store's record of the tokenizer that encoded its text, with fields like `Tokenizer`'s."""
 
     name: str
     fingerprint: str
@@ -110,7 +110,7 @@ class TokenizerOfStore(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerOfStore":
-        """Return what a store records of a tokenizer; the name is the last part of its path."""
+        """Return the record of a tokenizer; its name is the last part of the tokenizer's path."""
         return cls(
             tokenizer.name.rstrip("/").rpartition("/")[2],
             tokenizer.fingerprint(),
@@ -121,7 +121,8 @@ class TokenizerOfStore(NamedTuple):
     def dtype(self, *, has_marks: bool = False) -> np.dtype:
         """Return the dtype of stored tokens.
 
-        It is uint16, or uint32 for more than 65,536 tokens and for tokens with marks.
+        It is uint32 for tokens with marks and for vocabularies of more than 65,536 tokens, and
+        otherwise uint16.
         """
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 and not has_marks else np.uint32)
 
@@ -131,7 +132,7 @@ class TokenStore:
 
     Attributes:
       url: location of the store.
-      tokenizer: what is recorded of the tokenizer with which the store was made.
+      tokenizer: the store's record of the tokenizer that encoded its text.
       train: the stream of training documents.
       held_out: the stream of held-out documents.
       has_marks: whether only parts of the documents have a loss.
@@ -144,7 +145,7 @@ class TokenStore:
             parts = [Part.from_json(value) for value in content["parts"]]
             vocabulary, bos = self.tokenizer.vocab_size, self.tokenizer.bos
             if not (type(vocabulary) is type(bos) is int and 0 <= bos < vocabulary <= 2**31):
-                raise Fault("the manifest has invalid fields of the tokenizer")
+                raise Fault("the manifest describes the tokenizer with invalid fields")
             self.has_marks = "format" in content["plan"]
             if len(parts) != content["plan"]["num_parts"]:
                 raise Fault("the manifest does not list all parts")
@@ -162,9 +163,10 @@ class TokenStore:
         """
         if tokenizer.fingerprint() != self.tokenizer.fingerprint:
             raise UsageError(
-                f"--data={self.url} was made with the tokenizer {self.tokenizer.name!r} of "
-                f"{self.tokenizer.vocab_size} tokens, and --tokenizer={tokenizer.name} of "
-                f"{tokenizer.vocab_size} encodes text differently; legal: --tokenizer={self.url}"
+                f"--data={self.url} was made with the tokenizer {self.tokenizer.name!r} "
+                f"({self.tokenizer.vocab_size} tokens), but --tokenizer={tokenizer.name} "
+                f"({tokenizer.vocab_size} tokens) encodes text differently; "
+                f"legal: --tokenizer={self.url}"
             )
 
 
@@ -310,7 +312,7 @@ class TokenStream:
                 )
                 size = part.tokens if array == "tokens" else part.documents + 1
                 spec = array_spec(folder, array, self._dtype, size)
-                # Never check whether a cached file has changed, because a complete store never
+                # Do not check whether a cached file has changed, because a complete store never
                 # changes.
                 spec |= {"recheck_cached_data": False, "recheck_cached_metadata": False}
                 self._open[number, array] = ts.open(spec, open=True, context=self._context)

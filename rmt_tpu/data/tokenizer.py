@@ -48,7 +48,7 @@ class Tokenizer(ABC):
     gaps: tuple[int, ...] = ()
 
     def with_bos(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
-        """Return the tokens of a text, after BOS if `starts` is True or the text is empty."""
+        """Return the tokens of a text, preceded by BOS if `starts` is True or the text is empty."""
         before = [self.bos] if self.starts or not len(tokens) else []
         return np.array([*before, *tokens], np.int32)
 
@@ -64,14 +64,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text without BOS; names of special tokens are ordinary text.
+        """Return the tokens of a text, without BOS; names of special tokens count as ordinary text.
 
         Raises:
           UsageError: the text has an unpaired surrogate, which is not a character.
         """
 
     def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text without BOS; names of special tokens become these tokens.
+        """Return the tokens of a text, with special tokens for their names, without adding BOS.
 
         A tokenizer without such names encodes the text as `encode` does.
 
@@ -151,7 +151,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """Return the bytes of tokens; BOS stands for no bytes."""
+        """Return the bytes of tokens; BOS adds no bytes."""
         array = self._checked(tokens)
         return array[array != self.bos].astype(np.uint8).tobytes()
 
@@ -163,8 +163,8 @@ class ByteTokenizer(Tokenizer):
         """Return the constant JSON that identifies this tokenizer.
 
         Args:
-          template: whether the JSON is for other programs: the same tokenizer in the format of the
-            tokenizers library, which puts BOS before each text.
+          template: whether to return the tokenizer in the format of the tokenizers library instead,
+            for other programs. This form puts BOS before each text.
         """
         if not template:
             return json.dumps(BYTE_FILE) + "\n"

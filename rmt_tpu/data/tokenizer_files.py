@@ -64,12 +64,12 @@ def load_saved(folder: Location) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Turn an `Unusable` error in the `with` body into a UsageError about `what`."""
+def _named(location: str) -> Iterator[None]:
+    """Turn an `Unusable` error in the `with` body into a UsageError that begins with `location`."""
     try:
         yield
-    except Unusable as error:
-        raise UsageError(f"{what}: {error}") from None
+    except Unusable as problem:
+        raise UsageError(f"{location}: {problem}") from None
 
 
 def _from_folder(spec: str, location: Location) -> Tokenizer:

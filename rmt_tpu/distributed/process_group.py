@@ -10,7 +10,7 @@ from jax._src.distributed import global_state
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 
-# The time between two polls grows from the first number of seconds to the second.
+# The time between two polls grows from `_FIRST_SECONDS` to `_LONGEST_SECONDS`.
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0
 
 

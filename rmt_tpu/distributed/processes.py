@@ -1,4 +1,4 @@
-"""Several processes that train together: how they find each other, agree and shut down together.
+"""Coordination of processes that train together: how they connect, agree and shut down.
 
 Every process runs the same program on its own devices. `initialize` connects the processes before
 any device is used. Later they agree through the key-value store of JAX's coordination service,
@@ -219,7 +219,7 @@ def _read(client: Any, folder: str) -> dict[int, str]:
 
 
 class DelayedMax:
-    """A function that collects a number from each process; its next call returns their maximum.
+    """A function that takes a number from each process and returns the maximum one call later.
 
     All processes get the same result in the same training step. A call dispatches a program that
     takes the maximum over one number per device, queued after the step in progress. The call
@@ -278,7 +278,7 @@ _ending = threading.Lock()
 
 
 def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoReturn:
-    """Print `line` and exit with `code`, in the first thread that calls this function.
+    """Print `line` and exit with `code`; only the first thread that calls this function does so.
 
     Args:
       line: the line to print.
@@ -306,11 +306,11 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
 
 
 def fail_after_device_error(reason: str) -> NoReturn:
-    """Stop all processes after the devices' communication failed because of `reason`.
+    """Stop all processes after communication between devices failed with the error `reason`.
 
     The usual cause is that another process has died.
     """
-    # Wait, so that the process that died can report the cause itself.
+    # Wait first, because a process that is about to exit may still report the cause itself.
     time.sleep(3 * _LOOK_SECONDS)
     fail(
         f"the computation on devices failed, probably because another process died: {reason}",

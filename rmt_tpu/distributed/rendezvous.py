@@ -1,4 +1,4 @@
-"""A first connection of all processes over TCP, to report missing or mismatched processes.
+"""A check, made over TCP before JAX connects, for missing or mismatched processes.
 
 If a process is missing or was started with a different number of processes, JAX's coordination
 client aborts with a C++ stack trace. Therefore all processes first connect here, at the address of
@@ -21,8 +21,8 @@ DEFAULT_TIMEOUT = 300.0
 
 _LONGEST_LINE = 4096
 _RETRY_SECONDS = 0.2
-# A process waits longer than the timeout by this number of seconds, because process 0 may have
-# started later and then times out later.
+# The other processes wait this number of seconds longer than the timeout, because process 0 may
+# start later than they do, and then also times out later.
 _GRACE_SECONDS = 2.0
 
 
@@ -40,7 +40,7 @@ class Member(NamedTuple):
     process_id: int
 
     def host_and_port(self) -> tuple[str, int]:
-        """Return the host and port in `coordinator`; an IPv6 address loses its brackets."""
+        """Return the host and port in `coordinator`, without the brackets of an IPv6 address."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 

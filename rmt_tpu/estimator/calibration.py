@@ -137,7 +137,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def error_bar(targets: Sequence[str]) -> str:
-    """Return a sentence about the errors of earlier estimates for `targets`."""
+    """Return a line that compares earlier estimates for `targets` with measured times."""
     compared, uncompared = [], []
     for target in dict.fromkeys(targets):
         found = agreement([row for row in rows() if row.target == target])

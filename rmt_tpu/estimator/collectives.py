@@ -9,8 +9,8 @@ arrays without padding:
     all-reduce        2 (n - 1) / n  of the operand
     collective-permute               the operand
 
-Between slices of a TPU, XLA passes the operand to the host and lists the devices that take part. In
-that case, the bytes are those that leave the slice.
+Between TPU slices, XLA passes the operand to the host and lists the devices that take part. In that
+case, the bytes are those that leave the slice.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      op_name: the JAX operation that the instruction is from.
+      op_name: the JAX operation that produced the instruction.
       axes: the mesh axes along which the collective runs; ("?",) if its groups match no axes.
       devices: the number of devices per group.
       calls: the number of times it runs in one run of the program.
@@ -116,7 +116,7 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def only_communicates(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction is a collective, or a part or a fusion of collectives."""
+    """Return whether an instruction is a collective, a part of one, or a fusion of collectives."""
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return True
     if instruction.opcode in _HOST_OPCODES:
@@ -132,7 +132,7 @@ _FoundCollective = tuple[dict[str, Instruction], Instruction, str, bool]
 
 
 def _collectives_of(module: Module, ran: Executed) -> Iterator[_FoundCollective]:
-    """Yield the collectives of an executed instruction: the instruction, or those in its fusion.
+    """Yield the collectives of an executed instruction: itself, or those fused into it.
 
     Each result is a tuple: the computation that contains the collective, the collective's
     instruction, its kind, and whether it overlaps with other work.

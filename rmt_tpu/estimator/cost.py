@@ -63,7 +63,7 @@ def _best_guess(work: Work) -> float:
 def _least(work: Work) -> float:
     """Return the low estimate of the cycles.
 
-    It is the best guess, but a matrix product by XLA counts no more than its time at full speed.
+    It is the best guess, but for a matrix product by XLA it is at most the time at full speed.
     """
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))

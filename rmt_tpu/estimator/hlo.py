@@ -97,7 +97,7 @@ class Instruction:
       name, opcode: its name in the program, and its operation.
       arrays: its results.
       operands: the names of the instructions whose results it reads.
-      attributes: the rest of its text.
+      attributes: the rest of the instruction's text.
       is_root: whether its results are those of the computation.
     """
 
@@ -114,12 +114,12 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The name of the JAX operation that the instruction is from, or an empty string."""
+        """The name of the JAX operation that produced the instruction, or an empty string."""
         return re.sub(r"\\(.)", r"\1", self._attribute(_OP_NAME) or "")
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        """XLA's own estimate in cycles, or None if XLA has none, for which it writes 2^63 - 1."""
+        """XLA's own estimate in cycles, or None if XLA has none (which it writes as 2^63 - 1)."""
         found = self._attribute(_CYCLES)
         return None if found is None or int(found) == 2**63 - 1 else int(found)
 
@@ -243,8 +243,9 @@ class Module:
     def traffic(self, computation: str, instruction: Instruction) -> Bytes:
         """Return the bytes that an instruction reads and writes.
 
-        If an operand is only sliced, its slices count. If an array is updated in place, the update
-        counts. An asynchronous copy counts at the instruction that starts it.
+        If an operand is only sliced, only its slices count. If an array is updated in place, only
+        the update counts. The traffic of an asynchronous copy counts at the instruction that starts
+        the copy.
         """
         opcode = instruction.opcode
         if _is_free(instruction):
@@ -277,7 +278,7 @@ class Module:
         return instruction.opcode, instruction.arrays, instruction.cycles, read, parts
 
     def _parts(self, computation: str) -> Hashable:
-        """Return a key for a computation that is equal if computations differ only in names."""
+        """Return a key that is equal for two computations that differ only in names."""
         scope = self.computations[computation]
         position = {name: i for i, name in enumerate(scope)}
         return tuple(
@@ -467,7 +468,7 @@ def _is_view(inside: Instruction) -> bool:
 
 
 def _is_free(instruction: Instruction) -> bool:
-    """Return whether an instruction moves no bytes: it only names memory, or waits for a copy."""
+    """Return whether an instruction moves no bytes: it only names memory, or awaits a copy."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return _FREE_CALLS.search(instruction.attributes) is not None

@@ -68,7 +68,7 @@ def seconds_in_turn(
 
 
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
-    """Return the time that a call takes on the device, in seconds, as the profiler measures it.
+    """Return the seconds that a call takes on the device, measured with the profiler.
 
     If the profiler records no device, the result is the slope of wall-clock time against the number
     of calls.
@@ -140,7 +140,7 @@ def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list
 
     Args:
       shapes: trees of shapes and dtypes.
-      counts: maps the index of an integer argument to its value, where that is not 0.
+      counts: maps the index of an integer argument to its value; other integer arguments are 0.
     """
     flat, structure = jax.tree.flatten(list(shapes))
     key = jax.random.key(0)

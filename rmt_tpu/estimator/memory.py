@@ -94,7 +94,7 @@ class Assignment:
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Return the buffer assignment of the largest program in a dump folder, or None if empty."""
+    """Return the buffer assignment of a dump folder's largest program, or None without programs."""
     found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
     if not found:
         return None

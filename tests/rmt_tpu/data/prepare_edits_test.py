@@ -133,7 +133,7 @@ def test_an_edit_that_moves_the_ends_of_lines_is_noticed(path, tmp_path):
     make(path, tmp_path / "store", eval_fraction=0.5, seed=3)
     path.write_text(make_lines(1900) + make_lines(2100) + make_lines(3000))
     message = refusal(UsageError, path, tmp_path / "store", eval_fraction=0.5, seed=3)
-    assert "made by another command" in message and "content of" in message
+    assert "made from other input" in message and "content of" in message
 
 
 EDITS = {"read": 0, "reading": 3 * PART, "to be read": 6 * PART}

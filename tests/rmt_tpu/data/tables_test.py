@@ -198,7 +198,7 @@ def test_without_the_libraries_a_line_names_the_extra(tmp_path, monkeypatch):
     assert "fsspec is needed: pip install 'rmt_tpu[parquet]'" in refusal("s3://b/a.parquet")
 
 
-# Addresses of fsspec ---------------------------------------------------------------------------
+# fsspec URLs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_files_of_any_file_system_are_found_and_read(tmp_path, memory):
         "memory://in/x.txt": "'memory://in/x.txt' matches no file",
         "memory://in/*.jsonl": "matches no file",
         "memory://in/c.csv": "has an unknown suffix",
-        "memory://in": "the address is a folder",
+        "memory://in": "the URL is that of a folder",
         "nonsense://a.txt": "Protocol not known: nonsense",
     }.items():
         assert said in refusal(source)

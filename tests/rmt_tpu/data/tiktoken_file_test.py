@@ -140,16 +140,16 @@ def test_tokens_equal_those_of_tiktoken(tokenizer, text):
 @pytest.mark.parametrize(
     ("ranks", "config", "message"),
     [
-        (RANKS, None, "has tiktoken.model and no tokenizer_config.json; legal: both files"),
+        (RANKS, None, "has tiktoken.model but no tokenizer_config.json; legal: both files"),
         (RANKS, CONFIG | {"tokenizer_class": "Other"}, "tokenizer_class 'Other'; legal: 'TikTok"),
         (RANKS, [], "tokenizer_config.json cannot be read (AttributeError"),
         (
             RANKS,
             CONFIG | {"added_tokens_decoder": {"3": {"content": "x"}}},
-            "has the token 3; legal",
+            "has the token id 3; legal",
         ),
         ({b"a": 0}, CONFIG, "has 1 tokens and lacks 255 of the 256 bytes; legal"),
-        (RANKS | {b"zz": FIRST + 1}, CONFIG, "legal: all bytes as tokens, and the ranks 0, 1, 2"),
+        (RANKS | {b"zz": FIRST + 1}, CONFIG, "legal: a token for each byte, and the ranks 0, 1, 2"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, ranks, config, message):
