@@ -476,8 +476,8 @@ def _layers(
     legal = {(kind, second.kind) for kind in mixing for second in (cfg.FeedForward, cfg.Experts)}
     if len(kinds) % 2 or not legal.issuperset(zip(kinds[::2], kinds[1::2], strict=True)):
         listed = ", ".join(dict.fromkeys(kinds))
-        words = "layers of attention, and feed_forward or experts"
-        raise _not_in_hub_format("model.stacks", listed, words)
+        legal_cores = "layers of attention, followed by feed_forward or experts"
+        raise _not_in_hub_format("model.stacks", listed, legal_cores)
     return layers
 
 

@@ -4,10 +4,10 @@ config.json has the model's config in the field `model`, in the same form as run
 parameter is a tensor of the same shape, named by its path: `stacks.0.1.core.w_1`.
 
 The transformers library has no built-in type of this name, so it cannot load the weights into a
-standard model by mistake. It runs the PyTorch code in the folder, which is copied from `torch/`:
-one file for the models of the papers, and a second file for the other mixers and cores. This
-package never imports these files. If they do not implement a model's mixer or cores, its folder has
-no PyTorch code, and only this package can open it.
+standard model by mistake. It runs the PyTorch code in the folder, which is copied from `torch/`.
+One file contains the models of the papers, and a second file contains the other mixers and cores.
+This package never imports these files. If they do not implement a model's mixer or cores, its
+folder has no PyTorch code, and only this package can open it.
 
 This module imports JAX only to list the tensors and to compute factors.
 """
@@ -54,7 +54,7 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     try:
         return overrides.from_json(cfg.ModelConfig, values.get(_MODEL))
     except UsageError as error:
-        raise UsageError(f"{where}: {_MODEL}: {error}") from None
+        raise UsageError(f"{where}: the field {_MODEL} is not a legal config: {error}") from None
 
 
 def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from pallas_kernels.call import LANES
 from pallas_kernels.stacked_product import MOST_ROWS
 from pallas_kernels.target import Target
 
-# The TPUs on which a matrix product is written directly into a slice of a stack of outputs. tpu7x
-# is left out: on that chip XLA uses a different layout for such a product, and would copy the
-# entire stack to that layout for each slice.
+# The TPUs on which a matrix product is written directly into one slice of stacked outputs. This
+# list excludes tpu7x, because XLA uses a different layout for such a product on that chip. It would
+# copy the entire stack to that layout for each slice.
 _WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 # The TPUs on which a single XLA instruction for both products of a feed-forward layer is faster
 # than two instructions, even with many tokens (docs/benchmarks/train_step.md).
 _FUSED_PRODUCTS = ("tpu_v6_lite",)
-# The maximum share of VMEM that a residual may fill if XLA is to keep it in VMEM between kernels.
+# XLA may keep a residual in VMEM between kernels if the residual fills at most this share of VMEM.
 _MAX_VMEM_SHARE = 0.5
 # The largest share of a vector's width that padding with zeros may add. More padding would cost
 # more time than it saves on a GPU or a CPU.
@@ -123,8 +123,7 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
 def cache_width(size: int) -> int:
     """Return the padded width of a key or value cache with `size` numbers per token.
 
-    The width is rounded up to a multiple of 128, the width of a TPU's tile, because a TPU would
-    otherwise copy the cache to a new layout for each product. A size below 64 is returned
-    unchanged.
+    The width is rounded up to a multiple of 128, the width of a TPU's tile. Otherwise, a TPU would
+    copy the cache to a new layout for each product. A size below 64 is returned unchanged.
     """
     return size + -size % LANES if size >= LANES // 2 else size

@@ -107,11 +107,11 @@ def bias(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
     """Return `count` key vectors r [count, D_k] for reading a matrix residual, D_k = `key_dim`.
 
-    A read `z[p, v] = sum_k r[p, k] X[k, v]`, with X the normed residual, sums D_k numbers of order
-    1, so z is of order 1 if the entries of r are of order `1 / sqrt(D_k)`. Adam's update of r[p, k]
-    has the sign of the gradient of r[p, k], which is itself a sum over X[k, v]. The D_k terms of
-    the change in z therefore have the same sign, and one step with learning rate `rate` changes z
-    by about `rate * D_k`.
+    A read is `z[p, v] = sum_k r[p, k] X[k, v]`, with X the normed residual. It sums over D_k
+    entries of X, which are of order 1, so z is of order 1 if the entries of r are of order
+    `1 / sqrt(D_k)`. Adam's update of r[p, k] has the sign of the gradient of r[p, k], which is
+    itself a sum over X[k, v]. The D_k terms of the change in z therefore have the same sign, and
+    one step with learning rate `rate` changes z by about `rate * D_k`.
     """
     axes, std = ("head", "key"), scale * key_dim**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)

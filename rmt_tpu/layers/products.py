@@ -2,8 +2,8 @@
 
 The weights of all layers are stacked in one array. A module that computes products with `times`
 lists the names of these weights in its class attribute `MULTIPLIED`. When decoding,
-`refer_to_stack` replaces each weight's value by a `StackSlice` (the stack and a layer's index), so
-that a kernel can read the layer's weights without a copy.
+`refer_to_stack` replaces each weight's value by a `StackSlice`, which contains the stack and a
+layer's index. A kernel can then read the layer's weights without a copy.
 """
 
 import jax.numpy as jnp

@@ -16,10 +16,10 @@ delta. With a matrix store, deltas and queries are matrices `D_k x D_v`. This co
 - a null source with value 0 and a learned logit n_l. It gets the share `1 - sigmoid(L - n_l)` of
   the weight, where L is the log-sum-exp of the deltas' logits.
 
-The bank has the deltas in its first rows, as in Block AttnRes (`depth_attention`), and the
-embedding in its last row, so that kernels do not attend to the embedding. An additional query of
-zeros gives the unweighted mean of the deltas that a kernel reads. The mean times the number of
-deltas is their sum, which is a part of h. Therefore, h needs no other pass over the bank.
+The deltas are in the first rows of the bank, as in Block AttnRes (`depth_attention`). The embedding
+is in the last row, so that kernels do not attend to it. An additional query of zeros gives the
+unweighted mean of the deltas that a kernel reads. The mean times the number of deltas is their sum,
+which is a part of h. Therefore, h needs no other pass over the bank.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class DeltaAttention(DepthAttention):
         return self.num_rows - 1
 
     def _row(self, sublayer: Index) -> Index:
-        """Return the index of the bank row to which a sublayer's output is added."""
+        """Return the index of the bank row that accumulates a sublayer's output."""
         return sublayer // self.block
 
     def decode_params(self, store: Store, scores: Array, stack: nnx.List) -> tuple:

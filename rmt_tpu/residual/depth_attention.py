@@ -1,8 +1,8 @@
 """Attention Residuals: a sublayer reads a softmax-weighted mean of earlier sublayers' outputs.
 
 Kimi Team (2026), equations 2 to 6. The outputs may first be summed over blocks of S sublayers each.
-The sources of a site, which precedes a sublayer, are the embedding, the sums of the complete
-blocks, and the running sum of the block that is not complete yet:
+A site is the place before a sublayer. Its sources are the embedding, the sum of each complete
+block, and the running sum of the incomplete block:
 
     v_0 = embedding      v_n = sum of the outputs of block n
     v' = sum of the outputs since the last complete block
@@ -171,9 +171,9 @@ class DepthAttention(nnx.Module):
         layers = getattr(self.mixer, "phase_layers", None)
         if layers is not None:
             return min(max(1, round(2 * layers / period)), repeat)
-        # With K sublayers in groups of M, a site reads on average about K / 2M earlier sources (the
-        # site's share of the group's one pass) and M / 2 sources from its own group. The sum is
-        # least for M = sqrt(K).
+        # With K sublayers in groups of M, a site reads about M / 2 sources of its own group on
+        # average. The site's share of the group's single pass over earlier sources is about K / 2M
+        # sources. The sum of the two numbers is least for M = sqrt(K).
         best = self.num_sublayers**0.5 / period
         divisors = [g for g in range(1, repeat + 1) if repeat % g == 0]
         nearest = min(divisors, key=lambda g: max(g / best, best / g))
@@ -188,7 +188,7 @@ class DepthAttention(nnx.Module):
         return self._row(sublayer)
 
     def _row(self, sublayer: Index) -> Index:
-        """Return the index of the bank row to which a sublayer's output is added."""
+        """Return the index of the bank row that accumulates a sublayer's output."""
         return sublayer // self.block + 1
 
     @property

@@ -12,8 +12,8 @@ are initialised (`layers.parameters`, `residual.matrix`):
   values are read from a normed residual. The size of feed-forward outputs is about that of
   `W_2 gelu(W_1 z)` with z about 1.
 
-The residual grows during training, and for some tokens it grows far more than for others: after 400
-steps, the largest number in the preset rmt-tiny is 51 times the expected size in a new model.
+The residual grows during training, and for some tokens it grows far more than for others. With the
+preset rmt-tiny, the largest entry after 400 steps is 51 times the expected size in a new model.
 """
 
 import math

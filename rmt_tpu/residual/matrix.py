@@ -1,8 +1,8 @@
 """The matrix store: a token's residual is a matrix `D_k x D_v`, as in the RMT.
 
-Every sublayer writes R data vectors to the matrix as outer products with R storage keys, and reads
-data vectors with retrieval keys (Mak and Flanigan 2025, equations 12 to 27). These learned key
-vectors replace the weight matrices W_Q, W_K, W_V and W_O of a Transformer.
+Every sublayer reads data vectors from the matrix with retrieval keys, and writes R data vectors to
+it as outer products with R storage keys (Mak and Flanigan 2025, equations 12 to 27). These learned
+key vectors replace the weight matrices W_Q, W_K, W_V and W_O of a Transformer.
 
 In shapes, `local_D_k` is a device's slice of D_k, and `key_batch` is the batch of all devices along
 the mesh axis `key`, which store the other slices.
@@ -168,7 +168,7 @@ class Store(nnx.Module):
     def hold(
         self, residual: Float[Array, "key_batch seq local_D_k D_v"]
     ) -> Shaped[Array, "key_batch seq local_D_k D_v"]:
-        """Return the residual in the dtype in which layers pass it on, such as int16."""
+        """Return the residual in the dtype that layers pass on, such as int16."""
         if self.dtype == jnp.int16:
             return pallas_kernels.to_fixed_point(residual, self.fraction_bits)
         return residual.astype(self.dtype)
@@ -349,8 +349,8 @@ class Store(nnx.Module):
 
         Returns:
           The residual before `add_and_read`; the cotangents of that residual, of y and of the
-          site's parameters; and the preceding site's read of that residual, if `before` gives the
-          preceding site with its norm's statistics (otherwise None).
+          site's parameters; and the preceding site's read of that residual (None if `before` is
+          None).
         """
         store_keys, gain, read_keys = _parameters(site)
         d_residual, d_z = cotangents

@@ -11,9 +11,9 @@ computes the weights of each token from X_i:
 
 The unembedding reads a single weighted sum of X_0 to X_L, with the way r. Layer 1 reads X_0 alone.
 For s sums of i + 1 outputs, the network has `n = s (i + 1)` hidden units, so W_1 is [D, n] and W_2
-is [n, n]; its rmsnorm has no gain. W_2 starts at zero, and the static weights a_i at 1 for j = i
-and 0 elsewhere, so that the model starts as one with the standard residual. With a single way and
-without W_1 and W_2, the equations are those of DenseFormer (`dense`).
+is [n, n]; its rmsnorm has no gain. W_2 starts at zero, and the static weights a_i start at 1 for
+j = i and at 0 elsewhere. The model therefore starts as one with the standard residual. With a
+single way and without W_1 and W_2, the equations are those of DenseFormer (`dense`).
 
 A site has one norm gain for the three inputs of attention. Options of the published code are left
 out: three gains, more hidden units in the networks, and feed-forward layers that grow with depth.

@@ -2,10 +2,10 @@
 
 A *store* defines the format of a token's residual, and how the residual is written and read. A
 `ReversibleStore` can also undo a write. A `StepwiseStore` also offers the steps of a write and of a
-read. A *mixer* forms a sublayer's input from earlier outputs. A `StateMixer` passes a state from
-site to site, where a *site* is the place before a sublayer or before the unembedding at which
-the residual is written and read. With a `BankMixer`, sites read the rows of a *bank*, a stack of
-earlier residuals.
+read. A *mixer* forms a sublayer's input from earlier outputs. A *site* is the place before a
+sublayer, or before the unembedding, where the residual is written and read. A `StateMixer` passes a
+state from site to site. With a `BankMixer`, sites read the rows of a *bank*, a stack of earlier
+residuals.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class Store(Protocol):
     def hold(
         self, residual: Float[Array, "key_batch seq *shape"]
     ) -> Shaped[Array, "key_batch seq *shape"]:
-        """Return the residual in the dtype (and padded width) in which layers pass it on."""
+        """Return the residual in the dtype (and padded width) that layers pass on."""
 
     def write(
         self, residual: Float[Array, "key_batch seq *shape"], y: Written, writer: Writer
@@ -108,8 +108,8 @@ class Store(Protocol):
 
         Only attention over depth with blocks of more than one sublayer calls this method.
 
-        The site attends to the rows of complete blocks (the sealed rows), whose partial softmax is
-        given, and, if `active`, to the running sum of the current block.
+        The site attends to the sealed rows (the rows of complete blocks), whose partial
+        softmax is given. If `active`, it also attends to the running sum of the current block.
 
         Args:
           sealed: the softmax-weighted means of the sealed rows for all sites, this site's
@@ -331,9 +331,9 @@ class SingleSublayer(NamedTuple):
     """One sublayer of a model whose layers are not stacked.
 
     Attributes:
-      site: the parameters with which the sublayer's input is read.
+      site: the parameters for reading the sublayer's input.
       core: the function that the sublayer computes.
-      writer: the parameters with which the sublayer's output is written.
+      writer: the parameters for writing the sublayer's output.
     """
 
     site: nnx.Module
@@ -343,7 +343,7 @@ class SingleSublayer(NamedTuple):
 
 @dataclass(frozen=True)
 class DepthWeights:
-    """The weights with which each sublayer's input sums earlier outputs, averaged over tokens.
+    """The weights of earlier outputs in each sublayer's input, averaged over tokens.
 
     Attributes:
       sites: the names of the readers: sublayers ("A1", "F1", "A2", ...) or layers, and the
@@ -392,7 +392,7 @@ class BankMixer(Protocol):
         """
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the index of a group's first row: the row to which its first output is added.
+        """Return the index of the bank row that receives the first output of a group.
 
         `sublayer` is the number of sublayers before the group.
         """

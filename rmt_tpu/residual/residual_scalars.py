@@ -21,8 +21,8 @@ gives the same ratio of 0.01.
 
 The code of a core does not depend on the value residual. In both stores a site reads all queries,
 then all keys, then all values of a core, before positions are applied. The mixer therefore replaces
-the last vectors that the site has read. The layers pass on x_0 and V_1 together with the residual,
-so a schedule that saves the state before each layer also saves these two arrays before each layer.
+the last vectors that the site has read. The layers pass on x_0 and V_1 together with the residual.
+A schedule that saves the state before each layer therefore also saves these two arrays.
 """
 
 from typing import NamedTuple

@@ -119,7 +119,7 @@ class Store(nnx.Module):
         return jnp.broadcast_to(positions[..., 0, :], shape), tokens
 
     def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq held"]:
-        """Return the residual in the dtype and the padded width in which layers pass it on."""
+        """Return the residual in the dtype and the padded width that layers pass on."""
         return self.tiles.pad(residual.astype(self.dtype))
 
     def add_and_read(
@@ -276,7 +276,7 @@ def _plus_bias(z: Float[Array, "batch seq D"], site: Site) -> Float[Array, "batc
 
 
 def _weights(site: Site) -> list[nnx.Param]:
-    """Return the weight matrices, such as W_Q, W_K and W_V, with which a site reads heads."""
+    """Return the weight matrices that a site uses to read heads, such as W_Q, W_K and W_V."""
     return [w for w in (site.read, site.read_fewer) if w is not None]
 
 

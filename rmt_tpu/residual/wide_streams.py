@@ -57,7 +57,7 @@ class WideMix(nnx.Module):
 
     Attributes:
       read: r, the weights of the streams in the sublayer's input.
-      write_logits: beta, from which the weights for writing the sublayer's output follow.
+      write_logits: beta, which determines the weights for writing the sublayer's output.
       forget_logits: the logits of the shares that streams forget before that write; None if streams
         forget nothing.
     """

@@ -13,7 +13,7 @@ _APPEND_SECONDS = 30.0
 
 
 class AppendedFile:
-    """A file to which data is only appended, with the data that is not yet in the file.
+    """A file that data is appended to, and the data that is not in the file yet.
 
     On a local disk, data is in the file when `add` returns. In a bucket, a thread appends the new
     data every half minute, and `flush` appends it immediately.

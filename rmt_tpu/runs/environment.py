@@ -42,8 +42,9 @@ def code(root: Path) -> dict[str, Any]:
 
     `code` is "checkout" for a git checkout, "wheel" for an installed wheel, and "files" for a copy
     of the sources. `git_commit` is the commit of the checkout, or the commit that the wheel was
-    built from; it ends with "-dirty" if files differed from it, and is None if it is not known.
-    `wheel` has the URL and the SHA-256 digest of the wheel, if pip has recorded them.
+    built from. The value ends with "-dirty" if files differed from the commit, and is None if the
+    commit is not known. `wheel` has the URL and the SHA-256 digest of the wheel, if pip has
+    recorded them.
 
     Args:
       root: the folder that has the package `rmt_tpu`.

@@ -17,9 +17,9 @@ the function unchanged:
 Such an A exists only for J >= K: `||A X||^2` must be the same multiple of `||X||^2` for every X, so
 A has rank K.
 
-The model learns to use the new slots from the first step onwards. The gradient of r' in the new
-slots is the gradient of the read vectors times the normed `A X`, which is as large as the gradient
-in the old slots. Once r' has changed, w' and the gain receive gradients too.
+The model learns to use the new slots from the first step onwards. In the new slots, the gradient of
+r' is the gradient of the read vectors times the normed `A X`. It is as large as in the old slots.
+Once r' has changed, w' and the gain receive gradients too.
 
 Adam's moments for new entries are initialised as follows:
 
@@ -27,7 +27,7 @@ Adam's moments for new entries are initialised as follows:
   for w' would be the gradient through reads that the new slots do not have.
 - The second moment is `nu (A * A)^T`, a weighted mean of the second moments of the old slots, whose
   weights sum to 1 on average. It is the expected square of `A g` for a gradient g. If it were 0,
-  the updates would be as large as the learning rate for any gradient, and up to
+  any gradient, however small, would cause updates as large as the learning rate. They could even be
   `(1 - b1) / sqrt(1 - b2)` times as large, because Adam's step count continues from the run.
 
 If depth attention splits the residual into `num_heads` parts, each part grows separately, with the

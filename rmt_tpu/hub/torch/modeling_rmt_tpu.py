@@ -7,9 +7,9 @@ sublayer. A mixer combines earlier outputs into a sublayer's input. A site has t
 a core, which write and read h. This file has the equations without a cache or kernels. The
 transformers library runs it (`trust_remote_code=True`).
 
-In config.json, `model` is the model's config as rmt_tpu writes it, `tensors` has the shape of each
-parameter, and `factors` has the factors of the embeddings, the attention logits (per sublayer) and
-the output logits. The parameters of a stack of layers have a leading axis over the layers.
+In config.json, `model` is the model's config in rmt_tpu's format, and `tensors` has the shape of
+each parameter. `factors` has the factors for the embeddings, the attention logits (per sublayer)
+and the output logits. The parameters of a stack of layers have a leading axis over the layers.
 """
 
 import json

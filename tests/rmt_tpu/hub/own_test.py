@@ -83,9 +83,13 @@ def test_mistakes_are_one_line(tmp_path):
     values = config_values(MODELS["blocks"], max_length=8, bos=0, ends=[0], kind="rmt_tpu")
     assert values["model_type"] == "rmt_tpu"
     model = values["model"] | {"mixer": {"kind": "block_attention", "num_blocks": -1}}
-    with pytest.raises(UsageError, match="^here: model: mixer.num_blocks=-1 must be positive"):
+    with pytest.raises(
+        UsageError, match="^here: the field model is not a .*: mixer.num_blocks=-1 must"
+    ):
         model_config(values | {"model": model}, "here")
-    with pytest.raises(UsageError, match="^here: model: the config must be a JSON object with"):
+    with pytest.raises(
+        UsageError, match="^here: the field model is not a .*: the config must be a JSON obj"
+    ):
         model_config({"model_type": "rmt_tpu"}, "here")
     with pytest.raises(UsageError, match="mixer=block_attention cannot be .* --kind=rmt_tpu"):
         export(made(MODELS["blocks"]), ByteTokenizer(), tmp_path / "own", max_length=32)
