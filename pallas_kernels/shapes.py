@@ -139,6 +139,7 @@ RMT_305M = KeyVector(64, 64, 16, 48)
 RMT_LARGE = KeyVector(256, 64, 16, 48)
 
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
+GEMMA2_2B = Heads(8, 256)  # with four key heads, windows of 4096 and caps of 50
 
 # The first three sizes are for a single site (a place that attends over earlier outputs): over all
 # blocks at two widths, and over all sublayers. The last size is for all sites of one block, which

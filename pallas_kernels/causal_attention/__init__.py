@@ -3,12 +3,12 @@
 A segment is a run of tokens, such as a document, that attends only to itself. With a window, a
 token attends only to itself and to the `window - 1` tokens before it. Implementations:
 
-- "xla": plain JAX, on any platform, and for soft caps of logits, which no kernel supports. It uses
-  an online softmax if the logits would take too much memory: see `plain`.
+- "xla": plain JAX, on any platform. It uses an online softmax if the logits would take too much
+  memory: see `plain`.
 - "mosaic_tpu": TPU kernels for any length, which apply ALiBi without a bias array in memory. The
   kernel for short sequences works in the layout of `pallas_kernels.key_vector`, without copies.
 - "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
-  by extra entries of queries and keys.
+  by extra entries of queries and keys. Soft caps of logits are not supported.
 - "pallas": the TPU kernels or cuDNN's kernels, depending on the platform that the program is
   lowered for, and plain JAX on other platforms. The default, None, means "pallas".
 
@@ -91,7 +91,7 @@ def causal_attention(
         ring of devices.
       window: the number of tokens that each token sees, itself included; None means all earlier
         ones.
-      cap: the soft cap; None means no cap. Only "xla" supports it, and is used by default.
+      cap: the soft cap; None means no cap. "cudnn" does not support it.
       implementation: None chooses the best one for the platform that the program is lowered for.
 
     Returns:

@@ -60,6 +60,7 @@ class KernelWork(NamedTuple):
     value_size: int
     dtype: jnp.dtype
     blocks: Blocks
+    capped: bool = False  # Whether logits have a soft cap.
 
     @property
     def each(self) -> int:
@@ -155,7 +156,9 @@ class KernelWork(NamedTuple):
     def _sums(self) -> int:
         """The number of VMEM bytes for the gradient sums of a block of keys and for some logits."""
         queries, keys, _ = self.blocks
-        return 4 * self.step * (self.size + self.value_size) * keys + 4 * 4 * queries * keys
+        # With a soft cap, the backward pass also keeps the tanh of each logit.
+        logits = (5 if self.capped else 4) * queries * keys
+        return 4 * (self.step * (self.size + self.value_size) * keys + logits)
 
     @property
     def _moved(self) -> int:
@@ -180,6 +183,7 @@ def default_blocks(
     rows: Rows,
     dtype: str,
     window: int | None = None,
+    capped: bool = False,
     **others,
 ) -> Blocks:
     """Return the block sizes that a rule chooses for the device that the program is lowered for.
@@ -190,7 +194,8 @@ def default_blocks(
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
 
     def work(blocks: Blocks) -> KernelWork:
-        return KernelWork(rows, heads, kv_heads, size, value_size, jnp.dtype(dtype), blocks)
+        sizes = heads, kv_heads, size, value_size
+        return KernelWork(rows, *sizes, jnp.dtype(dtype), blocks, capped)
 
     def has_room(blocks: Blocks) -> bool:
         return rows == "size_major" or work(blocks).fits

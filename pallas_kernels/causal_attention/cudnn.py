@@ -60,6 +60,7 @@ def refused(
     alibi: bool,
     length: int,
     dtype: jnp.dtype | str,
+    cap: float | None = None,
 ) -> str | None:
     """Return the reason, in one line, if cuDNN does not support such a call, else None.
 
@@ -73,7 +74,10 @@ def refused(
       alibi: whether ALiBi is used.
       length: the number of keys.
       dtype: the dtype of queries.
+      cap: the soft cap of logits, or None. XLA's call of cuDNN has no option for it.
     """
+    if cap is not None:
+        return f"a soft cap of logits, {cap} (legal: None)"
     if capability < 80:
         return f"cuDNN's fused attention on sm_{capability} (legal: sm_80, Ampere, or later)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -94,8 +98,6 @@ def unsupported(
     op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
 ) -> str | None:
     """Return the reason, in one line, if cuDNN does not support these operands, else None."""
-    if operands.cap is not None:
-        return f"a soft cap of logits, {operands.cap} (legal: None)"
     qkv, keys = operands[0], operands[0]
     value_size = qkv.shape[3]
     if isinstance(operands, PartOperands):
@@ -117,6 +119,7 @@ def unsupported(
         alibi=operands.slopes is not None,
         length=keys.shape[1],
         dtype=qkv.dtype,
+        cap=operands.cap,
     )
 
 

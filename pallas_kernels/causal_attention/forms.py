@@ -27,6 +27,7 @@ def form(
     *,
     length: int = 2048,
     dtype: str = "bfloat16",
+    cap: float | None = None,
 ) -> Form:
     """Return the implementation that attention uses by default, forward and backward.
 
@@ -38,8 +39,8 @@ def form(
       alibi: whether ALiBi is used.
       length: the number of tokens per row.
       dtype: the dtype of queries.
+      cap: the soft cap of logits, or None.
     """
-    why = cudnn.refused(
-        capability, size, value_size, segments=segments, alibi=alibi, length=length, dtype=dtype
-    )
+    of_masks = {"segments": segments, "alibi": alibi, "length": length}
+    why = cudnn.refused(capability, size, value_size, **of_masks, dtype=dtype, cap=cap)
     return Form("cudnn" if why is None else "online", why)

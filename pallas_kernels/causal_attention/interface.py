@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import StackSlice
+from pallas_kernels.products import LOG2_E
 
 Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
@@ -46,8 +47,8 @@ class Window(int):
 class Cap(float):
     """The soft cap c of logits: `c tanh(x / c)` in place of `x = scale q_i . k_j`.
 
-    A `Cap` is part of a pytree's structure and not a leaf, because kernels do not support soft
-    caps.
+    A `Cap` is part of a pytree's structure and not a leaf, because kernels are compiled for one
+    cap.
     """
 
 
@@ -59,6 +60,32 @@ def capped(
         return x, 1.0
     tanh = jnp.tanh(x / float(cap))
     return float(cap) * tanh, 1 - jnp.square(tanh)
+
+
+def kernel_logits(
+    products: Float[Array, "*shape"], scale: Float[Array, ""], cap: Cap | None
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"] | None]:
+    """Return log2(e) times the logits of products of queries and keys, as the kernels need them.
+
+    Returns:
+      The logits `scale * products`, or with a soft cap c `c tanh(scale * products / c)`, times
+      log2(e); and the tanh, which `through_cap` needs, or None without a cap.
+    """
+    if cap is None:
+        return products * (scale * LOG2_E), None
+    # The factors are joined, so that a cap takes one product and the tanh for each logit.
+    tanh = jnp.tanh(products * (scale * (1 / float(cap))))
+    return tanh * (float(cap) * LOG2_E), tanh
+
+
+def through_cap(
+    d_logits: Float[Array, "*shape"], tanh: Float[Array, "*shape"] | None
+) -> Float[Array, "*shape"]:
+    """Return the cotangent of `scale * products`, given that of the logits of `kernel_logits`.
+
+    The derivative of `c tanh(x / c)` with respect to x is `1 - tanh(x / c)^2`.
+    """
+    return d_logits if tanh is None else d_logits * (1 - jnp.square(tanh))
 
 
 class AttentionOperands(NamedTuple):

@@ -40,8 +40,6 @@ def unsupported(
     op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
 ) -> str | None:
     """Return the reason, in one line, if the kernels do not support these operands, else None."""
-    if operands.cap is not None:
-        return f"a soft cap of logits, {operands.cap} (legal: None)"
     if isinstance(operands, PartOperands):
         queries, keys = operands.q.shape[1], operands.keys_and_values[0].shape[1]
         if queries % LANES or keys % LANES:
@@ -56,9 +54,10 @@ def unsupported(
     key = _key(operands, (heads, kv_heads), "head_major")
     sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
     blocks = block_sizes.default_blocks(
-        "attention_blocks_backward", qkv.shape[1], **key, window=_whole_window(operands)
+        "attention_blocks_backward", qkv.shape[1], **key, **_of_logits(operands)
     )
-    if not KernelWork(**sizes, dtype=qkv.dtype, blocks=blocks).fits:
+    capped = operands.cap is not None
+    if not KernelWork(**sizes, dtype=qkv.dtype, blocks=blocks, capped=capped).fits:
         each = heads // kv_heads
         return (
             f"{each} query heads of size {key['size']} per key head: a block does not fit in VMEM"
@@ -193,6 +192,7 @@ def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands,
         offset=None,
         shift=operands.shift,
         window=operands.window,
+        cap=operands.cap,
     )
     return of_part, blocks._replace(queries=tokens, keys=tokens)
 
@@ -218,22 +218,23 @@ def _key(
 def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[str, Any]) -> Blocks:
     """Return the block sizes that a tuning table lists for the key, or else the default.
 
-    Tables have block sizes for attention without a window only.
+    Tables have block sizes only for attention without a window and without a soft cap.
     """
     tokens = operands[0].shape[1]
-    default = block_sizes.default_blocks(kernel, tokens, **key, window=_whole_window(operands))
-    if operands.window is not None:
+    default = block_sizes.default_blocks(kernel, tokens, **key, **_of_logits(operands))
+    if operands.window is not None or operands.cap is not None:
         return default
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
 
 
-def _whole_window(operands: AttentionOperands | PartOperands) -> int | None:
-    """Return the window of attention over a whole sequence, or None.
+def _of_logits(operands: AttentionOperands | PartOperands) -> dict[str, Any]:
+    """Return the arguments of `default_blocks` for the window and the soft cap.
 
-    For attention to a part of a sequence, the result is None. There a window may be negative, and
+    For attention to a part of a sequence, the window is None. There a window may be negative, and
     block sizes are chosen as if there were no window.
     """
-    return None if isinstance(operands, PartOperands) else operands.window
+    window = None if isinstance(operands, PartOperands) else operands.window
+    return {"window": window, "capped": operands.cap is not None}
 
 
 def _fits_whole(operands: AttentionOperands, kv_heads: int, rows: Rows) -> bool:
@@ -241,7 +242,9 @@ def _fits_whole(operands: AttentionOperands, kv_heads: int, rows: Rows) -> bool:
     if operands.kv is not None:
         return False
     return (
-        3 * kv_heads == qkv.shape[2] and qkv.shape[1] <= _WHOLE and mosaic_tpu_whole.fits(qkv, rows)
+        3 * kv_heads == qkv.shape[2]
+        and qkv.shape[1] <= _WHOLE
+        and mosaic_tpu_whole.fits(qkv, rows, operands.cap)
     )
 
 
@@ -256,9 +259,10 @@ class _PaddedOperands:
         heads = P if operands.kv is not None else P - 2 * kv_heads
         rows = "head_major" if operands.kv is not None else rows
         key = _key(operands, (heads, kv_heads), rows)
-        shown = operands.window
-        default = blocks or block_sizes.default_blocks(kernel, self.length, **key, window=shown)
-        work = KernelWork(rows, heads, kv_heads, D, key["value_size"], operands.qkv.dtype, default)
+        of_logits = _of_logits(operands)
+        default = blocks or block_sizes.default_blocks(kernel, self.length, **key, **of_logits)
+        sizes = heads, kv_heads, D, key["value_size"]
+        work = KernelWork(rows, *sizes, operands.qkv.dtype, default, of_logits["capped"])
         self.rows = rows if work.supports_rows(self.length) else "head_major"
         self.blocks = blocks or _blocks(kernel, operands, key | {"rows": self.rows})
         length = round_up(self.length, max(self.blocks.queries, self.blocks.keys))
@@ -277,7 +281,8 @@ class _PaddedOperands:
             operands.slopes,
             None if ids is None else (ids, ids),
             rows=self.rows,
-            window=shown,
+            window=operands.window,
+            cap=operands.cap,
         )
 
     def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B _ _ padded_N"]:

@@ -43,7 +43,13 @@ from pallas_kernels.call import LANES, round_up, tpu_call, widen
 from pallas_kernels.causal_attention import mosaic_tpu_pairs as pairs
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
 from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, KernelWork
-from pallas_kernels.causal_attention.interface import Rows, Segments
+from pallas_kernels.causal_attention.interface import (
+    Cap,
+    Rows,
+    Segments,
+    kernel_logits,
+    through_cap,
+)
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
@@ -59,6 +65,7 @@ class _BlocksCall(NamedTuple):
     offset: int | None  # The first query's position; None if every query sees all keys.
     by_keys: bool  # Whether pairs are ordered by key block, as in the backward pass.
     window: int | None = None  # Query i sees key j only if `i - j < window`.
+    cap: Cap | None = None
 
     blocks = property(lambda self: self.work.blocks)
     dtype = property(lambda self: self.work.dtype)
@@ -119,6 +126,7 @@ class BlockOperands(NamedTuple):
         offset is 0.
       window: query i sees key j only if `i - j < window`. The window may be negative; None means no
         limit.
+      cap: the soft cap of `scale q.k`, or None.
     """
 
     q: HeadRows
@@ -132,6 +140,7 @@ class BlockOperands(NamedTuple):
     shift: Any = None
     rows: Rows = "head_major"
     window: int | None = None
+    cap: Cap | None = None
 
 
 def attention_forward(
@@ -272,7 +281,7 @@ def _forward_kernel(call: _BlocksCall, ref):
         visible = _visible(call, ref, at) if masked else None
         for head, own in heads:
             v = ref["v"][0, own]
-            logits = _logits(call, ref, at, head, own, visible)
+            logits, _ = _logits(call, ref, at, head, own, visible)
             previous = ref["largest"][head]
             largest = jnp.maximum(previous, jnp.max(logits, axis=0, keepdims=True))
             weights = jnp.exp2(logits - largest)
@@ -318,9 +327,10 @@ def _backward_kernel(call: _BlocksCall, ref):
             q, k, v = ref["q"][0, head], ref["k"][0, own], ref["v"][0, own]
             d_out = ref["d_out"][0, head]
             log_sums = ref["log_sums"][0, head] * LOG2_E + _left_out(call, ref, at, head)
-            weights = jnp.exp2(_logits(call, ref, at, head, own, visible) - log_sums)
+            logits, tanh = _logits(call, ref, at, head, own, visible)
+            weights = jnp.exp2(logits - log_sums)
             d_logits = weights * (dot_rows(v, d_out) - ref["delta"][0, head])
-            d_logits = d_logits.astype(call.dtype)
+            d_logits = through_cap(d_logits, tanh).astype(call.dtype)
             ref["d_v_sum"][own] += dot_columns(d_out, weights.astype(call.dtype))
             ref["d_k_sum"][own] += dot_columns(q, d_logits)
             ref["d_q_sum"][at.query_block, head] += dot(k, d_logits)
@@ -407,10 +417,13 @@ def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
 
 
 def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
-    """Return log2(e) times the logits [keys, queries], which are too large by `_left_out`."""
+    """Return log2(e) times the logits [keys, queries], which are too large by `_left_out`.
+
+    The second result is the tanh of `kernel_logits`.
+    """
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
-    logits = dot_rows(k, q) * (ref["scalars"][0] * LOG2_E)
+    logits, tanh = kernel_logits(dot_rows(k, q), ref["scalars"][0], call.cap)
     first_key, first_query = at.key_block * bk, at.query_block * bq
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     if call.alibi:
@@ -424,7 +437,9 @@ def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
         else:
             column = iota((bk, LANES), 0).astype(jnp.float32) + between
             logits += widen(slope * column, bq)
-    return logits if visible is None else jnp.where(visible, logits, MASKED)
+    if visible is not None:
+        logits = jnp.where(visible, logits, MASKED)
+    return logits, tanh
 
 
 def _visible(call: _BlocksCall, ref, at: _BlockPair):
@@ -488,7 +503,8 @@ def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _Bloc
     if offset is not None:  # Keys after the last query are left out, because no query sees them.
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
-    work = KernelWork(operands.rows, *operands.heads, q.shape[axis], v.shape[axis], q.dtype, blocks)
+    sizes = *operands.heads, q.shape[axis], v.shape[axis]
+    work = KernelWork(operands.rows, *sizes, q.dtype, blocks, operands.cap is not None)
     return _BlocksCall(
         work,
         queries=q.shape[3],
@@ -498,6 +514,7 @@ def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _Bloc
         offset=offset,
         by_keys=by_keys,
         window=operands.window,
+        cap=operands.cap,
     )
 
 
@@ -677,7 +694,7 @@ def _run(kernel, name, call, inputs, outputs, scratch, contracted, interpret):
         grid=(batch, call.kv_heads // call.step, count),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * logits * contracted,
-        transcendentals=logits,
+        transcendentals=logits * (1 if call.cap is None else 2),
         prefetch=tables,
         interpret=interpret,
     )

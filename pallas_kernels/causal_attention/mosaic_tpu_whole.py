@@ -28,7 +28,14 @@ from jaxtyping import Array, Float
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import StackSlice
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
-from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent, Rows
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    Cap,
+    ResultsAndCotangent,
+    Rows,
+    kernel_logits,
+    through_cap,
+)
 from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 from pallas_kernels.target import target
@@ -51,6 +58,7 @@ class _WholeCall(NamedTuple):
     segments: bool
     queries: int  # The number of queries per block.
     window: int | None
+    cap: Cap | None
 
     def seen(self, start: int) -> slice:
         """Return the keys, in whole tiles, that some query of the block at `start` sees."""
@@ -80,21 +88,23 @@ class _WholeCall(NamedTuple):
         return Layout(vectors, self.size, self.length, self.dtype)
 
 
-def fits(qkv: Any, rows: Rows) -> bool:
+def fits(qkv: Any, rows: Rows, cap: Cap | None = None) -> bool:
     """Return whether the kernels support `qkv`, which must have as many query as key heads."""
     _, N, P, D = qkv.shape
     if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
         return False
-    return _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize) <= target().vmem_limit
+    need = _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize, cap is not None)
+    return need <= target().vmem_limit
 
 
-def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
+def _vmem_bytes(heads: int, size: int, length: int, itemsize: int, capped: bool) -> int:
     """Estimate the backward kernel's VMEM in bytes.
 
-    VMEM holds double-buffered blocks, scratch, and some logits.
+    VMEM holds double-buffered blocks, scratch, and some logits. With a soft cap, it also holds the
+    tanh of the logits that are computed in advance.
     """
     row = round_up(heads, 8) * size * length * itemsize
-    return 2 * 8 * row + 8 * row + 16 * length * LANES * 4
+    return 2 * 8 * row + 8 * row + (22 if capped else 16) * length * LANES * 4
 
 
 def attention_forward(
@@ -181,7 +191,7 @@ def _forward_kernel(call: _WholeCall, ref):
 
         def logits(n, start):
             head, q, k, _ = heads[n]
-            return _logits(call, ref, head, q, k, start)
+            return _logits(call, ref, head, q, k, start)[0]
 
         def mix(n, start, logits):
             *_, v = heads[n]
@@ -223,7 +233,7 @@ def _backward_kernel(call: _WholeCall, ref):
 
         def differentiate(n, start, made):
             head, q, k, _, out, d_out = heads[n]
-            (logits, d_weights), end = made, start + call.queries
+            ((logits, tanh), d_weights), end = made, start + call.queries
             if start == 0:
                 products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
                 log_sums = ref["log_sums"][0, pl.ds(head, 1)] * LOG2_E
@@ -231,7 +241,7 @@ def _backward_kernel(call: _WholeCall, ref):
             log_sums, delta = (x[:, start:end] for x in of_rows[n])
             weights = jnp.exp2(logits - log_sums)
             d_logits = weights * (d_weights - delta) * scale
-            d_logits = d_logits.astype(call.dtype)
+            d_logits = through_cap(d_logits, tanh).astype(call.dtype)
             seen = call.seen(start)
             d_q[n].append(dot(k[:, seen], d_logits))
             rest = ((0, 0), (seen.start, call.length - seen.stop))
@@ -264,9 +274,13 @@ def _each_ahead(call: _WholeCall, heads: int, make, use):
 
 
 def _logits(call: _WholeCall, ref, head, q, k, start):
-    """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e)."""
+    """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e).
+
+    The second result is the tanh of `kernel_logits`.
+    """
     end, seen = start + call.queries, call.seen(start)
-    logits = dot_rows(k[:, seen], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
+    products = dot_rows(k[:, seen], q[:, start:end])
+    logits, tanh = kernel_logits(products, ref["scale"][0], call.cap)
     key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0) + seen.start
     query = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + start
     if call.alibi:
@@ -278,7 +292,7 @@ def _logits(call: _WholeCall, ref, head, q, k, start):
     if call.segments:
         same = ref["segment_columns"][seen, :1] == ref["segment_rows"][0, :, start:end]
         visible = visible & same
-    return jnp.where(visible, logits, MASKED)
+    return jnp.where(visible, logits, MASKED), tanh
 
 
 # Reading and writing of a head's rows --------------------------------------------------------
@@ -388,9 +402,11 @@ def _call_of(
         segments=operands.segment_ids is not None,
         queries=queries or default_blocks(kernel, N, operands.window).queries,
         window=operands.window,
+        cap=operands.cap,
     )
-    if queries is not None or operands.window is not None:
-        return call  # Tuning tables have block sizes only for attention without a window.
+    if queries is not None or operands.window is not None or operands.cap is not None:
+        # Tuning tables have block sizes only for attention without a window and without a cap.
+        return call
     key = {name: getattr(call, name) for name in KERNELS[kernel].key}
     key["dtype"] = jnp.dtype(call.dtype).name
     return call._replace(
@@ -522,7 +538,7 @@ def _run(kernel, name, call, batch, inputs, outputs, scratch, flops, size, inter
         semantics=("parallel",),
         flops=flops,
         moved=size,
-        transcendentals=batch * call.heads * call.logits,
+        transcendentals=batch * call.heads * call.logits * (1 if call.cap is None else 2),
         interpret=interpret,
         **options,
     )

@@ -199,11 +199,11 @@ def _attention() -> Iterator[ImplementationRow]:
         return OpCall(words, "attention_forward", (arguments,))
 
     def part(
-        words: str, size: int = 64, dtype: str = "bfloat16", queries: int = 512, window=None
+        words: str, dtype: str = "bfloat16", queries: int = 512, window=None, cap=None
     ) -> OpCall:
-        q, kv = array(dtype, 4, queries, 16, size), array(dtype, 4, 2048, 16, size)
+        q, kv = array(dtype, 4, queries, 16, 64), array(dtype, 4, 2048, 16, 64)
         ids = array("int32", 4, queries), array("int32", 4, 2048)
-        operands = PartOperands(q, (kv, kv), 0.1, 0, None, ids, window)
+        operands = PartOperands(q, (kv, kv), 0.1, 0, None, ids, window, cap)
         return OpCall(words, "part_forward", (operands,))
 
     calls = (
@@ -225,6 +225,7 @@ def _attention() -> Iterator[ImplementationRow]:
         part("float32", dtype="float32"),
         part("one query", queries=1),
         part("a window", window=Window(100)),
+        part("a soft cap", cap=Cap(50.0)),
     )
     yield ImplementationRow(("attention_after", "attention_to"), "causal_attention", calls)
 

@@ -48,7 +48,7 @@ class Attention(Heads):
       scale: factor by which products of queries and keys are multiplied; None means `1 /
         sqrt(head_dim)`, or muP's factor.
       logit_cap: a soft cap c: each scaled product x of a query and a key becomes `c tanh(x / c)`.
-        Kernels do not support it, so plain JAX computes the attention. None means no cap.
+        On GPUs, plain JAX computes such attention. None means no cap.
 
     With an output bias or an output norm, W_O is a parameter of the core, and the model needs a
     vector store.

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.causal_attention import mosaic_tpu_whole, online
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
+    Cap,
     ResultsAndCotangent,
     Window,
 )
@@ -41,7 +42,7 @@ def arguments(
 
 
 def numpy_attention(
-    qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None, window=None, cap=np.inf
+    qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None, window=None, cap=None
 ):
     """Output, log sums and the cotangent of qkv in float64, one head of one row at a time."""
     qkv, d_out = float64((qkv, d_out))
@@ -55,7 +56,7 @@ def numpy_attention(
         if segment_ids is not None:
             sees &= segment_ids[b, :, None] == segment_ids[b]
         logits, slope = scale * q @ k.T, 1.0
-        if cap < np.inf:
+        if cap is not None:
             tanh = np.tanh(logits / cap)
             logits, slope = cap * tanh, 1 - tanh**2
         if slopes is not None:
@@ -73,9 +74,10 @@ def numpy_attention(
     return out, log_sums, d_qkv
 
 
-def by_kernels(module, qkv, d_out, options, kv_heads=None, window=None, **static):
+def by_kernels(module, qkv, d_out, options, kv_heads=None, window=None, cap=None, **static):
     """What `numpy_attention` gives, by the interpreted kernels, or by a module of plain JAX."""
-    given = AttentionOperands(qkv, **options, window=window and Window(window))
+    of_logits = {"window": window and Window(window), "cap": cap and Cap(cap)}
+    given = AttentionOperands(qkv, **options, **of_logits)
     kernel = ({} if module is online else {"interpret": True}) | static
     if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
         kernel["kv_heads"] = kv_heads or d_out.shape[2]
@@ -94,12 +96,14 @@ class Case(NamedTuple):
     kv_heads: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     window: int | None = None
+    cap: float | None = None
 
     @property
     def name(self) -> str:
         flags = ["alibi"] * self.alibi + ["segments"] * self.segments
         flags += [f"{self.kv_heads}keys"] * (self.kv_heads is not None)
         flags += [f"window{self.window}"] * (self.window is not None)
+        flags += [f"cap{self.cap}"] * (self.cap is not None)
         flags += [x for _, x in self.options if isinstance(x, str)]
         return "-".join(["x".join(map(str, self.shape)), self.dtype, *flags])
 
@@ -124,7 +128,7 @@ class Battery:
             metafunc.parametrize("case", self.cases, ids=lambda case: case.name)
 
     def test_equals_numpy(self, case):
-        static = {"kv_heads": case.kv_heads, "window": case.window}
+        static = {"kv_heads": case.kv_heads, "window": case.window, "cap": case.cap}
         flags = {"alibi": case.alibi, "segments": case.segments, "kv_heads": case.kv_heads}
         qkv, d_out, options = arguments(*case.shape, case.dtype, **flags)
         run = functools.partial(by_kernels, self.module, **static, **dict(case.options))

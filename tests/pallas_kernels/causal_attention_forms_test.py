@@ -69,6 +69,12 @@ def test_what_it_says_depends_on_length_and_dtype():
     assert form(90, 64, 64, True, False, dtype="float32").why.startswith("data vectors of float32")
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_soft_caps_are_online_everywhere(capability):
+    found = form(capability, 64, 64, False, False, cap=50.0)
+    assert found == ("online", "a soft cap of logits, 50.0 (legal: None)")
+
+
 @pytest.mark.parametrize(
     "kind, capability",
     [

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import rmt_tpu
+from pallas_kernels.platform import collecting_calls, interpreting
 from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import depth
@@ -180,6 +181,33 @@ def test_windows_and_caps_in_some_layers_follow_their_equations(store, name):
         options = {"embedding_scale": 1.5, "logit_cap": 0.7}
         config = model(store, name, stacks=(cfg.Stack(WINDOWED, 2),), **options)
         checks.assert_follows_equations(config, reference)
+
+
+# Gemma 2's layers: every other one has a window; all have a soft cap, and norms on both sides.
+GEMMA = (
+    cfg.Attention(4, 8, cfg.Rope(), False, 2, window=4, scale=0.3, logit_cap=0.8, normed="both"),
+    cfg.FeedForward(10, "geglu", normed="both"),
+    cfg.Attention(4, 8, cfg.Rope(), False, 2, scale=0.3, logit_cap=0.8, normed="both"),
+    cfg.FeedForward(10, "geglu", normed="both"),
+)
+
+
+def test_a_tiny_gemma2_with_kernels_is_the_one_without():
+    """TPU kernels are interpreted, forward and backward; so are those of a prompt."""
+    options = {"embedding_scale": 12**0.5, "logit_cap": 0.7, "norm": "rmsnorm"}
+    options |= {"tied_embeddings": True, "compute_dtype": "float32"}
+    config = cfg.ModelConfig(
+        (cfg.Stack(GEMMA, 2),), STORES["vector"], vocab_size=models.VOCAB, **options
+    )
+    params = jax.tree.map(np.float32, models.random_parameters(config))
+    plain_gradients, logits = checks.gradients_and_logits(config)(params)
+    with lowering_for("TPU v5 lite"), interpreting(), collecting_calls() as calls:
+        got = checks.gradients_and_logits(config)(params)
+        checks.assert_cached_equals_uncached(config)
+    attended = [call for call in calls if call.name == "causal_attention"]
+    assert {call.op for call in attended} == {"attention_forward", "attention_backward"}
+    assert {call.args[0].cap for call in attended} == {0.8}
+    assert_close(got, (plain_gradients, logits), 1e-5)
 
 
 @pytest.mark.slow
