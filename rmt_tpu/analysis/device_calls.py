@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
 from pallas_kernels.platform import TracedCall
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_layers as layers
@@ -103,7 +104,8 @@ def _attention(call: TracedCall) -> Iterator[DeviceCase]:
         most = max(1, _TOKENS // max(seq, k.shape[1]))
         before = min(k.shape[1], _TOKENS)
         tokens = min(batch, most), min(seq, _TOKENS)
-        yield layers.attention_to(Heads(heads, D), tokens, before, str(operands.q.dtype))
+        dtype, cap = str(operands.q.dtype), _cap(operands)
+        yield layers.attention_to(Heads(heads, D), tokens, before, dtype, cap=cap)
         return
     batch, seq, rows, D = operands.qkv.shape
     G = call.options["kv_heads"]
@@ -113,6 +115,7 @@ def _attention(call: TracedCall) -> Iterator[DeviceCase]:
         "segments": operands.segment_ids is not None,
         "order": call.options["rows"],
         "dtype": str(operands.qkv.dtype),
+        "cap": _cap(operands),
     }
     if operands.kv is not None:
         options["values"] = operands.kv[1].shape[3]
@@ -121,6 +124,10 @@ def _attention(call: TracedCall) -> Iterator[DeviceCase]:
     if operands.window is not None and operands.window < tokens[1]:
         options["window"] = int(operands.window)
     yield layers.attention(Heads(heads, D), tokens, **options)
+
+
+def _cap(operands: AttentionOperands | PartOperands) -> float | None:
+    return None if operands.cap is None else float(operands.cap)
 
 
 def _delta(call: TracedCall) -> Iterator[DeviceCase]:

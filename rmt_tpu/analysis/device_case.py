@@ -52,7 +52,7 @@ def normal(seed: int, dtype: jax.typing.DTypeLike, *shape: int, scale: float = 1
     return jnp.asarray(scale * drawn if scale != 1 else drawn, dtype)
 
 
-def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int) -> str:
+def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int | float) -> str:
     """Return array sizes as text, like "16x512 K=64 V=64 float32"; bfloat16 is left out."""
     named = [f"{name}={value}" for name, value in sizes.items()]
     return " ".join(["x".join(map(str, tokens)), *named, *([] if dtype == "bfloat16" else [dtype])])

@@ -62,7 +62,7 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
         whole = [
             (Heads(2, 16), (1, 128), {}),
             (Heads(2, 16), (2, 131), {"kv_heads": 1, "alibi": True}),
-            (Heads(1, 120), (1, 40), {"window": 9}),
+            (Heads(1, 120), (1, 40), {"window": 9, "cap": 1.5}),
         ]
         after = [(Heads(2, 16), (1, 128), 128), (Heads(1, 16), (2, 37), 45)]
         decode = [(Heads(2, 16), (1, 128), 128), (Heads(2, 16), (2, 3), 45)]
@@ -73,6 +73,7 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
             (Heads(16, 128), (1, 4096), {}),
             (Heads(16, 128), (1, 4096), {"kv_heads": 4, "window": 1024}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
+            (shapes.GEMMA2_2B, (1, 4096), {"kv_heads": 4, "window": 1024, "cap": 1.5}),
             # cuDNN supports only some of these head sizes. It supports even fewer with segment ids,
             # because segment ids make heads larger.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],

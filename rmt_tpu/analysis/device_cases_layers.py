@@ -30,6 +30,7 @@ def attention(
     order: Rows = "size_major",
     dtype: str = "bfloat16",
     window: int | None = None,
+    cap: float | None = None,
 ) -> DeviceCase:
     """Return a test case for `causal_attention` on whole sequences.
 
@@ -44,6 +45,7 @@ def attention(
       order: the order of heads and features in the kernel's layout.
       dtype: the dtype of queries, keys and values.
       window: the number of tokens that each token sees; None means all earlier ones.
+      cap: the soft cap of logits, or None.
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
@@ -61,6 +63,7 @@ def attention(
             rows=order,
             kv=None if k is None else (k, v),
             window=window,
+            cap=cap,
             implementation=implementation,
         )
         return {"out": out}
@@ -77,6 +80,7 @@ def attention(
 
     more = ({"G": G} if G != heads else {}) | ({"Dv": values} if values else {})
     more |= {} if window is None else {"window": window}
+    more |= {} if cap is None else {"cap": cap}
     words = in_words(tokens, dtype, H=heads, D=D, **more) + (" ALiBi" if alibi else "")
     words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " one document"
@@ -112,12 +116,19 @@ def attention_after(
     return DeviceCase("attention_after", words, function, inputs, flops)
 
 
-def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> DeviceCase:
+def attention_to(
+    size: Heads,
+    tokens: Tokens,
+    before: int,
+    dtype: str = "bfloat16",
+    *,
+    cap: float | None = None,
+) -> DeviceCase:
     """Return a test case without gradients for attention to the keys of a cache, as in decoding."""
     heads, D = size
 
     def function(implementation, q, before, seen):
-        options = {"scale": D**-0.5, "implementation": implementation}
+        options = {"scale": D**-0.5, "cap": cap, "implementation": implementation}
         out, log_sums = pallas_kernels.attention_to(q, before, seen, **options)
         return {"out": out, "log_sums": log_sums}
 
@@ -128,7 +139,8 @@ def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat1
             "seen": jnp.arange(before)[None] < _filled(tokens[0], before)[:, None],
         }
 
-    words = in_words(tokens, dtype, H=heads, D=D, before=before)
+    more = {} if cap is None else {"cap": cap}
+    words = in_words(tokens, dtype, H=heads, D=D, before=before, **more)
     flops = 4 * tokens[0] * tokens[1] * before * heads * D
     return DeviceCase("attention_to", words, function, inputs, flops, gradients=False)
 

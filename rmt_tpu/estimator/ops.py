@@ -4,6 +4,7 @@ To add an op, write a function here that returns its cases, and add the op's nam
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import shapes
+from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.shapes import TOKENS, Depth, Heads, KeyVector, array
 from rmt_tpu.estimator.programs import lower
 
@@ -153,29 +155,62 @@ def _store_norm_retrieve(size: KeyVector) -> OpCase:
 
 
 def _attention() -> list[OpCase]:
-    return [_causal_attention(shapes.GPT2_405M), _causal_attention(shapes.GPT2_160M)]
+    """Return cases of the RMT paper's Transformers, and of Gemma 2 with and without its soft cap.
+
+    Gemma 2's windows of 4096 tokens make a difference only in the longer sequence.
+    """
+    gemma = functools.partial(_causal_attention, shapes.GEMMA2_2B, kv_heads=4, rows="head_major")
+    return [
+        _causal_attention(shapes.GPT2_405M),
+        _causal_attention(shapes.GPT2_160M),
+        *(gemma((4, 2048), cap=cap) for cap in (None, 50.0)),
+        *(gemma((1, 8192), cap=cap, window=4096) for cap in (None, 50.0)),
+    ]
 
 
-def _causal_attention(sizes: Heads) -> OpCase:
+def _causal_attention(
+    sizes: Heads,
+    tokens: tuple[int, int] = TOKENS,
+    *,
+    kv_heads: int | None = None,
+    rows: Rows = "size_major",
+    window: int | None = None,
+    cap: float | None = None,
+) -> OpCase:
     heads, size = sizes
+    G, length = kv_heads or heads, tokens[1]
 
     def function(implementation, qkv, segment_ids):
         return pallas_kernels.causal_attention(
-            qkv, scale=size**-0.5, segment_ids=segment_ids, implementation=implementation
+            qkv,
+            scale=size**-0.5,
+            segment_ids=segment_ids,
+            kv_heads=G,
+            rows=rows,
+            window=window,
+            cap=cap,
+            implementation=implementation,
         )
 
-    per_array = _TOKENS * heads * size * _ITEM
+    per_head = _TOKENS * size * _ITEM
     log_sums = 4 * _TOKENS * heads
-    # The FLOPs of one product between queries and keys; the causal mask halves this number.
-    product = _TOKENS * heads * TOKENS[1] * size
+    # Query i sees min(i, window) keys: half of the length on average, or less with a window.
+    shown = min(window or length, length)
+    seen = shown - shown**2 / (2 * length)
+    # The FLOPs of one product between queries and the keys that they see.
+    product = int(2 * _TOKENS * heads * size * seen)
+    named = {"H": heads} | ({"G": G} if G != heads else {}) | {"D": size}
+    named |= {} if tokens == TOKENS else {"N": length}
+    named |= {} if window is None else {"window": window}
+    named |= {} if cap is None else {"cap": cap}
     return OpCase(
-        f"H={heads} D={size}",
+        " ".join(f"{name}={value:g}" for name, value in named.items()),
         function,
-        (array("bfloat16", *TOKENS, 3 * heads, size), array("int32", *TOKENS)),
-        MinimumWork(4 * per_array + log_sums, 2 * product),
+        (array("bfloat16", *tokens, heads + 2 * G, size), array("int32", *tokens)),
+        MinimumWork((2 * heads + 2 * G) * per_head + log_sums, 2 * product),
         # The backward pass reads qkv, the result and its cotangent, and computes the attention
         # probabilities again.
-        MinimumWork(8 * per_array + log_sums, 5 * product),
+        MinimumWork((4 * heads + 4 * G) * per_head + log_sums, 5 * product),
     )
 
 
