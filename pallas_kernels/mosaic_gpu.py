@@ -33,7 +33,8 @@ _HOPPER = re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|$)")
 def no_mosaic_gpu() -> str | None:
     """Return the reason why Mosaic GPU kernels are unavailable, or None if they are available.
 
-    A program that is traced on a machine without a GPU may be compiled for one that has `wgmma`.
+    On a machine without a GPU, they count as available, because a program that is traced there may
+    be compiled for a GPU with `wgmma` instructions.
     """
     if plgpu is None:
         return "this version of jax has no Mosaic GPU backend for Pallas"
@@ -59,8 +60,8 @@ def mosaic_gpu_call(
       kernel: the function that each program runs. `refs.<name>` is the whole array `name`, in
         global memory, or a scratch buffer.
       name: the kernel's name in the compiled program.
-      inputs, outputs: two dicts that map names to the input arrays, and to the shapes and dtypes of
-        the results.
+      inputs: maps the name of each input to its array.
+      outputs: maps the name of each result to its shape and dtype.
       scratch: maps the name of each scratch buffer to its type.
       programs: the number of programs. A program has one warpgroup, which is 128 threads.
       interpret: whether to run the kernel in JAX's interpreter for GPU kernels, or the
@@ -94,7 +95,8 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
         of 8.
       dtype: the dtype.
       width: the number of bytes of a row that are stored together: 32, 64 or 128. If a row has
-        fewer bytes, the width is that number. Both operands of a product must have the same width.
+        fewer bytes than this, the width is the number of bytes in a row. Both operands of a product
+        must have the same width.
     """
     size = jnp.dtype(dtype).itemsize
     width = min(width, shape[-1] * size)

@@ -1,4 +1,4 @@
-"""Selection of an op's implementation, per platform that the program is lowered for.
+"""Selection of an op's implementation for each platform that the program is lowered for.
 
 The selection depends on the platform that the program is *lowered for*, never on the machine that
 traces it. A program that is compiled for a TPU on a machine without TPUs contains the TPU kernels.
@@ -33,7 +33,7 @@ Platform = str  # A platform is "tpu" or "cuda".
 
 
 class UnsupportedImplementation(ValueError):
-    """The error for a call that the requested implementation does not support.
+    """Raised for a call that the requested implementation does not support.
 
     The message gives the reason and names implementations that support the call.
     """
@@ -93,8 +93,8 @@ def preferring(implementation: str) -> Iterator[None]:
     """Make `implementation` the default in this context, for every op that has this implementation.
 
     The default is what `implementation=None` selects. If `implementation` is one of the
-    `Implementations.on_request`, it is the default only for calls that it supports. Other calls of
-    such an op are computed as with "pallas".
+    `Implementations.on_request`, it is the default only for calls that it supports. For other calls
+    of such an op, the default is "pallas".
     """
     with _preferred(implementation):
         yield
@@ -108,7 +108,7 @@ def taking_plain(ops: Iterable[str]) -> Iterator[None]:
     """Make plain JAX ("xla") the default in this context for the given groups of ops.
 
     Args:
-      ops: the groups, each by its `Implementations.name`. The context manager `preferring` has no
+      ops: the names of the groups (`Implementations.name`). The context manager `preferring` has no
         effect on these groups.
     """
     with _plain(tuple(sorted({*_plain.value, *ops}))):
@@ -123,7 +123,7 @@ def taking_kernels(ops: Iterable[str]) -> Iterator[None]:
     """Make kernels the default in this context for the given groups of ops.
 
     Args:
-      ops: the groups, each by its `Implementations.name`. The context managers `taking_plain` and
+      ops: the names of the groups (`Implementations.name`). The context managers `taking_plain` and
         `preferring` take precedence.
     """
     with _kernels(tuple(sorted({*_kernels.value, *ops}))):
@@ -191,9 +191,9 @@ class Implementations:
       portable: the implementation in plain JAX, which works on every platform.
       kernels: maps names to kernel implementations, at most one per platform. Each has a function
         `unsupported(op, *args)`, which returns the reason why the kernel does not support the call,
-        in one line, or None if it does. A kernel of a platform that is not in `by_default` also has
-        `wins(op, *args)`, which returns whether a table or an estimate says that it is faster than
-        `portable`.
+        in one line, or None if it does. A kernel for a platform that is not in `by_default` also
+        has `wins(op, *args)`, which returns whether the kernel is faster than `portable` according
+        to a table or an estimate.
       by_default: the platforms whose kernels are known to be faster and are used by default.
       name: the name of the group, which is an argument of `taking_plain`.
       on_request: maps names to further kernel implementations. They are used only if they are
@@ -208,13 +208,13 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """A dict from each implementation name to the platforms of the kernels that it selects."""
+        """A dict that maps implementation names to the platforms of the kernels they select."""
         single = {name: (_PLATFORMS[name],) for name in (*self.kernels, *self.on_request)}
         return {"xla": (), **single, "pallas": tuple(self._on)}
 
     @property
     def _on(self) -> dict[Platform, Any]:
-        """A dict from each platform to its kernel implementation."""
+        """A dict that maps each platform to its kernel implementation."""
         return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
     def run(self, implementation: str | None, op: str, *args: Any, **options: Any) -> Any:
@@ -302,7 +302,7 @@ class Implementations:
     def _refused(
         self, platforms: Iterable[Platform], op: str, args: tuple
     ) -> dict[Platform, str | None]:
-        """Return, per platform, the reason why its kernel does not support a call, or None."""
+        """Return for each platform the reason why its kernel does not support a call, or None."""
         on, unknown = self._on, {"tpu": target().unknown}
         return {
             p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
@@ -346,7 +346,7 @@ def _symbolic(args: tuple) -> str | None:
 
 
 def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `kernel` wrapped to be traced with `jax_enable_x64` off.
+    """Wrap `kernel` so that it is traced with `jax_enable_x64` off.
 
     Kernels use 32-bit integers. The wrapper also marks the results as varying over the same mesh
     axes as the arguments, because a kernel from a library does not mark its results itself.
@@ -405,7 +405,7 @@ _only_p = _identity("kernel_platform")
 
 
 def only_on(platform: Platform, implementation: str, x: Any) -> Any:
-    """Return `x`, and restrict the program that uses it to being lowered for `platform`.
+    """Return `x`, in a form that a program can use only if it is lowered for `platform`.
 
     The returned array cannot be differentiated.
 
@@ -517,7 +517,7 @@ def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def reverse_mode_alone(name: str) -> Iterator[None]:
-    """Replace JAX's error about forward mode, in this context, by one line that names the op."""
+    """Replace JAX's error about forward mode by one line with the op's name, in this context."""
     try:
         yield
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Matrix products of tiles, and constants of the softmax, for the TPU kernels."""
+"""Matrix products of tiles and softmax constants, for the TPU kernels."""
 
 import functools
 import math

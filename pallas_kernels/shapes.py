@@ -131,7 +131,7 @@ class Depth(NamedTuple):
 
 
 # The sizes of the reads and writes before attention layers, for the models in Table 9 of the RMT
-# paper; and sizes with four times the K (key entries) of the largest model.
+# paper; and the largest model's sizes with four times its K (the number of entries per key).
 RMT_46M = KeyVector(32, 32, 12, 36)
 RMT_134M = KeyVector(32, 64, 12, 36)
 RMT_206M = KeyVector(48, 64, 14, 42)

@@ -1,4 +1,4 @@
-"""The kind of device that a program is compiled for, with its hardware figures and kernel limits.
+"""The kind of device that a program is compiled for, with its specifications and kernel limits.
 
 All code that needs to know this device calls `target()`.
 """
@@ -15,12 +15,13 @@ Platform = Literal["tpu", "cuda"]
 # no more than this, even on chips with more VMEM.
 _MOST_VMEM = 2**26
 
-# Maps alternative slugs of a chip, from other names that JAX uses for it, to the chip's slug.
+# JAX has more than one name for some chips. This dict maps the slugs of the other names to the slug
+# that `CHIPS` uses.
 _ALIASES = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
 
 
 class Chip(NamedTuple):
-    """The published hardware figures of one JAX device. A TPU7x chip consists of two devices.
+    """The published specifications of one JAX device. A TPU7x chip consists of two devices.
 
     Attributes:
       peak_flops: the peak dense bfloat16 rate in FLOP/s.
@@ -39,8 +40,8 @@ class Chip(NamedTuple):
     unit: int = 0
 
 
-# Maps the start of a device kind's slug (see `slug`) to the device's figures. All code that needs a
-# device's figures looks them up in this table.
+# Maps the start of a device kind's slug (see `slug`) to the device's specifications. All code that
+# needs them looks them up in this table.
 CHIPS = {
     "tpu_v4": Chip(275e12, 1228e9, 1.05e9, 2**24, 2, 128),
     "tpu_v5_lite": Chip(197e12, 819e9, 1.5e9, 2**27, 1, 128),
@@ -55,7 +56,7 @@ CHIPS = {
     "nvidia_b200": Chip(2250e12),
 }
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
-# A chip with the largest value of each figure among all TPUs. It replaces an unknown kind of TPU.
+# The specifications that an unknown kind of TPU gets: each is the largest value among all TPUs.
 _MOST = Chip(*map(max, zip(*_TPUS.values(), strict=True)))
 
 
@@ -74,7 +75,10 @@ def platform_of(device: str) -> Platform | None:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the figures of a device kind as JAX names it ("TPU v5 lite"); None if unknown."""
+    """Return the specifications of a device kind, or None if it is unknown.
+
+    `device_kind` is JAX's name for the kind, such as "TPU v5 lite".
+    """
     name = slug(device_kind)
     matches = [kind for kind in CHIPS if name.startswith(kind)]
     return CHIPS[max(matches, key=len)] if matches else None
@@ -84,7 +88,7 @@ class Target(NamedTuple):
     """A kind of device to compile for.
 
     Attributes:
-      kind: the device kind as JAX names it, such as "TPU v5 lite".
+      kind: JAX's name for the device kind, such as "TPU v5 lite".
     """
 
     kind: str
@@ -106,7 +110,7 @@ class Target(NamedTuple):
 
     @property
     def chip(self) -> Chip:
-        """The figures of the TPU. For an unknown kind, each figure is the largest of all TPUs."""
+        """The specifications of the TPU; for an unknown kind, the largest values among all TPUs."""
         return _TPUS.get(self.slug, _MOST)
 
     @property

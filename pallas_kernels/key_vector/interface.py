@@ -7,8 +7,8 @@ implementation and define the derivatives.
     forward(SiteOperands, Statistics | None = None, empty=False, *, norm, epsilon, dtype,
             scale=True, fraction_bits, in_place) -> SiteResults
     backward(SiteBackward, *, norm, rebuild, fraction_bits) -> Gradients
-    unsupported(op, *operands) -> the reason, in one line, why the implementation does not support
-            these operands, or None; it is called before the other functions
+    unsupported(op, *operands) -> a one-line reason why the implementation does not support these
+            operands, or None; it is called before the other functions
 
 Symbols are as in `store_norm_retrieve`: X and X' are the residual before and after the store, w and
 r the store keys and read keys, y the data, z the retrieved vectors, and dX is the cotangent of X.
@@ -22,10 +22,10 @@ vectors. If the store keys are None, the site is a read alone; if the read keys 
 store alone. The operands and results of the part that is missing are None. The backward pass of a
 store alone needs no residual.
 
-Statistics: a read alone can be passed statistics from an earlier read of the same residual, which
-are then not computed again. The read of the residual that a backward pass rebuilds (`Reread`) has
-such statistics too. If a backward pass is passed the `retrieved` vectors of its site, it can
-compute its means from them.
+Statistics: a read without a store can be passed the statistics of an earlier read of the same
+residual, and then does not compute them again. The same is true for a `Reread`, which reads a
+residual that a backward pass has rebuilt. If a backward pass is passed the `retrieved` vectors of
+its site, it can compute its means from them.
 
 Memory: with `in_place`, a kernel may write the new residual over the old one. Plain JAX ignores
 `in_place`, because XLA makes this decision itself. If a store alone is passed `empty` and that
@@ -48,8 +48,9 @@ from pallas_kernels.arguments import StackSlice
 # rounded. With 9 bits the step is 1/512 and the range is from -64 to 64. Writes are then sums of
 # integers, which can be undone without error.
 FRACTION_BITS = 9
-# Minimum standard deviation of the entries of a token's int16 residual, in steps. Below this
-# minimum, rounding errors would dominate the retrieved vectors, so these are NaN instead.
+# Minimum standard deviation of the entries of a token's int16 residual, in units of the fixed-point
+# step. Below this minimum, rounding errors would dominate the retrieved vectors, so these are NaN
+# instead.
 LEAST_STEPS = 2.0
 
 
@@ -134,7 +135,7 @@ class Means(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """The operands of an additional read, from the residual that a backward pass rebuilds.
+    """The operands of an additional read of the residual that a backward pass rebuilds.
 
     `statistics` are the statistics of the rebuilt residual.
     """

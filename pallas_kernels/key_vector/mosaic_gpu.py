@@ -51,7 +51,7 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 _MOST = 64  # The maximum number of key vectors per store or read.
 _COLUMNS = (32, 64)
-# Bytes of a multiprocessor's shared memory that the buffers of two programs can use.
+# The number of bytes of a multiprocessor's shared memory that two programs can use for buffers.
 _SHARED = 228 * 1024 - 2 * 1280
 
 
@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     whole = isinstance(operands, SiteBackward)
     site = operands.site if whole else operands
     if why := no_mosaic_gpu():
@@ -102,12 +102,12 @@ def _is_legal(count: int) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether to use plain JAX, as for the backward pass of a store or a read alone."""
+    """Return whether to use plain JAX: only for the backward pass of a store or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 
 def _name(site: SiteOperands) -> str:
-    """Return the name of the forward kernel: for a store, for a read, or for both."""
+    """Return the name of the forward kernel for a store, a read or both."""
     halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
     return f"key_vector_{halves[site.stores, site.reads]}"
 
@@ -115,12 +115,14 @@ def _name(site: SiteOperands) -> str:
 def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
     """Return launch parameters for the 132 multiprocessors of an H100.
 
-    With the compiler of jax 0.11.2, all programs run at once. The compiler of jax 0.10.2 gives the
-    forward kernel for int16 too many registers for three programs per multiprocessor.
+    With the compiler of jax 0.11.2, all programs run at once. The compiler of jax 0.10.2 allocates
+    so many registers to the forward kernel for int16 that a multiprocessor cannot run three
+    programs at once.
     """
     if kernel != "key_vector_backward":
         return Blocks(min(132 * 3, sizes.T), 3)
-    # The registers of a multiprocessor suffice for two programs, which divide its shared memory.
+    # A multiprocessor has enough registers for two programs. Each can use half of its shared
+    # memory.
     fits = backward_bytes(sizes, 3) <= _SHARED // 2
     return Blocks(min(132 * 2, sizes.T), 3 if fits else 2)
 
@@ -144,11 +146,10 @@ def forward(
 ) -> SiteResults:
     """Write to a residual matrix, normalise it and read from it, as `interface` defines.
 
-    Statistics that are passed in are not used: computing them again takes this kernel almost no
-    time.
+    Statistics that are passed in are not used, because this kernel computes them in almost no time.
 
     Raises:
-      UnsupportedImplementation: a read alone has a `dtype` other than bfloat16.
+      UnsupportedImplementation: a read without a store has a `dtype` other than bfloat16.
     """
     if not site.stores and dtype != jnp.bfloat16:
         raise UnsupportedImplementation(

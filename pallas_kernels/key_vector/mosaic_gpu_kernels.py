@@ -51,9 +51,9 @@ class Sizes(NamedTuple):
 def width_of(count: int, V: int) -> int:
     """Return the width in bytes of the operands' tiles, for a product over `count` vectors.
 
-    The legal widths are 128, 64 and 32 bytes, up to the 2 V bytes of a row. A product sums over a
-    multiple of `width / 2` vectors. The result is the largest legal width for which `count` is such
-    a multiple, or the largest of all if there is none.
+    Legal widths are 32, 64 and 128 bytes, but no more than the 2 V bytes of a row. A product can
+    only sum over a multiple of `width / 2` vectors. The result is the largest legal width for which
+    `count` is such a multiple. If there is no such width, the result is the largest legal width.
     """
     widths = [width for width in (128, 64, 32) if width <= 2 * V]
     return next((width for width in widths if count % (width // 2) == 0), widths[0])
@@ -114,7 +114,7 @@ def _total(values):
 
 
 def _inside(sizes, values, other=0.0):
-    """Return `values` with `other` in the padding, the rows from K onwards."""
+    """Return `values` with every entry of the padding (the rows from K on) replaced by `other`."""
     if sizes.K == ROWS:
         return values
     rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -129,7 +129,7 @@ def _clear(ref):
 
 
 def _copy_rows(source, target, rows, barrier):
-    """Start to copy a matrix to the first `rows` rows of a buffer in shared memory."""
+    """Start copying a matrix to the first `rows` rows of a buffer in shared memory."""
     plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], barrier)
 
 
@@ -239,8 +239,8 @@ def _stored(sizes, ref, slot):
 def _normalised_anew(sizes, ref, t, values, overflows, epsilon, scale):
     """Compute a token's statistics, write them, and return the token's normalised residual.
 
-    For int16, the rstd is NaN if an entry overflows, or with `scale` if the entries' standard
-    deviation is less than LEAST_STEPS steps. Without `scale`, only the mean is subtracted.
+    For int16, rstd is NaN if an entry overflows. With `scale`, it is also NaN if the entries'
+    standard deviation is less than LEAST_STEPS steps. Without `scale`, only the mean is subtracted.
     """
     size = sizes.K * sizes.V
     mean = jnp.float32(0)
@@ -378,7 +378,7 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
 
 def _through_norm(sizes, ref, t, a, n):
-    """Return `a - mean(a) - n mean(a n)`, with the passed means or else means over all of K."""
+    """Return `a - mean(a) - n mean(a n)`; means that are not passed are computed over all of K."""
     size, passed = sizes.K * sizes.V, hasattr(ref, "mean_an")
     of_residual = a - n * (ref.mean_an[t] if passed else _total(a * n) * (1 / size))
     if sizes.norm == "layernorm":

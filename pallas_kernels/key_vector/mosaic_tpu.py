@@ -7,7 +7,7 @@ padded, no sum crosses lanes, and every matrix product contracts over rows.
 
 - For each index v along V, the store and the read are matrix products with the keys. The matrix
   unit keeps the product's [rows, tokens] operand, and the few keys stream through it. Combining
-  several v in a block-diagonal operand would not help, because as many rows would stream, and half
+  several v in a block-diagonal operand would not help, because no fewer rows would stream, and half
   of their entries would be 0.
 - The statistics are summed during the store, as differences from a shift per token, so that
   cancellation does not cost precision if the mean is large compared to the standard deviation.
@@ -66,7 +66,7 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 
 def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     # The backward pass of a store alone is not passed the residual. Its cotangent, which has the
     # same shape, is checked instead.
@@ -114,8 +114,8 @@ def forward(
 
     For T tokens with K x V entries of E bytes, and R stored and P read vectors, the kernel takes
     `2 T (R + P) K V` FLOPs and moves `E T V (2 K + R + P)` bytes; a read alone moves
-    `E T V (K + P)`. With `in_place`, the kernel overwrites the residual, which costs a copy if a
-    caller still uses the old one.
+    `E T V (K + P)`. With `in_place`, the kernel overwrites the residual, which costs a copy if the
+    caller still uses the old residual.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sizes = _sizes_of(site, site.residual, compute)

@@ -36,12 +36,12 @@ class KeyVectorKernelCall:
 
     @property
     def unit(self) -> float:
-        """The value that a 1 in the residual's array represents: 1, or one step for int16."""
+        """The value of a 1 in the residual's array: the fixed-point step for int16, otherwise 1."""
         return 2.0**-self.fraction_bits if self.integer else 1.0
 
     @property
     def centred(self) -> bool:
-        """Whether the norm subtracts the mean, as layernorm does and rmsnorm does not."""
+        """Whether the norm subtracts the mean: True for layernorm, and False for rmsnorm."""
         return self.norm == "layernorm"
 
     @property

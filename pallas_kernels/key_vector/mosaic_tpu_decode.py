@@ -26,8 +26,8 @@ from pallas_kernels.target import target
 
 # Maximum VMEM for a grid step's input and output matrices, in sixtieths of the VMEM limit.
 _LARGEST = 8
-# Number of tokens per loop iteration. It is more than 1 because independent tokens hide each
-# other's latency.
+# Number of tokens per loop iteration. It is more than 1 because computations for independent tokens
+# hide each other's latency.
 _TOGETHER = 8
 
 
@@ -45,7 +45,7 @@ class _SiteDecodeCall:
 
 
 def unsupported(op: str, site: SiteOperands, layer: Int[Array, ""]) -> str | None:
-    """Return the reason, in one line, why the kernel does not support these operands, or None."""
+    """Return a one-line reason why the kernel does not support these operands, or None."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
     if _row_bytes(site.residual) > target().vmem_part(_LARGEST):
@@ -67,10 +67,11 @@ def at_layer(
     `xla.at_layer` computes a site (a store, a norm and a read) with one layer of stacked
     parameters.
 
-    `size_major` states for the data and for the retrieved vectors whether their memory layout is
-    [V, R] or [V, P] instead of [R, V] or [P, V]. For a single token, the kernel transposes such
-    vectors, because XLA would take longer to do so than the kernel itself. For several tokens, XLA
-    transposes them, because it copies them to a new layout in either case.
+    `size_major` is a pair of booleans: whether the memory layout of the data is [V, R] instead of
+    [R, V], and whether that of the retrieved vectors is [V, P] instead of [P, V]. For a single
+    token, the kernel transposes such vectors, because XLA would take longer to do so than the
+    kernel itself. For several tokens, XLA transposes them, because it copies them to a new layout
+    in either case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

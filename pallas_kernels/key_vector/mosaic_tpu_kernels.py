@@ -113,7 +113,7 @@ def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
 
 
 def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
-    """Store the residual's rows at index v along V, and add them to the sums of the statistics.
+    """Store the residual's rows at index v along V, and add them to the sums for the statistics.
 
     The rows are stored only if there is a write, and added only if there is a read. For an int16
     residual, `sums` also contains the smallest and the largest value.
@@ -329,10 +329,10 @@ def _written(call, keys, data, v):
 
 
 def _shift(call, residual, write):
-    """Return a number near each token's mean, [1, tokens]: its mean over the rows at v = 0.
+    """Return a number near each token's mean, [1, tokens]: the mean of the token's rows at v = 0.
 
-    The number includes the write. It is rounded to an integer for an int16 residual, and is 0 for
-    rmsnorm.
+    The rows include the write. The number is rounded to an integer for an int16 residual, and is 0
+    for rmsnorm.
     """
     x = _values(residual, 0)
     if not call.centred:
@@ -353,8 +353,8 @@ def _statistics(call, sums, shift):
     """Compute the statistics from the sums of differences from `shift` and of their squares.
 
     Returns:
-      The mean in units of X; the mean of the operands of matrix products, from which the shift is
-      subtracted if `call.shifted`; and rstd.
+      The mean in units of X, the mean of the matrix products' operands (without the shift if
+      `call.shifted`), and rstd.
     """
     count = call.sizes.K * call.sizes.V
     total, squares = sums[0] / count, sums[1] / count

@@ -28,7 +28,7 @@ def store_operand(
 
 
 def store_rows(call: KeyVectorKernelCall, store_keys):
-    """Return the store keys [R, K] in the data's dtype, which matrix products use."""
+    """Return the store keys [R, K] in the data's dtype, for use in matrix products."""
     return store_keys[...].astype(call.sizes.data_dtype)
 
 

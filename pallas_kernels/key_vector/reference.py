@@ -1,4 +1,4 @@
-"""Plain JAX reference of the key-vector ops, against which every implementation is tested.
+"""A reference implementation of the key-vector ops, for tests of all other implementations.
 
 Statistics and sums are computed in float32 (float64 for float64 inputs), whatever the dtype of the
 inputs.

@@ -34,7 +34,7 @@ from pallas_kernels.key_vector.interface import Means, Statistics
 
 
 class Read(NamedTuple):
-    """The results of a read that its backward pass needs in addition to residual and statistics.
+    """The results of a read that its backward pass needs besides the residual and the statistics.
 
     Attributes:
       retrieved: the vectors retrieved for this device's batch rows.
@@ -89,15 +89,15 @@ def all_slices(
     """Combine the devices' reads of their slices of K into the read of the whole residual.
 
     Args:
-      retrieved: A_d of the module's docstring: the vectors read from this device's slice of K, for
-        the batch rows of all devices. The slice's mean is subtracted, and the factor rstd is
-        missing.
+      retrieved: `A_d` in the module's docstring, which are the vectors read from this device's
+        slice of K, for the batch rows of all devices. The slice's mean is subtracted, and the
+        factor rstd is missing.
       statistics: the statistics of this device's slice, with the epsilon of the whole read.
       gain, read_keys: this device's slices of the parameters.
       key_axis: the mesh axis over which K is sharded.
       norm: the norm of the read.
-      least: the minimum of a token's variance plus epsilon; below it, the token's retrieved vectors
-        are NaN. None means no minimum.
+      least: the minimum valid value of a token's variance plus epsilon. If the value is smaller,
+        the token's retrieved vectors are NaN. None means no minimum.
 
     Returns:
       The retrieved vectors of this device's batch rows, in the dtype of `retrieved`; and the
@@ -150,8 +150,8 @@ def key_sums(gain: Float[Array, "K V"], read_keys: Float[Array, "P K"]) -> Float
 def means(d_retrieved: Float[Array, "b N P V"], read: Read, K: int, key_axis: str) -> Means:
     """Compute the backward pass's `Means` over all `K * V` entries of each token.
 
-    Each device computes the means for its own batch rows. The result contains those for the rows of
-    all devices.
+    Each device computes the means for its own batch rows. The result contains the means for the
+    rows of all devices.
     """
     dtype = jnp.result_type(jnp.float32, d_retrieved)
     dz, count = d_retrieved.astype(dtype), K * d_retrieved.shape[3]

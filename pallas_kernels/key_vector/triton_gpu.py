@@ -65,8 +65,8 @@ class Blocks(NamedTuple):
     """The block sizes and launch parameters of a key-vector GPU kernel.
 
     Attributes:
-      keys: the number of rows (along K) of a residual that are in a tile: a power of two, at least
-        16. If this number is less than K, residuals are processed in chunks.
+      keys: the number of a residual's rows (along K) in a tile: a power of two, at least 16. If
+        this number is less than K, residuals are processed in chunks.
       warps: the number of warps (of 32 threads) per program.
       stages: the number of stages of the software pipeline for loads.
       programs: the number of programs in the grid. Each processes every `programs`-th token.
@@ -79,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     if why := no_triton():
         return why
@@ -134,12 +134,12 @@ def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether to use plain JAX, as for the backward pass of a store or a read alone."""
+    """Return whether to use plain JAX: only for the backward pass of a store or a read alone."""
     return op == "backward" and not (site.stores and site.reads)
 
 
 def _name(site: SiteOperands) -> str:
-    """Return the name of the forward kernel: for a store, for a read, or for both."""
+    """Return the name of the forward kernel for a store, a read or both."""
     halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
     return f"key_vector_{halves[site.stores, site.reads]}"
 
@@ -151,8 +151,8 @@ def default_blocks(
 
     A thread of a forward kernel keeps 32 elements of a tile in registers. A thread of a backward
     kernel keeps only 16, because it also keeps sums and cotangents. A forward grid has up to 1056
-    programs, several for each multiprocessor of current GPUs (up to about 150). A backward grid has
-    up to 264, because every program writes its own sums of parameter gradients to memory.
+    programs, which is several per multiprocessor: current GPUs have up to about 150. A backward
+    grid has up to 264, because every program writes its own sums of parameter gradients to memory.
     """
     columns, narrow = padded(V), jnp.dtype(dtype) == jnp.bfloat16
     backward_ = kernel.startswith("key_vector_backward")
@@ -188,11 +188,11 @@ def forward(
 ) -> SiteResults:
     """Write to a residual matrix, normalise it and read from it, as `interface` defines.
 
-    Statistics that are passed in are not used: computing them again takes this kernel almost no
-    time.
+    Statistics that are passed in are not used, because this kernel computes them in almost no time.
 
     Raises:
-      UnsupportedImplementation: a read alone has a `dtype` other than bfloat16 and float32.
+      UnsupportedImplementation: a read without a store has a `dtype` other than bfloat16 or
+        float32.
     """
     if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(

@@ -62,7 +62,7 @@ def _index(shape, rows, columns):
 
     `rows` and `columns` are pairs (first index, size), where the first index is a multiple of the
     size. The mask is True for elements within the matrix. It is None if the block's sizes divide
-    the matrix's, so that no block can extend beyond the matrix.
+    the matrix's sizes, so that no block can extend beyond the matrix.
     """
     (row, height), (column, width) = rows, columns
     i = row + jnp.arange(height)[:, None]
@@ -217,7 +217,8 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            ref.barrier()  # Each thread next reads elements that other threads have stored.
+            # After this barrier, each thread reads elements that other threads have stored.
+            ref.barrier()
 
         def scaled(c):
             values = single if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -344,7 +345,7 @@ def backward_kernel(site, blocks, ref):
 
 
 def _d_scaled(ref, t, reads, rows, columns):
-    """Compute `r^T dz` for one chunk of K: r are the read keys, dz is the cotangent of z."""
+    """Compute `r^T dz` for one chunk of K, with r the read keys and dz the cotangent of z."""
     return sum(
         dot(
             _load(ref.read_keys, (), rows, group, transposed=True),
@@ -394,7 +395,8 @@ def backward_tokens_kernel(site, blocks, ref):
                 _save(ref.rebuilt, (t,), rows(c), columns, _undone(site, x, _written(keys, data)))
 
         _each_chunk(chunks, write, None)
-        ref.barrier()  # Each thread next reads elements that other threads have stored.
+        # After this barrier, each thread reads elements that other threads have stored.
+        ref.barrier()
         for group in stores:
 
             def add(c, dy, group=group):

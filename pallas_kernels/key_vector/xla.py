@@ -92,7 +92,7 @@ def at_layer(
     """Compute a site (store, norm and read) for T tokens, with one layer of stacked parameters.
 
     The residual of `site` is [T, K, V] and the data are [T, R, V]. The keys and the gain have an
-    additional first axis, which counts the layers.
+    additional first axis for the layers.
     """
     of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
     residual, store_keys, data, *of_read = site

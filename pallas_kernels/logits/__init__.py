@@ -1,4 +1,4 @@
-"""Logits, together with what a loss needs per token: the log-sum-exp and the target's logit.
+"""Logits, with the log-sum-exp and the target's logit for each token, which a loss needs.
 
 Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (a TPU kernel) and "pallas" (the
 kernel if there is one for the platform, else plain JAX). The default, None, uses the kernel on TPUs
@@ -40,7 +40,7 @@ def logits_with_sums(
       kernel: W_U, in x's dtype.
       targets: the target's token id per row. If an id is not below vocab, the row's target logit
         (`chosen`) is 0.
-      multiplier: the factor of the logits.
+      multiplier: the factor by which the logits are multiplied.
       implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Raises:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 
 class Logits(NamedTuple):
-    """The logits of every token, its log-sum-exp and its target's logit, all at least float32.
+    """The logits, with the log-sum-exp and the target's logit per token, in at least float32.
 
     Attributes:
       values: the logits.

@@ -34,7 +34,7 @@ _NONE = -1e38
 
 
 def unsupported(op: str, x, kernel, targets) -> str | None:
-    """Return the reason, in one line, if the kernel does not support this call, else None."""
+    """Return a one-line reason why the kernel does not support this call, or None if it does."""
     if x.dtype != jnp.bfloat16:
         return f"x of {x.dtype} (legal: bfloat16)"
     if x.shape[1] > _WIDEST:

@@ -1,4 +1,4 @@
-"""Products of a few rows with the matrices of one layer, read from the stack of all layers.
+"""Products of a few rows with one layer's matrices, which are part of a stack of all layers.
 
 This op is for decoding, where each step multiplies one row per sequence by every weight. Reading
 the weights takes nearly all of the time. The kernel overlaps this reading with the products. XLA
@@ -47,7 +47,7 @@ def product_at(
     Sums are at least float32.
 
     Args:
-      layer: the index of the layer, below L.
+      layer: the index of the layer, from 0 to L - 1.
       rows: the left operand; the kernel supports at most MOST_ROWS rows.
       matrices: the matrices of all layers. They are cast to the rows' dtype.
       implementation: the implementation; None means the fastest one for the target platform.
@@ -58,7 +58,7 @@ def product_at(
     Raises:
       UnsupportedImplementation: a named implementation is unknown or does not support this call.
       ValueError: shapes or dtypes do not fit.
-      TypeError: the op is differentiated where it may be a kernel.
+      TypeError: the op is differentiated, although a kernel may compute it.
     """
     check_array("rows", rows, "T K")
     check_array("matrices", matrices, "L P K N")

@@ -1,4 +1,4 @@
-"""A TPU kernel for products of a few rows with one layer's matrices, read from their stack.
+"""A TPU kernel for products of a few rows with one layer's matrices, which are in a stack.
 
 Each grid step multiplies all rows by a block of columns, while the next block is copied from HBM.
 With few rows, the kernel therefore takes as long as the copy of the matrices.
@@ -29,7 +29,7 @@ _BUDGET = 50
 
 
 def unsupported(op: str, rows, matrices, layer) -> str | None:
-    """Return the reason, in one line, why the kernel does not support these operands, or None."""
+    """Return a one-line reason why the kernel does not support these operands, or None."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in (rows, matrices)):
         return "arrays that are neither bfloat16 nor float32"
     if len(rows) > MOST_ROWS:
@@ -51,7 +51,8 @@ def product(
     columns = _columns(matrices)
     blocks = -(-N // columns)
     # Blocks start at multiples of their own size. If 128 divides N, blocks divide N too, and the
-    # products with all P matrices share one array. Otherwise each matrix needs its own array.
+    # products with all P matrices are written to one array. Otherwise the products with each matrix
+    # need their own array.
     joined = P == 1 or N % LANES == 0
     if joined:
         shape, spec = (T, P * N), pl.BlockSpec((T, columns), lambda p, j, _: (0, p * blocks + j))

@@ -1,13 +1,13 @@
-"""Gathering of rows for routed experts, and the sums that return rows to their tokens.
+"""Gathering of rows for routed experts, and sums that add the experts' rows for each token.
 
 Each token chooses the same number of experts. A choice may be assigned to any row of the experts'
 input, or to none. `rows_of_tokens` gathers the rows, and `sums_of_rows` adds up each token's rows.
 
 Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (a TPU kernel for the sums) and
 "pallas" (the kernel if there is one for the platform, else plain JAX). The default, None, uses the
-kernel on TPUs if there are at most half as many rows as choices, as on a mesh that shards experts,
-because XLA reads and adds one row for every choice. The two ops are each other's transposes, so
-each computes the other's gradient, without a scatter.
+kernel on TPUs if there are at most half as many rows as choices, for example on a mesh that shards
+experts. In that case the kernel is faster, because XLA reads and adds one row for every choice. The
+two ops are each other's transposes, so each computes the other's gradient, without a scatter.
 """
 
 import functools
@@ -35,7 +35,7 @@ def rows_of_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "rows width"]:
-    """Gather, for each row, the vector of the token that has the row: `x[order // each]`.
+    """Gather, for each row, the vector of the token that the row belongs to: `x[order // each]`.
 
     `each` is the number of choices per token, `choices / tokens`.
 

@@ -30,7 +30,7 @@ _CHOICES = 1024
 
 
 def unsupported(op: str, rows, order, places) -> str | None:
-    """Return the reason, in one line, if the kernel does not support this call, else None."""
+    """Return a one-line reason why the kernel does not support this call, or None if it does."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
     return checks_varying()

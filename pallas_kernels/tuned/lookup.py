@@ -1,9 +1,9 @@
 """Selection of a kernel's block sizes for the device that a program is compiled for.
 
 The block sizes are those of the first table with a usable entry, or else those of the kernel's own
-rule (its heuristic). Tables are searched in this order: tables of `with tuned(table)`, innermost
-first; the user's file; the table that is shipped with the package. This module never searches for
-better sizes. A table that cannot be read causes a warning, not an error.
+rule (its heuristic). The tables of `with tuned(table)` are searched first, starting with the
+innermost context, then the user's file, and last the table that is shipped with the package. This
+module never searches for better sizes. A table that cannot be read causes a warning, not an error.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def register(
     *,
     version: int = 1,
 ) -> dict[str, Kernel]:
-    """Register the kernels of one package whose block sizes can be tuned; return them by name.
+    """Register the tunable kernels of one package, and return a dict that maps names to kernels.
 
     The arguments are the fields of `Kernel`, for all kernels named in `names`. `refused` has the
     kernel's name as an additional first argument.

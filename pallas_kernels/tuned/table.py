@@ -39,14 +39,13 @@ class Entry:
       blocks: the names and values of the block sizes.
       source: how the block sizes were found: "measured" on a device, "estimated" from compiled
         programs, or selected by the kernel's own rule, its "heuristic".
-      seconds: the time of a call with `blocks`, in seconds: a list of all measurements, or of one
-        estimate.
+      seconds: the time of a call with `blocks`, in seconds: a list of all measured times, or of a
+        single estimated time.
       default_seconds: the time of a call with `default_blocks`, in the form of `seconds`.
       default_blocks: the block sizes that the heuristic selected when this entry was made.
       implementation: the fastest implementation, if it is not this entry's kernel. Only entries for
         GPUs have this field.
-      versions: maps the names of the software that compiled and measured the kernel to its
-        versions.
+      versions: the names and versions of the software that compiled and measured the kernel.
       date: the date of the search, as YYYY-MM-DD.
       table: the name of the table from which the entry was copied, if the entry is a record of a
         run.
@@ -129,7 +128,7 @@ def _order(entry: Entry) -> tuple[str, str, str, int]:
 
 
 def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
-    """Parse a file's content into a table. Invalid parts raise no error but are in `faults`."""
+    """Parse a file's content into a table. Invalid parts are listed in `faults`, not raised."""
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
