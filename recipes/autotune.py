@@ -5,12 +5,12 @@
     python -m recipes.autotune --from_preset=rmt-305m --device
 
 Candidate block sizes are compiled one by one, each within a time limit. Without --device, they are
-ranked by an estimate: on a TPU, the longer of the time of the static schedule and the time to move
-their bytes; on a GPU, a time from bytes, concurrent warps and spilled registers. With --device, the
-best candidates are checked against plain JAX and timed in turn. Block sizes that are clearly faster
-than the default are written to the table --out, by default the table that training reads. The
-outcome of every candidate is logged as one line of the file <--out>.log.jsonl. An interrupted
-search resumes with the same command.
+ranked by an estimated time. For a TPU, it is the time of the compiler's instruction schedule or the
+time to move the bytes, whichever is longer. For a GPU, it is computed from the bytes moved, the
+concurrent warps and the spilled registers. With --device, the best candidates are checked against
+plain JAX and timed in turn. Block sizes that are clearly faster than the default are written to the
+table --out, by default the table that training reads. The outcome of every candidate is logged as
+one line of the file <--out>.log.jsonl. An interrupted search resumes with the same command.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
 # The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
-_OP = flags.DEFINE_list("op", None, f"ops to tune, at the papers' sizes: {', '.join(_OPS)}, or all")
+_OP = flags.DEFINE_list(
+    "op", None, f"ops to tune, at the sizes in the papers: {', '.join(_OPS)}, or all"
+)
 _PRESET = flags.DEFINE_string(
     "from_preset", None, "preset whose train and decode steps are tuned; see --list_presets"
 )
@@ -66,9 +68,11 @@ _OUT = flags.DEFINE_string(
     "else tuned.json in the user's cache folder",
 )
 _RESUME = flags.DEFINE_bool(
-    "resume", True, "reuse the outcomes in the log of an earlier search; otherwise start again"
+    "resume", True, "reuse the outcomes that an earlier search logged; with --noresume, start again"
 )
-_REFRESH = flags.DEFINE_bool("refresh", False, "also tune the kernels that the table already has")
+_REFRESH = flags.DEFINE_bool(
+    "refresh", False, "also tune kernels that already have an entry in the table"
+)
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would be tuned, and exit")
 _JSON = flags.DEFINE_bool("json", False, "print only JSON; progress goes to standard error")
 _KERNEL = flags.DEFINE_multi_string(
@@ -186,7 +190,9 @@ def _problems(target, work: Any) -> list[Any]:
     if _KERNEL.value:
         problems = [p for p in problems if any(part in p.kernel for part in _KERNEL.value)]
     if not problems:
-        raise UsageError(f"--target={target.name} has no kernel of the given ops or preset to tune")
+        raise UsageError(
+            f"--target={target.name} has no tunable kernel for the given ops or preset"
+        )
     return problems
 
 

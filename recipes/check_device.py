@@ -4,11 +4,12 @@
     python -m recipes.check_device --op=key_vector,attention --output=device.json
 
 Run this command first on a new machine. Every kernel that programs use on this device runs at two
-model sizes. Its results and all its gradients are compared with its equations in float32, and what
-it restores from int16 is compared bit for bit. Each kernel is timed, and so are a matrix product
-and a copy, for comparison. The exit code is 1 if anything differs or fails. The file of --output is
-written after every case, so that an interrupted check keeps its results. On a CPU, which has no
-kernels, the plain JAX forms are checked at small sizes.
+model sizes. Its results and all its gradients are compared with an evaluation of its equations in
+float32. A residual that it restores from int16 must equal the original bit for bit. Each kernel is
+timed, and so are a matrix product and a copy, for comparison. The exit code is 1 if anything
+differs or fails. The file --output is written after every case, so that an interrupted check keeps
+its results. On a CPU, which has no kernels, the plain JAX implementations are checked at small
+sizes.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "auto",
     ["auto", "pallas", "xla", "mosaic_gpu"],
     "auto: the kernels that programs use on this device; pallas: all kernels; xla: plain JAX; "
-    "mosaic_gpu: as auto, but key-vector ops use Mosaic GPU kernels where they can",
+    "mosaic_gpu: like auto, but key-vector ops use Mosaic GPU kernels where they can",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
 _TIME = flags.DEFINE_bool("time", True, "also time every call, a matrix product and a copy")

@@ -1,6 +1,6 @@
 """The flags that describe a run, and their conversion to a RunConfig.
 
-This module does not import jax; see `program` for the reason.
+This module does not import jax, because the import is slow.
 """
 
 import dataclasses
@@ -181,8 +181,8 @@ def _config_of_source(init_from: str) -> RunConfig:
     except ArgumentError as error:
         _, _, value_and_reason = str(error).partition("=")
         raise UsageError(f"--init_from={value_and_reason}") from None
-    # Clear the fields that say where the source run got its own weights from: a run that starts
-    # from the source run's weights does not need them.
+    # Clear the fields that name the source of the source run's own initial weights: a run that
+    # starts from the source run's weights does not need them.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
@@ -221,8 +221,8 @@ def _check_once(flag_names: dict[str, str]) -> None:
 
     Raises:
       UsageError: --set and a flag in `flag_names` set the same value, so that one of the two would
-        have no effect. However, --set may select, by a string, the kind of the object that contains
-        the flag's field.
+        have no effect. It is not an error if --set assigns a string that selects the kind of the
+        object with the flag's field.
     """
     for path, value in assigned().items():
         for flag_path, flag in flag_names.items():
@@ -232,7 +232,7 @@ def _check_once(flag_names: dict[str, str]) -> None:
 
 
 def given_paths() -> dict[str, str]:
-    """Return the config paths that the given run flags set, mapped to the flags as written."""
+    """Return a dict from each config path that a run flag sets to the flag as the user wrote it."""
     paths = {path: f"--{name}" for name, path, *_ in _RUN_FLAGS if flags.FLAGS[name].present}
     return paths | {path: f"--set={path}" for path in assigned()}
 

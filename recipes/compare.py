@@ -29,7 +29,7 @@ _PRESETS = flags.DEFINE_list(
 )
 several.define_seeds_flag()
 _BY_LOSS = flags.DEFINE_bool(
-    "by_loss", False, "sort the table by loss, lowest first, not in the order of --presets"
+    "by_loss", False, "sort the table by loss, lowest first, instead of in the order of --presets"
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", "runs/compare", "folder for the run folders, local or gs://"
@@ -74,10 +74,13 @@ def _train_and_compare(runs: dict[str, list[several.Trial]], folder: Folder) -> 
 
 
 def _names(requested: list[str]) -> list[str]:
-    """Return the names in --presets, with each pattern replaced by matching presets, once each."""
+    """Return the presets that --presets names or matches with patterns, without duplicates."""
     plain = [name for name in requested if not _is_pattern(name)]
     if not requested or len(set(plain)) < len(plain):
-        raise UsageError(f"--presets={','.join(requested)} must be one or more different names")
+        raise UsageError(
+            f"--presets={','.join(requested)} is empty or repeats a name; "
+            "legal: one or more different names"
+        )
     names: list[str] = []
     for name in requested:
         if _is_pattern(name):

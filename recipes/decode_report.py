@@ -1,15 +1,19 @@
-"""Report the time of decode steps, estimated or measured here, with a lower bound.
+"""Report the time of decode steps, estimated or measured on this machine, with a lower bound.
 
     python -m recipes.decode_report --presets=gpt2-405m,rmt-305m --target=v5e --batch=1,32,256
     python -m recipes.decode_report --presets=gpt2-tiny,rmt-tiny --target=host --context=128
 
 A decode step generates one new token for each row of a batch. For each preset, batch and context,
-the report gives: the bytes that every step must move and the time to move them at full bandwidth;
-the time of the step; the fraction of the bandwidth that the step reaches; the ratio of its time to
-the first preset's; its memory; and copies that are at least as large as one layer's keys. For v5e,
-v5p and v6e, the step is estimated from the output of the TPU compiler (`pip install 'jax[tpu]'`).
-For "host", the default on a machine with a GPU or a TPU, the engine is timed with random weights.
-Cases that do not fit in memory are reported without a time.
+the report gives:
+
+- the bytes that every step must move, and the time to move them at full bandwidth;
+- the time of the step, and the fraction of the bandwidth that it reaches;
+- the ratio of this time to that of the first preset;
+- the memory of the step, and its copies of arrays that are at least as large as one layer's keys.
+
+For v5e, v5p and v6e, the step is estimated from the output of the TPU compiler (`pip install
+'jax[tpu]'`). For "host", the default on a machine with a GPU or a TPU, the engine is timed with
+random weights. Cases that do not fit in memory are reported without a time.
 """
 
 import json
@@ -39,7 +43,7 @@ _SET = flags.DEFINE_multi_string(
 )
 _REPEATS = flags.DEFINE_integer("repeats", 5, "number of timings per step", lower_bound=1)
 _LARGEST = flags.DEFINE_integer(
-    "largest", 0, "number of most expensive instructions to list per step", lower_bound=0
+    "largest", 0, "number of instructions to list per step, most expensive first", lower_bound=0
 )
 _JSON = flags.DEFINE_bool("json", False, "print all numbers as JSON instead of tables")
 _OUTPUT = flags.DEFINE_string("output", None, ".md file for the tables, local or gs://")
@@ -80,14 +84,17 @@ def main() -> int:
     _write(rows, output, picture)
     if all(row.seconds is None for row in rows):
         first, fault = rows[0].case.preset, rows[0].fault
-        raise RunError(f"no decode step has a time; for example, {first} {fault}")
+        raise RunError(f"no decode step could be timed or estimated; for example, {first} {fault}")
     return 0
 
 
 def _names() -> list[str]:
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
-        raise UsageError(f"--presets={','.join(names)} must be one or more different names")
+        raise UsageError(
+            f"--presets={','.join(names)} is empty or repeats a name; legal: one "
+            "or more different names"
+        )
     for name in names:
         if name not in presets():
             raise UsageError(unknown("--presets", name, presets()))

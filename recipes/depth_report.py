@@ -7,8 +7,8 @@ the first run folder (or to --output), and the numbers to depth.json in the same
 
 - for each run with weights over depth (Attention Residuals and its ablations, DenseFormer), a map
   of the mean weight that each site (the input of a sublayer) gives to each earlier output, as in
-  Figure 8 of Attention Residuals. For each site, there are also the entropy of the weights (1 for
-  equal weights) and the spread of their logits;
+  Figure 8 of Attention Residuals. The entropy of each site's weights (1 for equal weights) and the
+  spread of their logits are included;
 - three root mean squares over tokens and features, for each write to the residual (by the embedding
   or a sublayer): of the written array, of the residual after the write, and of the gradient of the
   loss, summed over tokens, with respect to the written array (Figure 5).
@@ -50,7 +50,7 @@ def main() -> int:
     with flag_errors("workdir"):
         workdirs = [open_folder(w) for w in _WORKDIR.value]
     if not workdirs or len({w.url.rstrip("/") for w in workdirs}) < len(workdirs):
-        raise UsageError(f"--workdir={','.join(_WORKDIR.value)} must be different run folders")
+        raise UsageError(f"--workdir={','.join(_WORKDIR.value)} is empty or repeats a run folder")
     folder, name = _picture(workdirs[0])
     profiles = {n: _profile(w) for n, w in zip(trained.names(workdirs), workdirs, strict=True)}
     try:

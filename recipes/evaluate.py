@@ -1,4 +1,4 @@
-"""Evaluate trained models: tasks of lm-evaluation-harness, and perplexity of texts.
+"""Evaluate trained models on tasks of lm-evaluation-harness, and by the perplexity of texts.
 
     python -m recipes.evaluate --workdir=runs/a --tasks=arc_easy,lambada_openai --data_dir=eval
     python -m recipes.evaluate --workdir=runs/a --text='books/*.txt' --against=runs/b
@@ -11,8 +11,9 @@ interrupted command resumes when it is repeated, and no question is answered twi
 writes evaluation.json, evaluation.md and plots/evaluation.png to --output, which is by default the
 run folder.
 
---against compares the model, on the same documents, with another run folder, with `untrained` (the
-model before its first training step), or with `unigram` (token frequencies in the training text).
+--against compares the model on the same documents with the model of another run folder, with
+`untrained` (the model before its first training step), or with `unigram` (token frequencies in the
+training text).
 """
 
 import sys
@@ -38,7 +39,7 @@ _DATA_DIR = flags.DEFINE_string(
 _TEXT = flags.DEFINE_string(
     "text",
     None,
-    "text to score: files and globs, or a token store, from which the held-out part is scored",
+    "text to score: files and globs, or a token store, whose held-out part is scored",
 )
 _STRIDE = flags.DEFINE_integer(
     "stride",
@@ -49,7 +50,7 @@ _STRIDE = flags.DEFINE_integer(
 _LIMIT = flags.DEFINE_integer(
     "limit",
     None,
-    "number of documents per task, from the first document on; the default is all documents",
+    "maximum number of documents per task, counted from the first; the default is all documents",
     lower_bound=1,
 )
 _MAX_LENGTH = flags.DEFINE_integer(
@@ -169,7 +170,7 @@ def _check_hub_flags() -> None:
 
 
 def _by_name(compared: list) -> dict:
-    """Return a dict from a short, unique name to each model: see `trained.names`."""
+    """Return a dict that maps a short, unique name to each model: see `trained.names`."""
     from rmt_tpu.evaluation.subjects import UNIGRAM, UNTRAINED
 
     runs = [subject for subject in compared if subject.name not in (UNTRAINED, UNIGRAM)]

@@ -6,13 +6,13 @@
     python -m recipes.experiment attnres-scaling --scale=paper --data=gs://bucket/tokens \\
       --mesh=fsdp=-1 --workdir=gs://bucket/experiments
 
-An arm is a model that an experiment trains once per seed. Each arm and seed trains in a run folder,
-<workdir>/<scale>/runs/<arm>/seed-<n>, which experiments share. Each point of a hyperparameter
-search trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>. An interrupted command resumes
-when it is repeated. With --outcomes=FILE, which gets a line for each finished run, it also resumes
-on another machine. Flags that describe runs, like --data, apply to every run. If the text is not a
-token store, it is first converted to one, <workdir>/<scale>/text, so that all seeds hold out the
-same part of the text.
+An arm is a model that an experiment trains once per seed. For each seed, an arm trains in a run
+folder, <workdir>/<scale>/runs/<arm>/seed-<n>, which all experiments with this arm share. Each point
+of a hyperparameter search trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>. An
+interrupted command resumes when it is repeated. With --outcomes=FILE, which gets a line for each
+finished run, it also resumes on another machine. Flags that describe runs, like --data, apply to
+every run. If the text is not a token store, it is first converted to one, <workdir>/<scale>/text,
+so that all seeds hold out the same part of the text.
 
 The command writes <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
 """
@@ -48,8 +48,8 @@ _JOBS = flags.DEFINE_integer(
 _ONLY = flags.DEFINE_string(
     "only",
     None,
-    "train only runs whose names match, like 'rmt-32/*', and write no results; for use on several "
-    "machines",
+    "train only runs whose names match this pattern, like 'rmt-32/*', and write no results; use "
+    "it to divide an experiment over several machines",
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", "runs/experiments", "folder for runs and results, local or gs://"
@@ -60,10 +60,14 @@ _OUTCOMES = flags.DEFINE_string(
 )  # fmt: skip
 _COMMANDS = flags.DEFINE_string(
     "commands", None, "instead of training, write the recipes.train commands of the next runs to "
-    "this shell script, for example for every host of a pod; repeat this command after the script"
+    "this shell script, for example to run it on every host of a pod; after the script has "
+    "finished, repeat this command"
 )  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", "hub", "data of the tasks: a folder with <task>.jsonl files; hub downloads the data"
+    "data_dir",
+    "hub",
+    "folder with <task>.jsonl files for the tasks; the value hub downloads the data from the "
+    "Hugging Face hub",
 )
 several.define_seeds_flag()
 common.define_run_flags()
@@ -77,7 +81,7 @@ def main() -> int:
     experiment = catalog.experiment(_NAME.value)
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
-    # Report missing data of tasks before anything is trained.
+    # Report missing task data before anything is trained.
     _tasks(experiment)
     if experiment.plan is not None:
         return _PlanTrainer(experiment, folder).run()
@@ -143,11 +147,13 @@ class _PlanTrainer:
         for path in {path for search in searches for point in search.points for path in point}:
             if (flag := common.given_paths().get(path)) is not None:
                 raise UsageError(
-                    f"{flag}: {self.experiment.name} searches {path}; leave this flag out"
+                    f"{flag} cannot be given, because {self.experiment.name} searches {path}"
                 )
         used = {seed for search in searches for seed in search.seeds}
         if overlap := used.intersection(self.seeds):
-            raise UsageError(f"--seeds has {min(overlap)}, which a search uses; legal: other seeds")
+            raise UsageError(
+                f"--seeds contains {min(overlap)}, which a search uses; legal: other seeds"
+            )
 
     def run(self) -> int:
         started = time.monotonic()

@@ -3,9 +3,9 @@
     python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
 
 The folder gets config.json and safetensors files. The format supports models with RMSNorm, RoPE,
-SwiGLU and the plain residual (`llama-...` presets), and a few more kinds. For any other model, the
-command stops with an error that names the unsupported config field. Other programs can load the
-folder, and so can the recipes train, generate and evaluate, with --init_from.
+SwiGLU and the ordinary additive residual (`llama-...` presets), and a few more kinds. For any other
+model, the command stops with an error that names the unsupported config field. Other programs can
+load the folder, and so can the recipes train, generate and evaluate, with --init_from.
 
 With --kind=rmt_tpu, any model can be exported, for example one with a different residual. The
 folder then also contains PyTorch code with which the transformers library loads the model.
@@ -32,9 +32,9 @@ _KIND = flags.DEFINE_enum(
     "kind",
     "hub",
     ["hub", "qwen3_5_moe_text", "rmt_tpu"],
-    "model type of the folder; hub: the hub's type that fits the model; qwen3_5_moe_text: this "
-    "type, for a model whose type would otherwise be qwen3_next; rmt_tpu: the project's own type "
-    "for any model, with PyTorch code in the folder",
+    "model type in the folder's config.json; hub: the hub's type that fits the model; "
+    "qwen3_5_moe_text: this type, for models that hub would export as qwen3_next; rmt_tpu: the "
+    "project's own type, which fits any model, with PyTorch code in the folder",
 )
 
 

@@ -1,4 +1,4 @@
-"""Generate text with a trained decoder, streamed to the terminal or for a file of prompts.
+"""Generate text with a trained decoder, for one prompt or for a file of prompts.
 
     python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
     python -m recipes.generate --workdir=runs/rmt-tiny --prompts=in.jsonl --output=out.jsonl

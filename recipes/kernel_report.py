@@ -3,12 +3,12 @@
     python -m recipes.kernel_report --op=key_vector --targets=v5e --output=reports
     python -m recipes.kernel_report --step --presets=rmt-305m,gpt2-405m --batch_size=16
 
-For ops (--op), the kernel of every call is compared with plain JAX. On a machine
-with a GPU or a TPU, ops and steps are measured instead of estimated, unless --targets is given. For
-steps (--step), the report has cycles per part, the ratio of the first preset to the second, the
-most expensive instructions, and a picture; a measured report has the time of each step and of its
-largest kernels. The command writes Markdown and JSON to --output. Estimates need the TPU compiler
-(`pip install 'jax[tpu]'`), but no TPU.
+For ops (--op), the kernel of every call is compared with plain JAX. On a machine with a GPU or a
+TPU, ops and steps are measured instead of estimated, unless --targets is given. For steps (--step),
+the report has cycles per part, the ratio of the first preset to the second, the most expensive
+instructions, and a picture. A measured report has the time of each step and of its largest kernels
+instead. The command writes Markdown and JSON to --output. Estimates need the TPU compiler (`pip
+install 'jax[tpu]'`), but no TPU.
 """
 
 import contextlib
@@ -116,7 +116,10 @@ def _report_steps(folder: Path) -> int:
 
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
-        raise UsageError(f"--presets={','.join(names)} must be one or more different names")
+        raise UsageError(
+            f"--presets={','.join(names)} is empty or repeats a name; legal: one "
+            "or more different names"
+        )
     steps = [
         step_cost.TrainStep(
             n, _BATCH_SIZE.value, _SEQ_LEN.value, common.preset_changes(n, names, _SET.value)

@@ -1,6 +1,6 @@
-"""The flags with which several processes train one run together.
+"""The flags for training one run with several processes.
 
-This module does not import jax; see `program` for the reason.
+This module does not import jax, because the import is slow.
 """
 
 import os
@@ -95,7 +95,7 @@ def hush_gloo() -> None:
     import jax
 
     if jax.default_backend() != "cpu":
-        return  # NCCL, the library on GPUs, prints to standard output only on request.
+        return  # NCCL, the library for GPUs, prints to standard output only on request.
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     with open(os.devnull, "wb") as nowhere:

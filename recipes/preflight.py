@@ -13,9 +13,9 @@ vocabulary is that of --tokenizer (by default `byte`), unless --set=model.vocab_
     python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \\
         --prompt=131072
 
-With --prompt, the command compiles the program with which recipes.generate reads a part of a prompt
-of this length on this mesh. With --decode=32 in addition, it instead compiles a decode step for 32
-rows of this length.
+With --prompt, the command instead compiles the program that recipes.generate uses on this mesh to
+read one part of a prompt of this length. With both --prompt and --decode=32, it compiles a decode
+step for 32 rows of this length.
 
 With several slices (--num_slices), the slices are laid out along the mesh axis data, stage or fsdp,
 and the traffic over the data center's network is reported separately.
@@ -47,7 +47,7 @@ _SLICES = flags.DEFINE_integer(
     lower_bound=1,
 )
 _JSON = flags.DEFINE_string(
-    "json", None, "file for all numbers as JSON; - prints nothing but the JSON, to standard output"
+    "json", None, "file for all numbers as JSON; - prints only this JSON, to standard output"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
 _BUFFERS = flags.DEFINE_integer(
@@ -56,8 +56,8 @@ _BUFFERS = flags.DEFINE_integer(
 _PROMPT = flags.DEFINE_integer(
     "prompt",
     None,
-    "length of a prompt in tokens; compile the chunked prefill of such a prompt instead of a "
-    "train step",
+    "compile the chunked prefill of a prompt instead of a train step, for a prompt with this "
+    "number of tokens",
     lower_bound=1,
     upper_bound=2**30,
 )
@@ -70,8 +70,8 @@ _PART = flags.DEFINE_integer(
 _DECODE = flags.DEFINE_integer(
     "decode",
     None,
-    "number of rows with --prompt tokens each; compile a decode step for these rows instead of "
-    "a train step",
+    "compile a decode step instead of a train step, for this many rows; --prompt sets the number "
+    "of tokens in each row",
     lower_bound=1,
 )
 common.define_run_flags()
@@ -100,7 +100,7 @@ def main() -> int:
     if _PART.value is not None and _PROMPT.value is None:
         raise UsageError(f"--part={_PART.value} needs --prompt")
     if _DECODE.value is not None and (_PROMPT.value is None or _PART.value is not None):
-        raise UsageError(f"--decode={_DECODE.value} needs --prompt, without --part")
+        raise UsageError(f"--decode={_DECODE.value} needs --prompt, and cannot be used with --part")
     prompt = None
     if _PROMPT.value is not None:
         if (_PART.value or 1) > _PROMPT.value:

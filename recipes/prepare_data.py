@@ -4,8 +4,8 @@
         --output=stores/books
     python -m recipes.train --data=stores/books --workdir=runs/books
 
---input and --output can be paths like gs://bucket/..., and --input can contain glob patterns, and
-fsspec URLs such as hf://datasets/USER/NAME/**/*.parquet. An interrupted command resumes when it is
+--input and --output can be paths like gs://bucket/.... --input can also contain glob patterns and
+fsspec URLs, such as hf://datasets/USER/NAME/**/*.parquet. An interrupted command resumes when it is
 repeated, and reports inputs that have been edited since. The store contains a held-out part and the
 tokenizer that it was made with. To repair a damaged store, delete its manifest.json and repeat the
 command, which makes the damaged parts again. To prepare a store on several hosts, run the same
@@ -39,13 +39,13 @@ _WORKERS = flags.DEFINE_integer(
     "workers", None, "number of worker processes on this host; the default is one per CPU"
 )
 _TEXT_FIELD = flags.DEFINE_string(
-    "text_field", "text", "field of .jsonl files, or column of .parquet and .arrow files, that has "
-    "the text of a document",
+    "text_field", "text", "field of .jsonl files, or column of .parquet and .arrow files, that "
+    "contains the text of a document",
 )  # fmt: skip
 _FORMAT = flags.DEFINE_enum(
     "format", "text", ["text", "messages", "completion"],
-    "what a document is: text; messages, a conversation in the field messages, with a loss on the "
-    "answers; or completion, the fields prompt and completion, with a loss on the completion",
+    "format of a document; text: text only; messages: a conversation in the field messages, with a "
+    "loss on the answers; completion: the fields prompt and completion, with a loss on the latter",
 )  # fmt: skip
 _CHAT_TEMPLATE = flags.DEFINE_string(
     "chat_template", "", "file with a chat template for --format=messages, in place of the "
@@ -86,8 +86,8 @@ def main() -> int:
     """Tokenise the text that --input names into a token store, and return 0."""
     from rmt_tpu.data.prepare import SingleProcess, prepare
 
-    # Treat other signals that stop a program like Ctrl-C, so that worker processes and semaphores
-    # are cleaned up.
+    # Handle the other signals that stop a program in the same way as Ctrl-C, so that worker
+    # processes and semaphores are cleaned up.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
         # A program under nohup ignores SIGHUP, and must continue to ignore it.
         if signal.getsignal(number) is signal.SIG_DFL:

@@ -1,7 +1,7 @@
 """The start-up, error reporting and exit codes that all recipes share.
 
-This module does not import jax, because the import is slow: `--help` and errors in flags are then
-answered immediately.
+This module does not import jax, because the import is slow. Help texts and errors in flags are
+therefore printed immediately.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _REWORDED = [
     (r": could not convert string to float.*", " must be a number"),
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
-# Names of flags in other programs, mapped to the recipes' flags that error messages suggest.
+# Maps flag names of other programs to the recipes' flags that error messages suggest instead.
 _OTHER_NAMES = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -78,8 +78,8 @@ def start(
 ) -> NoReturn:
     """Run a recipe: parse the flags, call `main`, and exit with the code that `main` returns.
 
-    An error that the user can act on is printed as one line. Its exit code is 2 for a usage error,
-    and 1 for an error of the run.
+    An error that the user can act on is printed as one line. The exit code is then 2 for a usage
+    error, and 1 for an error of the run.
 
     Args:
       main: the recipe's function.
@@ -188,8 +188,8 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
 def _until_pipe_breaks(print_text: Callable[[], int | None]) -> int | None:
     """Return the result of `print_text`, or BROKEN_PIPE if the reader of the output has exited.
 
-    The reader may be a program like `head`. A broken pipe is raised only in programs whose results
-    are only printed: see `start`.
+    The reader may be a program like `head`. A broken pipe raises an error only in programs with
+    `only_printed`: see `start`.
     """
     try:
         code = print_text()
@@ -221,7 +221,7 @@ def _no_platform() -> str | None:
     try:
         jax.devices()
         return None
-    except (RuntimeError, AssertionError):  # jax raises AssertionError if a plugin is missing
+    except (RuntimeError, AssertionError):  # jax raises an AssertionError if a plugin is missing.
         jax.config.update("jax_platforms", None)
         available = dict.fromkeys([jax.default_backend(), "cpu"])
         return (

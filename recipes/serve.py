@@ -46,8 +46,8 @@ _QUEUE = flags.DEFINE_integer(
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
     2048,
-    "maximum number of tokens of a prompt and its completion together; at most the model's learned "
-    "positions",
+    "maximum number of tokens in a prompt and its completion together; at most the model's number "
+    "of learned positions, if it has any",
     lower_bound=1,
 )
 _MAX_TOKENS = flags.DEFINE_integer(
@@ -68,7 +68,10 @@ _MAX_CONNECTIONS = flags.DEFINE_integer(
     upper_bound=2**16,
 )
 _DRAIN_SECONDS = flags.DEFINE_float(
-    "drain_seconds", 60, "seconds that open requests have to finish after SIGTERM", lower_bound=0
+    "drain_seconds",
+    60,
+    "seconds after SIGTERM within which open requests must finish",
+    lower_bound=0,
 )
 _COMPILE_FIRST = flags.DEFINE_bool(
     "compile_first", False, "compile the programs for all lengths before the first request"

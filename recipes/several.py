@@ -1,6 +1,6 @@
 """The training of several runs, in turn or at the same time, and the flag --seeds.
 
-This module does not import jax; see `program` for the reason.
+This module does not import jax, because the import is slow.
 """
 
 import contextlib
@@ -69,7 +69,9 @@ def seeds() -> list[int] | None:
             f"--seeds={shown(out_of_range[0])} must be {ranges(TrainConfig)['seed'].words}"
         )
     if not numbers or len(set(numbers)) < len(numbers):
-        raise UsageError(f"--seeds={value} must be one or more different numbers")
+        raise UsageError(
+            f"--seeds={value} is empty or repeats a seed; legal: one or more different numbers"
+        )
     return numbers
 
 

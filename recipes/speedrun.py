@@ -6,8 +6,9 @@
 
 Each preset trains in <workdir>/<preset>/seed-<n>, and a run stops at the first evaluation that
 reaches the loss. An interrupted command resumes when it is repeated. --list prints the tracks, and
-docs/guides/speedrun.md has the rules. The flags of recipes.train change all entries, except what
-the track fixes. The command writes speedrun.json, with every run, and the table speedrun.md.
+docs/guides/speedrun.md has the rules. The flags of recipes.train apply to all entries, but cannot
+change what the track fixes. The command writes speedrun.json, with every run, and the table
+speedrun.md.
 """
 
 import dataclasses
@@ -32,13 +33,13 @@ _TRACK = flags.DEFINE_enum(
     "track",
     "cpu",
     ["cpu", "tpu", "gpu"],
-    "track: the text, the loss to reach and the machine; see --list",
+    "track, which fixes the text, the loss to reach and the machine; see --list",
 )
 _PRESETS = flags.DEFINE_list(
     "presets", None, "names of presets to train; the default is the track's first entry"
 )
 _TEXT = flags.DEFINE_string(
-    "text", None, "wheel with the text of the track cpu; not needed once the text is prepared"
+    "text", None, "wheel file with the text of the track cpu; not needed once the text is prepared"
 )
 several.define_seeds_flag()
 _WORKDIR = flags.DEFINE_string(

@@ -5,10 +5,10 @@
 
 The state is a set of random float32 arrays, whose values are distributed like weights. It is saved
 and restored in turn by `Checkpointer` and by Orbax's CheckpointManager, each with and without
-compression. Each of these starts a save, waits until it is finished, and restores the state into
-new arrays, which must be equal bit for bit. The tables show medians over --rounds. For a folder on
-gs://, only `Checkpointer` is measured. Files that have just been written may be read from the page
-cache. The command writes a table, JSON and a picture to --output.
+compression. Each measurement starts a save, waits until it is finished, and restores the state into
+new arrays, which must equal the saved ones bit for bit. The tables show medians over --rounds. For
+a folder on gs://, only `Checkpointer` is measured. Files that have just been written may be read
+from the page cache. The command writes a table, JSON and a picture to --output.
 
 With --store, the command measures how fast random windows of a token store are read, and how long a
 train step that processes a million tokens per second waits for them.
@@ -38,13 +38,15 @@ _ROUNDS = flags.DEFINE_integer(
     "rounds", 3, "number of times to save and restore each kind of checkpoint"
 )
 _ORBAX = flags.DEFINE_bool("orbax", True, "measure Orbax too; this needs a local folder")
-_STORE = flags.DEFINE_string("store", None, "token store to read, instead of checkpoints")
+_STORE = flags.DEFINE_string(
+    "store", None, "measure reads of this token store, instead of checkpoints"
+)
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 256, "number of windows (token sequences) per batch, with --store"
 )
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "number of tokens per window, with --store")
 _SECONDS = flags.DEFINE_float(
-    "seconds", 10.0, "seconds to read --store without train steps, and again with train steps"
+    "seconds", 10.0, "seconds for which --store is read, first without and then with train steps"
 )
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for the table, JSON and picture")
 
@@ -133,7 +135,7 @@ def _check_space(path: Path | None) -> None:
     needed = 2.2e9 * _GIGABYTES.value
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(
-            f"--folder={_FOLDER.value} has {free / 1e9:.1f} GB free, and --gigabytes="
+            f"--folder={_FOLDER.value} has {free / 1e9:.1f} GB free, but --gigabytes="
             f"{_GIGABYTES.value:g} needs {needed / 1e9:.1f} GB"
         )
 
@@ -282,7 +284,7 @@ def _draw(output: Any, rows: list[Row], where: str) -> str:
         bars = axes.barh([row.name for row in rows], seconds, color="tab:blue")
         axes.bar_label(bars, fmt="%.2f s", padding=3)
         axes.set(title=part, xlabel="seconds", xlim=(0, 1.25 * max(seconds)))
-    axes.invert_yaxis()  # the two plots share their y axis, so one call is enough
+    axes.invert_yaxis()  # The two plots share their y axis, so one call is enough.
     figure.suptitle(where, fontsize="small")
     return save_picture(figure, output, "storage_report.png")
 

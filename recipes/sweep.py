@@ -50,7 +50,10 @@ _SEARCH_SEED = flags.DEFINE_integer(
     "search_seed", 0, "seed of the random choice of --trials points", lower_bound=0
 )
 _FACTOR = flags.DEFINE_integer(
-    "halving_factor", 3, "factor by which each rung of halving reduces the points", lower_bound=2
+    "halving_factor",
+    3,
+    "factor by which each rung of halving reduces the number of points",
+    lower_bound=2,
 )
 _VARIANT = flags.DEFINE_multi_string(
     "variant", [], "a name and config changes, like 'x2 model.num_layers=8'"
@@ -58,7 +61,7 @@ _VARIANT = flags.DEFINE_multi_string(
 _COORDINATES = flags.DEFINE_integer(
     "coordinates",
     0,
-    "number of training steps of a coordinate check, instead of a sweep; 0 means no check",
+    "run a coordinate check with this many training steps instead of a sweep; 0 means no check",
     lower_bound=0,
 )
 _WORKDIR = flags.DEFINE_string(
@@ -83,7 +86,7 @@ def main() -> int:
 def _base_run(folder: Folder) -> RunConfig:
     """Return the run config that the flags describe.
 
-    If only --init_from selects the model, the stored config of a started trial does not replace it.
+    If only --init_from selects the model, its folder is read even if a trial has stored a config.
     """
     if flags.FLAGS.init_from and not (flags.FLAGS.preset or flags.FLAGS.config):
         return common.selected_config()[1]
@@ -113,7 +116,7 @@ def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
         name, *assignments = shlex.split(text)
     except ValueError:
         raise UsageError(
-            f"--variant={shown(text)} is not a name and path=value, separated by spaces"
+            f"--variant={shown(text)} must be a name and path=value, separated by spaces"
         ) from None
     if "=" in name or "/" in name:
         raise UsageError(f"--variant={shown(text)} has no name before its values, like 'x2 ...'")

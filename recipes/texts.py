@@ -1,6 +1,6 @@
 """Config changes that follow from the flags that name a run's text.
 
-This module does not import jax; see `program` for the reason.
+This module does not import jax, because the import is slow.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rmt_tpu.errors import UsageError
 
 
 def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the further config changes that follow if flags change the text of a run.
+    """Return the additional config changes that are needed if flags change the text of a run.
 
     A mixture is parsed from its form on the command line. If no flag sets the tokenizer, it becomes
     that of the token store, or of the first token store in a mixture. A text that is given without

@@ -1,6 +1,6 @@
-"""The flags with which recipes select a trained model and the mesh that it runs on.
+"""The flags that select a trained model and the mesh that it runs on.
 
-This module does not import jax; see `program` for the reason.
+This module does not import jax, because the import is slow.
 """
 
 import os

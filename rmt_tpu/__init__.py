@@ -11,7 +11,7 @@ __version__ = "0.1.0"  # setup.py reads the version from this line.
 
 __all__ = ["Decoder", "load", "preset", "presets"]
 
-# These names are imported on first use, so that a command that only reports an illegal flag need
+# These names are imported on first use, so that a command that only reports an illegal flag does
 # not load jax.
 _LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.runs.loading"}
 

@@ -1,4 +1,4 @@
-"""Reports of the attention implementation that a model uses on a device, with the reasons."""
+"""Reports of which attention implementations a model uses on a device, and why."""
 
 import dataclasses
 from types import ModuleType
@@ -77,7 +77,7 @@ def _refusal(kernel: ModuleType, target: Target, arguments: AttentionOperands) -
 def _attention_arguments(
     model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool
 ) -> AttentionOperands | None:
-    """Return abstract arguments of attention over one sequence, or None for any other core."""
+    """Return the shapes and dtypes of attention's arguments, or None if the core has no softmax."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
     if (softmax := core.softmax) is None:

@@ -52,7 +52,7 @@ class Tuner:
       rate: a function that compiles a candidate and rates it.
       timer: a function that times candidates on a device, or None without a device.
       top: the number of candidates per kernel to time, in addition to the default block sizes.
-      refresh: whether to tune kernels again that already have an entry in the table.
+      refresh: whether to tune kernels again if they already have an entry in the table.
       progress: a function that is called with a line of text per candidate.
       clock: a function that returns the current time in seconds.
     """

@@ -14,7 +14,7 @@ Reports = Mapping[str, Any]
 
 _BEST_GUESS = "best guess"
 _MODELS = ("least", _BEST_GUESS, "most")
-# Maps each row of the table of a train step to the parts of a report whose cycles it adds up.
+# Maps each row of a train step's table to the parts of a report whose cycles it adds up.
 _PARTS = {
     "residual: stores, norms, reads": ("residual",),
     "projections: W_Q, W_K, W_V, W_O": ("projections",),
@@ -117,7 +117,7 @@ def measured_ops(reports: Reports) -> str:
 
 
 def step_parts(reports: Reports) -> str:
-    """Return a table of the million cycles of each part of a train step, for two models.
+    """Return a table of the cycles (in millions) of each part of a train step, for two models.
 
     The argument maps `<preset>@<chip>` to a report of `recipes.kernel_report --step`.
     """
@@ -133,10 +133,12 @@ def step_parts(reports: Reports) -> str:
 
 
 def residuals(*sources: Reports) -> str:
-    """Return a table of what residuals cost in a step, from `recipes.kernel_report --step`.
+    """Return a table of the cost of train steps by residual, from `recipes.kernel_report --step`.
 
-    The parts of a source are named `<residual>@<chip>`, and the first residual is the plain one. A
-    cell has the ratio of two steps by the best guess, and its range over the models of cost.
+    The parts of a source are named `<residual>@<chip>`, and the first residual is the ordinary one,
+    called "plain". A cell has the ratio of a step's cycles to those with the plain residual. The
+    ratio is estimated with the most likely cost model, and followed by its range over all cost
+    models.
     """
     names, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
     costs = [{part: of["steps"][0] for part, of in reports.items()} for reports in sources]
@@ -202,8 +204,8 @@ def decode_host(reports: Reports) -> str:
 def counts(reports: Reports) -> str:
     """Return a table of parameters and FLOPs for residuals of 1 to 8 times the smallest size.
 
-    The argument has the report of `recipes.experiment rmt-counts`. Each cell also shows the growth
-    relative to the smallest size.
+    The argument contains the report of `recipes.experiment rmt-counts`. Each cell also shows the
+    growth relative to the smallest size.
     """
     (report,) = reports.values()
     lines = [["numbers in a token's residual"]]
@@ -232,7 +234,7 @@ def comparison(reports: Reports) -> str:
 
 
 def moments(reports: Reports) -> str:
-    """Return a table of losses with the first moment in two dtypes, from two `recipes.compare`.
+    """Return a table of losses, with the optimizer's first moment stored in two dtypes.
 
     The argument maps each dtype to the JSON of `recipes.compare`. A difference is the loss with the
     second dtype minus the loss with the first, between runs with the same seed.
@@ -284,6 +286,6 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, given the cells of each line; the first line has the titles."""
+    """Return a Markdown table, given the cells of each line; the first line has the headings."""
     rows = [f"| {' | '.join(cells)} |\n" for cells in lines]
     return "".join([rows[0], f"|{'---|' * len(lines[0])}\n", *rows[1:]])

@@ -26,7 +26,7 @@ from tests import cli
         ),
         pytest.param(
             ["--op=attention", "--target=h100", "--dry_run"],
-            "--target=h100 has no kernel of the given ops",
+            "--target=h100 has no tunable kernel for the given ops",
             marks=pytest.mark.slow,
         ),
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),

@@ -179,9 +179,9 @@ def test_usage(tmp_path):
         error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
         assert f"--outcomes={file} is a folder; legal: a new or existing file" in error
     error = cli.fail("experiment", "ladder", "--learning_rate=0.1", workdir)
-    assert "--learning_rate: ladder searches train.optimizer.learning_rate; leave this" in error
+    assert "--learning_rate cannot be given, because ladder searches train.optimizer" in error
     error = cli.fail("experiment", "ladder", "--seeds=7,100", workdir)
-    assert "--seeds has 100, which a search uses" in error
+    assert "--seeds contains 100, which a search uses" in error
     error = cli.fail("experiment", "growth", "--steps=3", workdir)
     assert "--steps=3 is too few for a model that grows; legal: 4 or more" in error
     error = cli.fail("experiment", "ladder", "--commands=gs://a/b", f"--data={cli.TEXT}", workdir)

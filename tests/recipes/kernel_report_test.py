@@ -86,7 +86,7 @@ def test_tables_fit_a_terminal():
          "--op 'key_vectors' is unknown; did you mean 'key_vector'? legal: all, "),
         (["--op=attention", "--case=H=1"], "--case 'H=1' is unknown; "),
         (["--step", "--presets=rmt-306m"], "did you mean 'rmt-305m'"),
-        (["--step", "--presets=rmt-tiny,rmt-tiny"], "must be one or more different names"),
+        (["--step", "--presets=rmt-tiny,rmt-tiny"], "is empty or repeats a name"),
         (["--step", "--presets=rmt-tiny", "--set=model.nothing=1"], "'nothing' is unknown"),
         (["--step", "--presets=rmt-tiny", "--set=rmt-46m:model.num_layers=1"],
          "preset 'rmt-46m' is unknown"),

@@ -93,7 +93,7 @@ def test_a_step_that_does_not_fit(tmp_path):
             "--part=65 is more than --prompt=64; legal: up to 64",
         ),
         ([*SMALL, f"--prompt={2**40}"], "--prompt=1099511627776: 1099511627776 is not an integer"),
-        ([*SMALL, "--decode=4"], "--decode=4 needs --prompt, without --part"),
+        ([*SMALL, "--decode=4"], "--decode=4 needs --prompt, and cannot be used with --part"),
         *later(
             (
                 [*SMALL, "--prompt=64", "--decode=3"],

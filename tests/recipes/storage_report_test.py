@@ -73,7 +73,7 @@ def test_no_orbax(tmp_path):
     [
         (["--gigabytes=0"], "--gigabytes=0.0 must be positive"),
         (["--rounds=-1"], "--rounds=-1 must be positive"),
-        (["--gigabytes=1e9"], "GB free, and --gigabytes=1e+09 needs 2200000000.0"),
+        (["--gigabytes=1e9"], "GB free, but --gigabytes=1e+09 needs 2200000000.0"),
         (["--output=s3://bucket/reports"], "s3://bucket/reports"),
     ],
     ids=["gigabytes", "rounds", "too large", "output"],
