@@ -217,8 +217,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            # After this barrier, each thread reads elements that other threads have stored.
-            ref.barrier()
+            ref.barrier()  # Next, each thread reads elements that other threads have stored.
 
         def scaled(c):
             values = single if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -395,8 +394,7 @@ def backward_tokens_kernel(site, blocks, ref):
                 _save(ref.rebuilt, (t,), rows(c), columns, _undone(site, x, _written(keys, data)))
 
         _each_chunk(chunks, write, None)
-        # After this barrier, each thread reads elements that other threads have stored.
-        ref.barrier()
+        ref.barrier()  # Next, each thread reads elements that other threads have stored.
         for group in stores:
 
             def add(c, dy, group=group):
