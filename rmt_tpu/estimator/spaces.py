@@ -152,7 +152,7 @@ class Space:
 
 
 def problem_of(look: tuned.Look) -> Problem:
-    """Return the tuning problem (kernel, sizes and device) of a look-up in the tuned tables."""
+    """Return the tuning problem (kernel, sizes and device) for a look-up in the tuned tables."""
     return Problem(look.device, look.kernel.platform, look.kernel.name, look.key, look.tokens)
 
 
@@ -352,8 +352,8 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
             return TuningCall(function, *modules, tuple(operands), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*operands, *cotangents)
-        # Besides the rows of the other site, the incoming gradient of the merged site's row is not
-        # moved either: it is overwritten without being read.
+        # The rows of the other site are not moved. Neither is the incoming gradient of the merged
+        # site's row, because it is overwritten without being read.
         function, spared = lambda m: functools.partial(back, m), 4 * row
         return TuningCall(function, *modules, arguments, (8, 9), spared=spared)
     operands, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}

@@ -20,7 +20,7 @@ _WORSE, _ROUNDING = 2.0, 1e-5
 def time_candidates(
     problem: Problem, candidates: Sequence[tuned.Blocks], device: jax.Device
 ) -> dict[tuned.Blocks | None, Timing]:
-    """Check the results of candidate block sizes, and time them and plain JAX.
+    """Check the results of candidate block sizes, then time the candidates and plain JAX.
 
     The first candidate is the default block sizes. A candidate is not timed if its results differ
     from those of plain JAX by much more than the results of the default block sizes do. The timed

@@ -1,8 +1,8 @@
 """Descriptions of devices, for compiling and for estimates; the devices need not be present.
 
-Clock rates follow from XLA's own cycle estimates and the makers' figures for peak FLOP/s.
-Bandwidths are the makers' figures. Matrix-unit timings come from libtpu's critical-path dumps,
-except where measured times contradict the dumps (see `_MATRIX_256`).
+Clock rates are computed from XLA's cycle estimates and the vendors' peak FLOP/s. Bandwidths are
+those that the vendors publish. Matrix-unit timings come from libtpu's critical-path dumps, except
+where measured times contradict the dumps (see `_MATRIX_256`).
 """
 
 import dataclasses
@@ -54,12 +54,14 @@ class Target:
       vmem: the bytes of a core's VMEM.
       matrix: the timing of the matrix units, or None for a device without a time model.
       hbm: the bytes of HBM available to a program, according to libtpu's out-of-memory error; for a
-        GPU, the capacity that the maker states.
-      interconnect: the maker's figure for the total bandwidth of a chip's links, in one direction.
+        GPU, the capacity that the vendor publishes.
+      interconnect: the total bandwidth of a chip's links in one direction, as published by the
+        vendor.
       max_chips: the number of chips (for a GPU: devices) in the largest topology.
       kind: the device kind, as in `jax.Device.device_kind`.
       platform: "tpu" or "cuda".
-      assumed: the names of the figures that are assumptions, because no source states them.
+      assumed: what is assumed about the device, because no source states it, as text; "" if nothing
+        is.
       dcn: one device's share of the bandwidth between its host or pod and the data center's
         network, over which slices communicate.
       slices: the number of slices of this topology.
@@ -120,7 +122,7 @@ class Target:
 
 
 _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
-# libtpu's figure for rows8_float32 is 8, but with 8 the minimum time of some kernels would exceed
+# libtpu's value of rows8_float32 is 8, but with 8 the minimum time of some kernels would exceed
 # their measured time (docs/benchmarks/estimates.md).
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
@@ -129,7 +131,7 @@ _HOST = 4  # The number of chips per host, which libtpu needs for topologies wit
 
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
-    """Return the target for a TPU, with figures from the device table that kernels also use."""
+    """Return the target for a TPU, with values from the device table that kernels use, too."""
     chip = chip_of(kind)
     return Target(
         name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
@@ -168,14 +170,14 @@ TARGETS = {
 
 # Devices that whole programs can be compiled for, by name; libtpu dumps no kernel schedules for
 # some of them. The matrix units of a TPU7x core are unknown. They are assumed to equal a v6e's,
-# at the clock rate that gives the maker's peak FLOP/s.
+# at the clock rate that results in the published peak FLOP/s.
 DEVICES = TARGETS | {
     t.name: t
     for t in (
         _tpu(
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", "TPU7x",
             hbm=97024 * _MIB, interconnect=300e9, max_chips=9216, dcn=50e9 / 8, grouped=0.43,
-            assumed="the matrix units of v6e, at the clock that gives the maker's peak",
+            assumed="the matrix units of v6e, at the clock that gives the published peak",
         ),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 80 * 10**9),
         _gpu("h200", "NVIDIA H200", 141 * 10**9),
@@ -220,7 +222,7 @@ _LEGAL = (
 
 
 def _cuda_options(target: Target) -> dict[str, Any]:
-    """Return options that describe a GPU to XLA, from the maker's figures."""
+    """Return options that describe a GPU to XLA, with the vendor's published values."""
     major, minor = target.accelerator_type.split(".")
     config = f"""
 gpu_device_info {{

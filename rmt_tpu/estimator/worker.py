@@ -2,9 +2,9 @@
 
     python -m rmt_tpu.estimator.worker <folder with request.json>
 
-The program reads one job per line from standard input. For each job, it writes result.json, hlo.txt
-and either the schedules of instructions or a GPU's PTX code to a folder, and prints a line when
-these files are complete.
+The program reads one job per line from standard input. For each job, it writes files to a folder:
+result.json, hlo.txt, and the schedules of a TPU's instructions or the PTX code for a GPU. It prints
+a line when these files are complete.
 """
 
 import importlib

@@ -295,7 +295,7 @@ class Total(NamedTuple):
 
 
 def _text_metrics(source_requests: SourceRequests, nats: np.ndarray) -> list[Metric]:
-    """Return the perplexities of texts per word, byte and token, and their bits per byte.
+    """Return the texts' perplexities per word, byte and token, and their bits per byte.
 
     If there is only one text, its windows are treated as documents, so that a standard error can be
     computed.

@@ -18,7 +18,7 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
 
     Args:
       arguments: the request's arguments, as normalized by lm-evaluation-harness.
-      ordinal: the number of the request. It is added to the seed, so that repeated requests give
+      ordinal: the number of the request. It is added to the seed, so that repeated requests get
         different texts.
 
     Raises:

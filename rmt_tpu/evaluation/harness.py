@@ -40,9 +40,9 @@ class RmtTpu(TemplateLM):
     """A trained model that lm-eval can evaluate, from Python or from its command line.
 
     A model from a run folder gets the start tokens that it had in training: usually BOS before each
-    text. A model in the Hugging Face hub's format gets a start token only if its tokenizer adds it.
-    Each answer enters lm-eval's cache as soon as it is computed. With `use_cache`, an interrupted
-    evaluation can therefore be resumed.
+    text. A model in the Hugging Face hub's format gets a start token only if its tokenizer adds
+    one. Each answer is added to lm-eval's cache as soon as it is computed. With `use_cache`, an
+    interrupted evaluation can therefore be resumed.
 
     Args:
       workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
@@ -154,7 +154,7 @@ class RmtTpu(TemplateLM):
         if chat_template is not True:
             raise UsageError(
                 f"--apply_chat_template={chat_template} names a template, but a model has only "
-                "one; legal: --apply_chat_template without a name"
+                "one template; legal: --apply_chat_template without a name"
             )
         return self._own_template().json()["chat_template"]
 

@@ -130,7 +130,7 @@ class Scorer(NamedTuple):
         )
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
-        """Yield the answers of one batch after the other, starting with the longest requests.
+        """Yield the answers batch by batch, starting with the longest requests.
 
         Each yielded item maps the indices of a batch's requests to their answers. If a request is
         longer than `max_length`, the beginning of its context is cut off; `check` raises an error

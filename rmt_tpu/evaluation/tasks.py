@@ -78,7 +78,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str):
         names = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise Malformed(f"the line has no text field {name!r}; its fields: {names}")
+        raise Malformed(f"the line has no text field {name!r}; it has the fields: {names}")
     return value
 
 

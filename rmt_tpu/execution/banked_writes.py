@@ -1,4 +1,4 @@
-"""The ways to add a sublayer's output to the running sum of a bank's row in progress.
+"""Ways to add a sublayer's output to the running sum, which is the bank's row in progress.
 
 A *core* is the attention or MLP of a sublayer.
 
@@ -23,10 +23,10 @@ from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import DepthIndex, ReversibleStore, Row, Store, Writer
 
-# A `Write` is a function of a sublayer's index k in the layer, the sublayer's core, the core's
-# input, the position in depth, the running sum, the parameters that write the core's output, and
-# the sums of the cores' scalars. It returns the running sum with the core's output added, and the
-# sums with the core's scalars added.
+# A `Write` adds the output of sublayer k of a layer to the running sum. Its other arguments are the
+# sublayer's core, the core's input, the position in depth, the running sum, the parameters that
+# write the core's output, and the sums of the cores' scalars. It returns the new running sum, and
+# the sums with the core's scalars added.
 Write = Callable[[int, Core, Read, DepthIndex, Row, Writer, Aux], tuple[Row, Aux]]
 
 

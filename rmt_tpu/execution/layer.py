@@ -146,9 +146,9 @@ def sites_and_cores(
 ) -> list[tuple[nnx.Module | StackSlice, Core]]:
     """Return the site and the core of each sublayer of one layer.
 
-    A site has the parameters with which the residual is written and read before the core. If
-    `stack` is given, each site is slice `index` of the stacked site instead of the layer's own
-    site, so that kernels read the parameters directly from the stack.
+    A site has the parameters for writing and reading the residual before the core. If `stack` is
+    given, each site is slice `index` of the stacked site instead of the layer's own site, so that
+    kernels read the parameters directly from the stack.
     """
     if stack is None:
         return [(sublayer.site, sublayer.core) for sublayer in layer]

@@ -1,7 +1,7 @@
 """The schedule for a mesh with pipeline stages: microbatches pass through chunks of layers.
 
-The schedule runs in per-device code, with `sharding.pipeline`. The input of a chunk is the state
-that the mixer passes from layer to layer or, for a mixer with a bank (a stack of earlier outputs),
+The schedule runs in per-device code, with `sharding.pipeline`. A mixer either passes a state from
+layer to layer, or reads a bank (a stack of earlier outputs). The input of a chunk is that state, or
 the bank's rows before the chunk. With a state, only the first stage computes a microbatch's
 embedding. With a bank, every stage computes the embedding, which is row 0 of the bank. The last
 stage reads the input of the unembedding, and each stage computes a part of the loss.

@@ -90,7 +90,7 @@ class Records:
 
         Args:
           config: the config of the run.
-          grows_from: the key size D_k with which the residual starts, if it grows; see `Arm`.
+          grows_from: the key size D_k at the start of a run whose residual grows; see `Arm`.
         """
         return self._found.get(self._digest(config, grows_from))
 

@@ -25,10 +25,10 @@ class PlannedRun(NamedTuple):
     """One training run of an experiment's plan.
 
     Attributes:
-      label: the name with which the run's progress is printed.
+      label: the name of the run in progress messages.
       folder: the run folder.
       config: the run config, including the seed.
-      grows_from: the key size D_k with which the residual starts, if it grows; see `plan.Arm`.
+      grows_from: the key size D_k at the start of a run whose residual grows; see `plan.Arm`.
     """
 
     label: str

@@ -96,7 +96,7 @@ class Track(NamedTuple):
 
 
 # The end of error messages about an unfinished run.
-_FINISHED = "legal: the folder of a run that has finished"
+_LEGAL_RUN = "legal: the folder of a run that has finished"
 
 _FINEWEB = (
     "HuggingFaceFW/fineweb, sample/10BT, all files in order of their names, with GPT-2's tokens, "
@@ -122,7 +122,7 @@ _TPU = Track(
     start=_NODE,
     flops_per_second=8 * 197e12 * 0.45,
 )
-# 0.23 is the mean share of an H100's peak in measured train steps (docs/guides/reproduce.md).
+# Measured train steps reach on average 0.23 of an H100's peak FLOP/s (docs/guides/reproduce.md).
 _GPU = _TPU._replace(
     name="gpu",
     about="one node with 8 H100 GPUs",
@@ -290,13 +290,13 @@ def measure(track: Track, name: str, folder: Folder) -> Result:
     _check_run(track, config, folder)
     steps, spent = series(rows, "throughput/step_seconds")
     if steps != list(range(1, len(steps) + 1)):
-        raise UsageError(f"{folder} does not have the time of every step; {_FINISHED}")
+        raise UsageError(f"{folder} does not have the time of every step; {_LEGAL_RUN}")
     seconds = np.cumsum([0.0, *spent])
     evaluated = [
         (step, loss) for step, loss in zip(*series(rows, "eval/loss"), strict=True) if step
     ]
     if not evaluated:
-        raise UsageError(f"{folder} has no evaluation results; {_FINISHED}")
+        raise UsageError(f"{folder} has no evaluation results; {_LEGAL_RUN}")
     within = lambda step: track.seconds is None or seconds[step] <= track.seconds
     good = [(step, loss) for step, loss in evaluated if loss <= track.loss and within(step)]
     step, loss = good[0] if good else min(evaluated, key=lambda each: each[1])

@@ -27,8 +27,8 @@ HEAD_DIM = 8
 _LADDER = (2, 3, 4, 6)
 _SEARCHED, HEADS = _LADDER[1:3]
 RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
-# Learning-rate factors to search for the parameters with which attention over depth weighs earlier
-# outputs. `searched_for` divides them further if a logit is a sum of more terms.
+# The learning-rate factors that are tried for the parameters that weigh earlier outputs in
+# attention over depth. `searched_for` divides them further if a logit is a sum of more terms.
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
 SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 
@@ -91,9 +91,9 @@ def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Pla
 def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
     """Return a search over the learning rate and, for attention over depth, over a factor of it.
 
-    The factor multiplies the learning rate of the parameters with which attention over depth weighs
-    earlier outputs. If a logit is a sum of more terms than with a vector residual, the factors are
-    divided by the ratio of the numbers of terms.
+    The factor multiplies the learning rate of the parameters that weigh earlier outputs in
+    attention over depth. If a logit is a sum of more terms than with a vector residual, the factors
+    are divided by the ratio of the numbers of terms.
     """
     tried = {"rate": rates}
     if terms := config.model.mixer.logit_terms(config.model):
@@ -413,13 +413,13 @@ def today(scale: Scale) -> Plan:
 
 
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """Return a plan over model sizes reduced to the largest model of each given system."""
+    """Reduce a plan over model sizes to the largest model of each given system."""
     last = {arm.system: arm for arm in plan.arms}
     return _row(plan, [last[system] for system in systems])
 
 
 def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """Return a plan over model sizes reduced to the smallest model of each given system."""
+    """Reduce a plan over model sizes to the smallest model of each given system."""
     first = {arm.system: arm for arm in reversed(plan.arms)}
     return _row(plan, [first[system] for system in systems])
 

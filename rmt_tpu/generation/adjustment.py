@@ -52,7 +52,7 @@ class LogitChanges(NamedTuple):
 
     Attributes:
       bias: the number that is added to each logit.
-      counts: how often each token is among the new tokens.
+      counts: how often each token occurs among the new tokens.
       late: whether each token is excluded before the position `late_until`.
       presence: the presence penalty.
       frequency: the frequency penalty.

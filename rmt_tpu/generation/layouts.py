@@ -40,7 +40,7 @@ _TRANSPOSE = re.compile(r" = \w+\[[\d,]+\]\{([\d,]+)\S* (?:copy|transpose)\(%([^
 def lay_out(decoder: Decoder, rows: int) -> None:
     """Store a decoder's parameters in the layouts that decode steps read; only on TPUs.
 
-    The parameters are replaced in place and one at a time, so that memory need not hold two copies
+    The parameters are replaced in place and one at a time, so that memory never contains two copies
     of all of them. The parameters may be abstract shapes with shardings; the devices need not exist
     then.
 
@@ -118,7 +118,7 @@ def _axis_orders(
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     rows: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the axis orders of parameters with which decode steps transpose no matrix.
+    """Return axis orders of parameters for which decode steps need not transpose any matrix.
 
     Args:
       model: the description of the model.

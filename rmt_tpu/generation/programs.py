@@ -117,7 +117,7 @@ class Ends(NamedTuple):
         return jnp.any(token[:, None] == self.stop, axis=-1)
 
     def possible(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-        """Set the logits of tokens that neither have a text nor are stop tokens to -inf."""
+        """Set to -inf the logits of tokens that have no text and are not stop tokens."""
         tokens = jnp.arange(logits.shape[-1])
         logits = jnp.where((tokens < self.text_vocab_size) | self.at(tokens), logits, -jnp.inf)
         return logits.at[:, self.gaps].set(-jnp.inf) if len(self.gaps) else logits

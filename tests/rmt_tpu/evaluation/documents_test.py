@@ -78,7 +78,7 @@ WRONG = [
     (
         "arc_easy",
         ARC,
-        "line 2: the line has no text field 'answerKey'; its fields: 'question', 'choices'",
+        "line 2: the line has no text field 'answerKey'; it has the fields: 'question', 'choices'",
     ),
     ("arc_easy", ARC | {"answerKey": "C"}, "'answerKey'='C'; legal: one of the labels"),
     ("piqa", {"query": "a", "choices": ["b"], "gold": 0}, "no field 'choices' with a list of"),
