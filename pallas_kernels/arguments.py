@@ -23,8 +23,8 @@ class StackSlice(NamedTuple):
     first.
 
     Attributes:
-      stack: the stacked array, whose first axis counts the slices. A model may also pass a module
-        whose parameters are stacked, which selects the same slice of every parameter.
+      stack: the stacked array, whose first axis is indexed by `index`. A model may also pass a
+        module with stacked parameters, to select the same slice of every parameter.
       index: the index of the slice.
     """
 
@@ -95,7 +95,7 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         raise ValueError(f"{argument} must be {legal} with {count}, but has shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
         raise ValueError(f"{argument} must be {legal}, but is {x.dtype}")
-    # Narrower floats are not legal, because JAX does not promote them with other dtypes.
+    # Narrower floats are not legal, because JAX does not promote them implicitly to other dtypes.
     if x.dtype.itemsize < 2:
         raise ValueError(
             f"{argument} must be {legal}, but is {x.dtype}; legal: floats of 16 bits or more"
@@ -128,7 +128,7 @@ def check_norm(norm: Any) -> None:
 
 
 def check_fraction_bits(value: Any) -> None:
-    """Raise ValueError unless a number of fraction bits of an int16 residual is from 0 to 20."""
+    """Raise ValueError unless an int16 residual's number of fraction bits is from 0 to 20."""
     if not isinstance(value, int) or value not in FRACTION_BITS_RANGE:
         low, high = FRACTION_BITS_RANGE[0], FRACTION_BITS_RANGE[-1]
         raise ValueError(f"fraction_bits={value!r} must be an integer from {low} to {high}")

@@ -1,4 +1,4 @@
-"""Wrappers of `pallas_call` with named operands, used by all kernels, and helpers for sizes."""
+"""Wrappers around `pallas_call` with named operands, for all kernels, and helpers for sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -266,7 +266,7 @@ def divisors(n: int) -> list[int]:
 
 
 def largest_divisor(n: int, at_most: int) -> int:
-    """Return the largest divisor of n that is at most `at_most`; 1 if that is below 1."""
+    """Return the largest divisor of n that is at most `at_most`, or 1 if `at_most` is below 1."""
     return max(d for d in divisors(n) if d <= max(at_most, 1))
 
 

@@ -77,7 +77,7 @@ def causal_attention(
     Args:
       qkv: P = H + 2 G data vectors per token, for H query heads and G key heads: the queries of
         all heads, then the keys, then the values.
-      scale: the factor of the logits; it gets no gradient.
+      scale: the factor by which `q_i . k_j` is multiplied; it gets no gradient.
       slopes: the slopes of ALiBi, one per head; they get no gradient.
       segment_ids: the segment of each token; None means that each batch row is one segment.
       kv_heads: G, the number of key heads and of value heads. Each of them is shared by H / G
@@ -103,7 +103,8 @@ def causal_attention(
         number of tokens, or a number of heads that does not divide H; slopes do not have shape [H];
         segment_ids do not cover all tokens; the window is not at least 1; the cap is not above 0;
         or a device has an odd number of tokens of a sharded sequence.
-      TypeError: the op is differentiated in forward mode, or twice where a kernel may run.
+      TypeError: the op is differentiated in forward mode, or differentiated twice when a kernel may
+        compute it.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     shown = _window(window, qkv, over)
@@ -157,7 +158,7 @@ def attention_backward(
 ) -> Float[Array, "B N P D"]:
     """Return the cotangent of qkv, given `attention_forward`'s results and the output's cotangent.
 
-    The arguments `out` and `log_sums` are the results, and `d_out` is the cotangent of `out`.
+    The results are `out` and `log_sums`; `d_out` is the cotangent of `out`.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     shown = _window(window, qkv, over)
@@ -287,8 +288,8 @@ def attention_to(
     if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
         shapes = " and ".join(str(x.shape) for x in arrays)
         raise ValueError(
-            f"shapes do not fit: q [B, N, H, D] is {q.shape}, and before is {shapes}; legal: a "
-            "number of key heads that divides H"
+            f"shapes do not fit: q [B, N, H, D] has shape {q.shape}, and before has {shapes}; "
+            "legal: a number of key heads that divides H"
         )
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _AttentionCall(rows, implementation, kv_heads, None)
@@ -346,7 +347,7 @@ def _cap(cap: float | None) -> Cap | None:
 
 
 def _shown(window: int, length: int) -> Window | None:
-    """Return the window as a `Window`, or None if it contains all of `length` tokens."""
+    """Return the window as a `Window`, or None if it contains all `length` tokens."""
     return Window(window) if not isinstance(length, int) or window < length else None
 
 
@@ -362,8 +363,8 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
     length = qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over))
     if segment_ids is not None and segment_ids.shape != (qkv.shape[0], length):
         raise ValueError(
-            f"shapes do not fit: segment_ids is {segment_ids.shape}, but must be "
-            f"{(qkv.shape[0], length)}: batch rows and tokens of the whole sequence"
+            f"shapes do not fit: segment_ids has shape {segment_ids.shape}, but must have shape "
+            f"{(qkv.shape[0], length)}: batch rows, and tokens of the whole sequence"
         )
     if kv is not None:
         return _check_separate(qkv, slopes, kv_heads, kv)
@@ -374,11 +375,11 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=
         heads, keys = rows - 2 * kv_heads, kv_heads
     fits = keys > 0 and heads > 0 and heads % keys == 0 and heads + 2 * keys == rows
     if not fits or (slopes is not None and slopes.shape != (heads,)):
-        of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
+        of_slopes = "" if slopes is None else f", and slopes [H] have shape {slopes.shape}"
         wanted = "3 H" if kv_heads is None else f"H + 2 * {kv_heads}"
         raise ValueError(
-            f"shapes do not fit: qkv [B, N, {wanted}, D] is {qkv.shape}{of_slopes}; legal: a "
-            "number H of query heads that the number of key heads divides"
+            f"shapes do not fit: qkv [B, N, {wanted}, D] has shape {qkv.shape}{of_slopes}; legal: "
+            "a number H of query heads that is a multiple of the number of key heads"
         )
     return keys
 
@@ -391,10 +392,10 @@ def _check_separate(q, slopes, kv_heads: int | None, kv: KeysAndValues) -> int:
     fits = k.shape == (*q.shape[:2], keys, q.shape[3]) and v.shape[:3] == k.shape[:3]
     fits = fits and keys > 0 and heads % keys == 0 and kv_heads in (None, keys)
     if not fits or (slopes is not None and slopes.shape != (heads,)):
-        of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
+        of_slopes = "" if slopes is None else f", and slopes [H] have shape {slopes.shape}"
         raise ValueError(
-            f"shapes do not fit: queries [B, N, H, D] are {q.shape}, keys [B, N, G, D] "
-            f"{k.shape}, values [B, N, G, Dv] {v.shape}{of_slopes}; "
+            f"shapes do not fit: queries [B, N, H, D] have shape {q.shape}, keys [B, N, G, D] have "
+            f"shape {k.shape}, values [B, N, G, Dv] have shape {v.shape}{of_slopes}; "
             "legal: the same B, N and D, and a number G of key heads that divides H"
         )
     return keys

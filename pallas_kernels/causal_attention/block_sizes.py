@@ -1,6 +1,6 @@
 """Block sizes of the blockwise TPU kernels, from a rule or from tuning tables.
 
-`mosaic_tpu_blocks` has the kernels. This module also checks that the blocks fit in VMEM. In the
+The kernels are in `mosaic_tpu_blocks`. This module also checks that the blocks fit in VMEM. In the
 memory order "size_major", [B, D, P, N], a grid step processes either enough heads to fill whole
 register tiles or all heads.
 """
@@ -186,7 +186,7 @@ def default_blocks(
     capped: bool = False,
     **others,
 ) -> Blocks:
-    """Return the block sizes that a rule chooses for the device that the program is lowered for.
+    """Return the block sizes that a fixed rule chooses for the target device.
 
     For head-major arrays, the chosen blocks fit in VMEM (`KernelWork.fits`) if any blocks do. The
     arguments in `others` are ignored.
@@ -223,10 +223,11 @@ def default_blocks(
 
 
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
-    """Return a kernel's cost per logit by block size, and the factor of this cost for one head.
+    """Return a kernel's cost per logit for each block size, and a factor for blocks with one head.
 
-    The cost is multiplied by the factor if a block has only one query head. The costs have the form
-    of `_BLOCKS`. They come from the schedules of TPU compilers: see docs/benchmarks/kernels.md.
+    The cost is multiplied by the factor if a block has only one query head. Like `_BLOCKS`, the
+    first result maps the number of tokens per block to the cost. The costs come from the schedules
+    of TPU compilers: see docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)

@@ -62,7 +62,7 @@ def refused(
     dtype: jnp.dtype | str,
     cap: float | None = None,
 ) -> str | None:
-    """Return the reason, in one line, if cuDNN does not support such a call, else None.
+    """Return a one-line reason if cuDNN does not support a call with these properties, else None.
 
     A window makes no difference, except in attention to another part of a sequence.
 
@@ -189,7 +189,7 @@ def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
 def _backward(
     operands: PartOperands, results: ResultsAndCotangent, *, causal: bool, interpret: bool
 ):
-    """Return the cotangents of the queries, and of the keys and values, of one part."""
+    """Return the cotangents of one part's queries, and of its keys and values."""
     arrays = _with_entries(operands)
     sums = results.log_sums.astype(jnp.float32)
     if operands.slopes is not None:
@@ -232,8 +232,8 @@ class _Mask(NamedTuple):
 
     Attributes:
       causal: whether keys after the query are masked.
-      window: the number of keys that a query sees, up to its own; 0 for all. A window requires
-        `causal`.
+      window: the number of keys that a query sees, including the key at its own position; 0 means
+        no limit. A window requires `causal`.
     """
 
     causal: bool

@@ -3,8 +3,9 @@
 Keys and values are passed around a ring of devices. The sequence is cut into two parts per device,
 numbered in order. To balance the work, device i processes part i and the i-th part from the end.
 Together, these two parts have the same number of earlier keys on every device, so that in each ring
-step every device has the same work. Parts are exchanged between this assignment and the usual order
-before the first and after the last ring step, which costs as much communication as one ring step.
+step every device has the same work. Before the first ring step, devices exchange parts to change
+from the usual order to this assignment. After the last ring step, they exchange them back. This
+costs as much communication as one ring step.
 
 Attention within a window needs no ring: see `neighbours`.
 
@@ -121,7 +122,7 @@ def _at(tree: Any, index: Any) -> Any:
 
 
 class _RingPair(NamedTuple):
-    """One call, in a ring step, of attention from one part of the sequence to another.
+    """One call of attention, within a ring step, from one part of the sequence to another.
 
     Attributes:
       query: the part of this device that has the queries: 0 for its low part, 1 for its high part.
@@ -139,8 +140,8 @@ class _RingPair(NamedTuple):
 class _Ring:
     """A sequence that is cut into two parts per device, and the ring that passes keys around.
 
-    Of the 2 count parts, device i of `count` processes part i (its low part) and part
-    2 count - 1 - i (its high part).
+    Of the `2 count` parts, device i of `count` processes part i (its low part) and part
+    `2 count - 1 - i` (its high part).
     """
 
     def __init__(self, axis: str, operands: AttentionOperands):
@@ -203,7 +204,7 @@ class _Ring:
         )
 
     def pairs(self, step: Int[Array, ""]) -> list[_RingPair]:
-        """Return the two pairs of parts, queries and keys, to process after `step` ring steps.
+        """Return the two (query part, key part) pairs to process after `step` ring steps.
 
         If the keys that this device received last belong to an earlier device, both of this
         device's parts see the low part of the keys. If they belong to a later device, only this

@@ -10,7 +10,7 @@ orders:
         -> cotangents of qkv and kv
     part_forward(PartOperands) -> (out [B, Q, H, Dv], log_sums [B, Q, H])
     part_backward(PartOperands, ResultsAndCotangent) -> cotangents of q and kv, at least float32
-    unsupported(op, *operands) -> the reason in one line if they are not supported, or None
+    unsupported(op, *operands) -> a one-line reason if they are not supported, or None
 
 Outputs are in the dtype of the queries. `log_sums` contains each softmax's log-sum-exp, at least
 float32. If `to` is not None, the output is written into that slice of a stack, and the stack is
@@ -45,7 +45,7 @@ class Window(int):
 
 @jax.tree_util.register_static
 class Cap(float):
-    """The soft cap c of logits: `c tanh(x / c)` in place of `x = scale q_i . k_j`.
+    """The soft cap c on logits: `c tanh(x / c)` in place of `x = scale q_i . k_j`.
 
     A `Cap` is part of a pytree's structure and not a leaf, because kernels are compiled for one
     cap.
@@ -55,7 +55,7 @@ class Cap(float):
 def capped(
     x: Float[Array, "*shape"], cap: Cap | None
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"] | float]:
-    """Return logits with a soft cap, and their derivative with respect to x."""
+    """Return the logits with the soft cap applied, and their derivative with respect to x."""
     if cap is None:
         return x, 1.0
     tanh = jnp.tanh(x / float(cap))
@@ -95,13 +95,13 @@ class AttentionOperands(NamedTuple):
 
     Attributes:
       qkv: the queries of all heads, then keys, then values; or only the queries.
-      scale: the factor of the logits.
+      scale: the factor by which `q_i . k_j` is multiplied.
       slopes: the slopes of ALiBi, or None.
       segment_ids: the segment of each token, or None if each batch row is one segment.
       kv: keys and values, if they are separate arrays.
       to: the slice of a stacked array that the output is written into, or None.
       window: the number of tokens that a query sees, itself included; None means all earlier ones.
-      cap: the soft cap of `scale q_i . k_j`, or None.
+      cap: the soft cap on `scale q_i . k_j`, or None.
     """
 
     qkv: Float[Array, "B N P D"]
@@ -122,19 +122,19 @@ class AttentionOperands(NamedTuple):
 class PartOperands(NamedTuple):
     """The operands of attention from one part of a sequence to another, without a causal mask.
 
-    A query sees all keys of its segment, or those of them that are within a window.
+    A query sees all keys of its segment, or only those within a window.
 
     Attributes:
       q: the queries.
       kv: the keys of all heads, then the values, in one array; or a pair (keys, values).
-      scale: the factor of the logits.
+      scale: the factor by which `q_i . k_j` is multiplied.
       shift: the first query's position minus the first key's position.
       slopes: the slopes of ALiBi, or None.
       segments: the segments of the queries and of the keys; None if they are all one segment.
       window: None, or the limit of `i - j`, where i counts from the first query and j from the
-        first key. It is the number of tokens that a query sees, minus the distance of the two
+        first key. It is the number of tokens that a query sees, minus the distance between the two
         parts, and may be 0 or negative.
-      cap: the soft cap of `scale q_i . k_j`, or None.
+      cap: the soft cap on `scale q_i . k_j`, or None.
     """
 
     q: Float[Array, "B Q H D"]
@@ -152,7 +152,7 @@ class PartOperands(NamedTuple):
         return self.kv if isinstance(self.kv, tuple) else tuple(jnp.split(self.kv, 2, axis=2))
 
     def like_kv(self, k: Array, v: Array) -> Array | KeysAndValues:
-        """Return keys and values in the form that `kv` has: one array or a pair."""
+        """Return keys and values in the same form as `kv`: one array or a pair."""
         return (k, v) if isinstance(self.kv, tuple) else jnp.concatenate([k, v], axis=2)
 
 

@@ -1,4 +1,4 @@
-"""Causal attention on TPUs, by the faster of two kernels.
+"""Causal attention on TPUs, with the faster of two kernels.
 
 The kernel of `mosaic_tpu_whole` processes a whole sequence in one grid step and is used for short
 sequences. The kernel of `mosaic_tpu_blocks` processes one block of queries and one block of keys in
@@ -94,8 +94,8 @@ def attention_forward(
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """Return the attention output and each softmax's log-sum-exp, as `interface.py` specifies.
 
-    `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
-    sizes.
+    If `blocks` is given, the blockwise kernel runs with these block sizes. If it is None, this
+    function chooses the kernel and its block sizes.
     """
     if blocks is None and _fits_whole(operands, kv_heads, rows):
         return mosaic_tpu_whole.attention_forward(operands, rows=rows, interpret=interpret)
@@ -117,8 +117,8 @@ def attention_backward(
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
     """Return the cotangents of qkv and kv, as `interface.py` specifies.
 
-    `blocks` are the block sizes of the blockwise kernel; None chooses the kernel and its block
-    sizes.
+    If `blocks` is given, the blockwise kernel runs with these block sizes. If it is None, this
+    function chooses the kernel and its block sizes.
     """
     results = results._replace(d_out=results.d_out.astype(operands.qkv.dtype))
     if blocks is None and _fits_whole(operands, kv_heads, rows):

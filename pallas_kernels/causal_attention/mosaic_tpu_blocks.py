@@ -3,7 +3,7 @@
 Tokens are in the lanes, and a head is [D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
 grid runs over batch rows, key heads, and pairs of a block of queries with a block of keys that it
 sees. The list of pairs is static (`mosaic_tpu_pairs`), so nothing above the diagonal, or before the
-window of all queries of a block, is copied or computed. If the list does not fit in SMEM, the
+windows of all queries in a block, is copied or computed. If the list does not fit in SMEM, the
 queries are divided into several ranges ("spans"), one per kernel call. A key head is processed
 together with all its query heads (Ainslie et al. 2023).
 
@@ -14,11 +14,11 @@ that contain the block.
 
 In the forward pass, the weights of a pair are relative to the largest logit so far, and earlier
 sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
-the backward pass, pairs are ordered by key block. The gradients of the block's keys and values are
+the backward pass, pairs are ordered by key block. The gradients of each block's keys and values are
 summed over the queries that see them. The gradients of all queries of a span stay in VMEM until
 their last key block is processed, which also limits the length of a span. Weights are recomputed
-from the log-sum-exps. The backward pass takes five matrix products per pair; separate kernels for
-the gradients of queries and of keys and values would take seven.
+from the log-sum-exps. The backward pass takes five matrix products per pair. Two separate kernels,
+one for the queries' gradients and one for those of keys and values, would take seven.
 
 Masks are applied only to the pairs that need them: pairs on the diagonal or at the end of a window,
 and pairs with several segments. Pairs whose ranges of segment ids do not overlap are skipped.
@@ -87,7 +87,7 @@ class _BlocksCall(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The layout of a size-major block, which holds queries, keys or values, or all three."""
+        """The layout of a size-major block of queries, of keys, of values, or of all three."""
         return Layout(self.work.block_rows, self.size, self.blocks.queries, self.dtype)
 
     @property
@@ -115,7 +115,7 @@ class BlockOperands(NamedTuple):
       q, k, v: the heads of queries, keys and values, in arrays [B, heads, D, N] that may be the
         same array. N is a multiple of the block size.
       heads: the numbers of query heads and of key heads.
-      scale: the factor of the logits.
+      scale: the factor by which `q . k` is multiplied.
       slopes: the slopes of ALiBi, or None.
       segments: the segments of the queries and of the keys. A query sees only keys in the same
         segment.
@@ -149,8 +149,8 @@ def attention_forward(
     """Compute `softmax(scale q.k - slope (i - j)) v`, and each softmax's log-sum-exp in float32.
 
     The output has the memory order of the operands: [B, H, Dv, Nq], or [B, Dv, H, Nq]. A query that
-    sees no key gets a log-sum-exp below all others. So its output has weight 0 when results over
-    several parts of the keys are merged.
+    sees no key gets a log-sum-exp below all others. Its output therefore has weight 0 when the
+    results for several parts of the keys are merged.
     """
     spans = _spans(operands, blocks, by_keys=False)
     outs = [_span_forward(own, blocks, interpret) for _, own in spans]
@@ -402,7 +402,7 @@ def _where_seen(call: _BlocksCall, ref, at: _BlockPair, attend) -> None:
 
 
 def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
-    """Run `attend` for all heads of the grid step, for `blocks.heads` key heads at a time."""
+    """Run `attend` for all heads of the grid step, `blocks.heads` key heads at a time."""
     count, each = call.blocks.heads, call.each
 
     def part(n, _):
@@ -484,8 +484,8 @@ def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
 
     The omitted part is the slope times the query's index in its block. It depends only on the
     query, so a softmax over keys does not need it. Without it, the logits are larger, but in
-    bfloat16 models their rounding error stays below the rounding of the weights. Float32 kernels
-    omit nothing.
+    bfloat16 models their rounding error stays below that of the weights. Float32 kernels omit
+    nothing.
     """
     if not call.alibi or _is_exact(call):
         return 0.0
@@ -549,7 +549,7 @@ def _spans(
 
 
 def _without_unseen_keys(operands: BlockOperands, blocks: Blocks) -> tuple[BlockOperands, int]:
-    """Return head-major operands without the blocks of keys before the window of all queries.
+    """Return head-major operands without the blocks of keys before the windows of all queries.
 
     One block of keys is kept in any case. The second result is the number of keys that are left
     out.

@@ -10,11 +10,11 @@ import numpy as np
 # The properties of a pair (a block of queries and a block of keys), as bits. A pair belongs to its
 # block of queries in the forward pass, and to its block of keys in the backward pass.
 # - FIRST, LAST: the pair is the first or the last pair that belongs to its block.
-# - MASKED: some queries of the pair do not see some of its keys, because of the order of tokens or
-#   of a window.
+# - MASKED: some queries of the pair do not see some of its keys, because these keys are later
+#   than the query or before its window.
 # - DONE: the pair is the last one with its block of queries.
-# - NEW: the block of the pair to which the pair does not belong must be extracted from size-major
-#   rows.
+# - NEW: the other block of the pair, to which the pair does not belong, must be extracted from
+#   size-major rows.
 FIRST, LAST, MASKED, DONE, NEW = 1, 2, 4, 8, 16
 
 
@@ -41,7 +41,7 @@ def seen(call: Any, block: int) -> range:
 
 
 def is_masked(call: Any, i: int, j: int) -> bool:
-    """Return whether some query of a pair of blocks does not see one of its keys."""
+    """Return whether query block i has a query that does not see all keys of key block j."""
     bq, bk, _ = call.blocks
     if call.window is not None and (i + 1) * bq - 1 - j * bk >= call.window:
         return True
@@ -51,7 +51,7 @@ def is_masked(call: Any, i: int, j: int) -> bool:
 
 
 def all_masked(call: Any) -> bool:
-    """Return whether every pair of blocks has a query that does not see one of the pair's keys."""
+    """Return whether every pair of blocks has a query that does not see all of the pair's keys."""
     blocks = range(call.queries // call.blocks.queries)
     return all(is_masked(call, i, j) for i in blocks for j in seen(call, i))
 

@@ -6,11 +6,12 @@ either
 
 - "size_major", [B, D, P, N], in which the key-vector kernels write the vectors that they read from
   a residual matrix; heads are extracted in VMEM;
-- "head_major", [B, P, D, N], as a plain Transformer's projection writes these vectors.
+- "head_major", [B, P, D, N], the order in which the projection of an ordinary Transformer writes
+  these vectors.
 
 In one grid step, a whole sequence with all heads is in VMEM. At any time, only the logits of one
-block of queries of one head exist. Blocks of keys above the diagonal, or before the window of a
-block of queries, are never computed.
+block of queries of one head exist. Blocks of keys above the diagonal, or before the windows of all
+queries in a block, are never computed.
 
 For T tokens in sequences of length N, with H heads of size D and E bytes per entry, the forward
 kernel takes `2 T N H D` FLOPs (causal) and moves `4 E T H D` bytes; the backward kernel takes `5 T
@@ -67,7 +68,7 @@ class _WholeCall(NamedTuple):
 
     @property
     def logits(self) -> int:
-        """The number of logits of one head, without keys that no query of a block sees."""
+        """The number of logits of one head, not counting keys that no query of a block sees."""
         if self.window is None:
             return self.length**2 // 2
         seen = (self.seen(start) for start in range(0, self.length, self.queries))
@@ -425,7 +426,7 @@ class WholeBlocks(NamedTuple):
 
 
 def default_blocks(kernel: str, N: int, window: int | None = None) -> WholeBlocks:
-    """Return the blocks that a rule chooses for the device that the program is lowered for."""
+    """Return the block size that a fixed rule chooses for the target device."""
     # Larger blocks hide a matrix unit's latency; smaller blocks skip more of the masked logits.
     most = 512 if kernel == "attention_forward" and (window is None or window > 256) else 256
     return WholeBlocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))

@@ -1,9 +1,9 @@
-"""Attention within windows with tokens sharded over devices: neighbours send their keys.
+"""Attention within windows, with tokens sharded over devices that send keys to their neighbours.
 
 A device has N consecutive tokens. With windows of W tokens, its queries see its own keys and the
 keys of the `ceil((W - 1) / N)` devices before it. These devices send their keys and values, and get
-the gradients back. All devices but the first ones have the same work. Therefore parts of the
-sequence need not be exchanged to balance the work, unlike in `divided`.
+the gradients back. All devices except the first ones have the same work. Therefore parts of the
+sequence need not be exchanged to balance the work, unlike in the module `divided`.
 """
 
 from typing import Any
@@ -38,8 +38,7 @@ def forward(
     state = out.astype(sums.dtype), sums
     for hops in line.hops:
         out, sums = ops.part_forward(line.part(hops))
-        # The first devices received zeros in place of keys. Give attention to these zeros no
-        # weight.
+        # The first devices received zeros in place of keys. Give these zeros a weight of 0.
         sums = jnp.where(line.me >= hops, sums, jnp.finfo(sums.dtype).min)
         state = merged(state, (out, sums))
     return state[0].astype(operands.qkv.dtype), state[1]

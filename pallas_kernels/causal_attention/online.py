@@ -1,9 +1,10 @@
 """Causal attention in plain JAX, with an online softmax over pairs of blocks.
 
 Only the logits of one block of queries with one block of keys exist at a time, in the forward and
-in the backward pass. Pairs of blocks above the diagonal, or before the window of all their queries,
-are skipped. A single loop of static length runs over the pairs, so that a GPU need not wait for its
-host between them. The backward pass recomputes the weights of each pair from the log-sum-exps.
+in the backward pass. Pairs of blocks above the diagonal, or before the windows of all their
+queries, are skipped. A single loop of static length runs over the pairs, so that a GPU need not
+wait for its host between them. The backward pass recomputes the weights of each pair from the
+log-sum-exps.
 
 Milakov and Gimelshein 2018, Online normalizer calculation for softmax; Dao et al. 2022,
 FlashAttention; Rabe and Staats 2021, Self-attention Does Not Need O(n^2) Memory.
@@ -121,8 +122,8 @@ def _forward(
         found = out / sums[..., None], largest + jnp.log(sums)
         return _write_at(state, i, merged(_at(state, i), found)), None
 
-    # The initial log-sum-exps are the lowest finite float, so that the zeros which the outputs
-    # start with get no weight when the first block is merged.
+    # The initial log-sum-exps are the lowest finite float, so that the initial outputs, which are
+    # zeros, get no weight when the first block is merged.
     rows = q.shape[:-1]
     state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
     (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)
@@ -205,7 +206,8 @@ class _OnlineBlocks:
         if causal:
             pairs = pairs[pairs[:, 0] >= pairs[:, 1]]
         if window is not None:
-            # The smallest distance of a pair is that of its first query to its last key.
+            # The smallest distance in a pair of blocks is that from its first query to its last
+            # key.
             first_queries, next_keys = (
                 pairs[:, 0] * self._sizes[0],
                 (pairs[:, 1] + 1) * self._sizes[1],

@@ -104,10 +104,10 @@ class Terms(NamedTuple):
     """The terms of attention logits other than the queries and keys.
 
     Attributes:
-      scale: the factor of the products.
+      scale: the factor by which `q . k` is multiplied.
       slopes: the slope of ALiBi for each query head, or None.
       shift: the position of the first query, relative to the first key.
-      cap: the soft cap of the products, or None.
+      cap: the soft cap on the scaled products `scale q . k`, or None.
     """
 
     scale: Scale
@@ -121,12 +121,12 @@ def _terms(operands: AttentionOperands | PartOperands, shift: Int[Array, ""] | i
 
 
 def forward(q, k, v, terms, mask):
-    """Compute attention a block of queries at a time.
+    """Compute attention one block of queries at a time.
 
     Args:
       q, k, v: queries [B, N, H, D], keys [B, M, G, D] and values [B, M, G, Dv].
-      terms: the scale, ALiBi's slopes, the positions' shift and the soft cap of the logits.
-      mask: a function from the positions of a block's queries to the mask of the visible keys.
+      terms: the scale, ALiBi's slopes, the shift of the positions, and the soft cap on the logits.
+      mask: a function that maps the positions of a block's queries to the mask of the visible keys.
 
     Returns:
       The outputs [B, N, H, Dv], and the log-sum-exp [B, N, H] of each softmax.

@@ -129,7 +129,7 @@ def test_merging_names_what_does_not_fit(changes, message, unannotated):
 
 
 def test_causal_attention_names_what_does_not_fit(unannotated):
-    with pytest.raises(ValueError, match=r"qkv \[B, N, 3 H, D\] is \(1, 4, 5, 8\)"):
+    with pytest.raises(ValueError, match=r"qkv \[B, N, 3 H, D\] has shape \(1, 4, 5, 8\)"):
         pallas_kernels.causal_attention(jnp.ones((1, 4, 5, 8)), scale=1.0)
     with pytest.raises(ValueError, match=r"slopes \[H\] are \(3,\)"):
         pallas_kernels.causal_attention(jnp.ones((1, 4, 6, 8)), scale=1.0, slopes=jnp.ones(3))
