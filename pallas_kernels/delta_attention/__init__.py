@@ -52,7 +52,7 @@ def delta_attention(
       beta: the fraction of the difference `v - k^T S` that is written. With beta 0 and log decay 0,
         the state does not change.
       state: the state before the first token; None means zeros.
-      scale: the factor of the output; it gets no gradient.
+      scale: the factor by which the output is multiplied; it gets no gradient.
       segment_ids: the segment of each token. The state is reset to zeros where a token's id differs
         from the previous token's. The initial state belongs to the first token's segment. None
         means one segment per row.
@@ -136,6 +136,6 @@ def _check(q, k, v, log_decay, beta, state, segment_ids):
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
             raise ValueError(
-                f"{name} is {list(arrays[name].shape)}, but must be {list(shape)} to fit q "
-                f"{list(q.shape)} and v {list(v.shape)}"
+                f"{name} has shape {list(arrays[name].shape)}, but must have shape {list(shape)} "
+                f"to fit q {list(q.shape)} and v {list(v.shape)}"
             )

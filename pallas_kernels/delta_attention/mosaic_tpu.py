@@ -30,7 +30,7 @@ _FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 
 def unsupported(op: str, operands: DeltaOperands, *others) -> str | None:
-    """Return the reason, in one line, if the kernels do not support this call, else None."""
+    """Return a one-line reason if the kernels do not support this call, else None."""
     keys, values = operands.k.shape[-1], operands.v.shape[-1]
     if keys != LANES or values != LANES:
         return f"heads of K={keys} and V={values} (legal: {LANES} for both)"
@@ -171,8 +171,8 @@ class _ChunksCall(NamedTuple):
 def _inputs(call: _ChunksCall, operands: DeltaOperands, at):
     """Return the operands as blocks, and the arrays to prefetch.
 
-    After the last token, arrays are padded with zeros, and documents with the last token's
-    document.
+    After the last token, arrays are padded with zeros, and `documents` is padded with the last
+    token's document.
 
     Args:
       call: the static parameters.

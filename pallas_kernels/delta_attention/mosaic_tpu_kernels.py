@@ -1,7 +1,8 @@
-"""The computation of one chunk of tokens on TPUs, for several heads at once; the maths is in `xla`.
+"""The computation of one chunk of tokens on TPUs, for several heads at once.
 
-All arrays have G heads, `[G, C, ..]`, where C is a power of two. States are stored transposed, `[G,
-V, K]`, so that the decays of their rows vary along the lanes.
+The equations are in the module `xla`. All arrays have G heads, `[G, C, ..]`, where C is a power of
+two. States are stored transposed, `[G, V, K]`, so that the decays of their rows vary along the
+lanes.
 
 A pair of tokens i > j belongs to a level: the highest bit in which i and j differ. At that level,
 `e^(G_i - G_j)` is the product of a factor for i and a factor for j. Each token needs only one
@@ -216,11 +217,11 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
-    """Return three kinds of sums of x over tokens, built from smaller sums and not differences.
+    """Return three kinds of sums of x over tokens, which are computed without subtractions.
 
     Returns:
-      For every level and token, the sum between the token and the middle of its block; for each
-      token, the sum up to and including it; and for each token, the sum over the tokens after it.
+      Three sums for each token: for every level, the sum between the token and the middle of its
+      block; the sum up to and including the token; and the sum over the later tokens.
     """
     before, behind, total, between = x, jnp.zeros_like(x), x, []
     for half in _halves(x.shape[1]):

@@ -78,9 +78,9 @@ def backward(
 class _Chunks(NamedTuple):
     """The operands in N chunks of C tokens, or in a single chunk without the axis N.
 
-    `documents` has each token's document, and `before` the document of the last token before each
-    chunk. After the last token, arrays are padded with zeros, and `documents` with the last token's
-    document.
+    `documents` contains each token's document, and `before` contains the document of the last token
+    before each chunk. After the last token, arrays are padded with zeros, and `documents` is padded
+    with the last token's document.
     """
 
     q: Float[Array, "*N B H C K"]
@@ -152,10 +152,10 @@ def _scores(x, k, log_decay, narrow):
     """Compute the inner products of x with decayed keys, and sums of the log decays g.
 
     Returns:
-      For each of several x, the products `sum_c x_ic k_jc e^(G_ic - G_jc)` of tokens i > j, as a
-      matrix that is 0 elsewhere; and the products of each token with itself (i = j), where the
-      exponential is 1. Also G, the sums of g up to each token; and for each token, the sum of g
-      over the later tokens of the chunk.
+      Four arrays. The first two are computed for each of several x: a matrix of the products
+      `sum_c x_ic k_jc e^(G_ic - G_jc)` of tokens i > j, which is 0 elsewhere, and the products of
+      each token with itself (i = j), where the exponential is 1. The other two contain, for each
+      token, G (the sum of g up to the token) and the sum of g over the later tokens of the chunk.
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)

@@ -120,7 +120,8 @@ def depth_attention(
         check_array("gain", gain, "D")
         if gain.shape != query.shape:
             raise ValueError(
-                f"shapes do not fit: query [D] is {query.shape}, but gain [D] is {gain.shape}"
+                f"shapes do not fit: query [D] has shape {query.shape}, but gain [D] has shape "
+                f"{gain.shape}"
             )
     if prior is not None:
         check_array("prior[0]", prior[0], "... D")
@@ -177,8 +178,8 @@ def depth_attention_partial(
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, count is not an integer or exceeds the number of
         sources, or epsilon is negative.
-      TypeError: the op is differentiated in forward mode, or twice although a kernel may compute
-        it.
+      TypeError: the op is differentiated in forward mode, or differentiated twice when a kernel may
+        compute it.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     operands, *_ = _checked(queries, sources, gains, count, prior, epsilon)
@@ -325,7 +326,7 @@ def depth_attention_merge_at(
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
-      TypeError: the op is differentiated although a kernel may compute it.
+      TypeError: the op is differentiated when a kernel may compute it.
     """
     *tokens, D = current.shape
     check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)
@@ -396,8 +397,8 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
     cotangents = PartialCotangents(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, cotangents, **call.scores)
     if prior is not None:
-        # `total` is the softmax-weighted sum of <d_mixed, v> over all sources v. It equals
-        # <d_mixed, mixed>, so it can be computed without reading the sources.
+        # `total` is the softmax-weighted sum, over all sources v, of the products <d_mixed, v>. It
+        # equals <d_mixed, mixed>, so it can be computed without reading the sources.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
         d_prior_mixed = jnp.expand_dims(weight, entries) * wide(d_mixed)
@@ -494,8 +495,8 @@ def _checked(queries, sources, gains, count, prior, epsilon):
     """Check the arguments and convert them to an implementation's operands.
 
     Returns:
-      The operands; a function that reshapes an array [n, *tokens, *size] to the token axes of the
-      operands; and a function that does so for an array [n, *tokens].
+      The operands, and two functions that reshape arrays to the token axes of the operands: one for
+      arrays [n, *tokens, *size], and one for arrays [n, *tokens].
     """
     check_sources(queries, sources, gains, count, prior, epsilon)
     size = queries.shape[1:]

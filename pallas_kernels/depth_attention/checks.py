@@ -21,7 +21,8 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
         names = size.replace(" ", ", ")
         raise ValueError(
             f"shapes do not fit: queries [S, {names}] have shape {queries.shape}, and sources "
-            f"[N, ..., {names}] have shape {sources.shape}; legal: N of at least 1, equal {names}"
+            f"[N, ..., {names}] have shape {sources.shape}; legal: N of at "
+            f"least 1, and the same {names}"
         )
     if gains is not None:
         check_array("gains", gains, f"S {size}")
@@ -101,6 +102,7 @@ def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
 def _size(queries, leading_axes: int) -> str:
     """Return the names of a source's axes: "D" for a vector, "K V" for a residual matrix.
 
-    `queries` has as many axes per query as a source has, after `leading_axes` others.
+    `queries` has `leading_axes` axes, followed by the axes of one query, which are those of a
+    source.
     """
     return "K V" if getattr(queries, "ndim", 0) == leading_axes + 2 else "D"

@@ -1,9 +1,9 @@
 """The interface that every implementation of depth attention provides.
 
 An implementation is a module with the functions below. Their arrays have exactly one token axis, T.
-The public ops reshape their arguments to that axis, fold gains into queries, select an
-implementation and define the derivatives. Residual matrices have two token axes, B and T, and
-K x V entries in place of D; `matrices` adapts an implementation for vectors to them.
+The public ops reshape their arguments to have that axis, fold gains into queries, select an
+implementation and define the derivatives. Residual matrices have two token axes, B and T, and K x V
+entries in place of D; `matrices` adapts an implementation for vectors to them.
 
 Symbols: there are N rows of sources of size D (the *bank*), and S sites with a query each. For a
 source v, converted to float32:
@@ -69,8 +69,8 @@ NaN, their weight and gradient are 0.
     merge_read_backward(MergeRead, Statistics, MergeCotangents, *, norm, epsilon)
         -> (MergeGradients with a norm_gain of [K, V], d_read_keys [P, K] float32)
 
-    unsupported(op, *operands) -> the reason, in one line, why the implementation does not support
-        these operands, or None; it is called before the other functions
+    unsupported(op, *operands) -> a one-line reason why the implementation does not support these
+        operands, or None; it is called before the other functions
 
 In plain JAX, `partial` and `partial_backward` also accept a `key_axis`, the mesh axis over which D
 is sharded. Arrays with an axis D are then this device's slices along D, and `delta` is this

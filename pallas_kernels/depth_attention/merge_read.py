@@ -39,8 +39,8 @@ def depth_attention_merge_read(
     """Compute the mix h of one site, and read `z_p = r_p . (norm_gain * norm(h))` from it.
 
     A site is a place in the network that attends over the outputs of earlier sublayers. h is the
-    result of `depth_attention_merge` without a norm: the site's weighted sum of those outputs, the
-    last of which is the running sum `current`. r are the read keys.
+    result of `depth_attention_merge` without a norm: the site's weighted sum of those outputs and
+    of the running sum `current`. r are the read keys.
 
     Args:
       mixed, log_sums, site, current, active: as in `depth_attention_merge`.
@@ -59,8 +59,8 @@ def depth_attention_merge_read(
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
-      TypeError: the op is differentiated in forward mode, or twice although a kernel may compute
-        it.
+      TypeError: the op is differentiated in forward mode, or differentiated twice when a kernel may
+        compute it.
     """
     check_norm(norm)
     check_epsilon("epsilon", epsilon)

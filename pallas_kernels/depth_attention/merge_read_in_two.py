@@ -51,7 +51,7 @@ class SeparateMergeRead:
         epsilon: int | float,
         **options: Any,
     ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-        """Return the gradients of `merge_read`; the mix h is computed again first."""
+        """Return the gradients of `merge_read`, after computing the mix h again."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
         h = self._merges.merge(operands.merge, **of_merge)
         of_read = SiteBackward(

@@ -8,7 +8,7 @@ computed from it.
   the matrix unit are full. For bfloat16 sources, queries and weights are split into sums of
   bfloat16 terms ("pieces"): logits are then as exact as in float32, and weights have up to 16 bits.
 - The backward pass computes the logits and <d_mixed, v_i> in one matrix product. A source's
-  gradient is another matrix product, apart from its term that is a multiple of the source itself.
+  gradient is another matrix product, except for the term that is a multiple of the source itself.
 - Empty rows of sources (rows from `count` onwards) are not read. If gradients are accumulated, the
   gradients of empty rows are not written either.
 
@@ -198,7 +198,7 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return z: one site's mix with a block's running sum added, normalised (see `interface`).
+    """Return z, one site's mix after the running sum is added and normalised (see `interface`).
 
     For T tokens with D entries of E bytes, the kernel moves `E 3 T D` bytes and takes about
     `15 T D` FLOPs.
@@ -277,7 +277,7 @@ def merge_backward(
 
 
 def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     floats = [
         a for a in jax.tree.leaves((operands, others)) if jnp.issubdtype(a.dtype, jnp.floating)
     ]

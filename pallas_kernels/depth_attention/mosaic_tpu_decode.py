@@ -1,4 +1,4 @@
-"""TPU kernels that compute depth attention for a few tokens, for use in decoding.
+"""TPU kernels that compute depth attention for a few tokens, as decoding needs.
 
 With fewer tokens than one tile, the kernels of `mosaic_tpu` take less time than the operations
 around them, which pad rows, broadcast parameters and copy slices. The kernels in this module need
@@ -115,7 +115,7 @@ def _partial(inputs, outputs, scratch, *, call: _DepthDecodeCall):
 
 
 def unsupported(op: str, operands: MergeAt) -> str | None:
-    """Return the reason, in one line, why the kernel does not support these operands, or None."""
+    """Return a one-line reason why the kernel does not support these operands, or None."""
     floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in floats):
         return "arrays that are neither bfloat16 nor float32"

@@ -320,7 +320,7 @@ def _mix(call, count, bank, scratch, write):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute the sources' gradients for one tile of tokens, and add to those of the queries.
+    """Compute the sources' gradients for one tile of tokens, and add to the queries' gradients.
 
     For bfloat16 sources, queries are split into pieces. The output `d_queries` then has one row per
     query and piece, in the order of the input `queries`, and the caller sums over pieces.
@@ -482,7 +482,7 @@ class Tile:
 
     Attributes:
       slot: the index of the buffer that contains the tile: 0 or 1.
-      first, last: whether the tile is the first (or the last) of the tiles that its core processes.
+      first, last: whether the tile is the first or the last one that its core processes.
     """
 
     def __init__(self, call: VectorsCall):
@@ -547,7 +547,7 @@ def _clear(call, buffer, count):
 
 
 def _when_any(call, c, count, body):
-    """Run `body` if chunk c of the sources has an active one, that is, one before `count`.
+    """Run `body` if chunk c contains an active source, that is, one with an index below `count`.
 
     For the first chunk, `body` always runs, because the results of that chunk are always read.
     """

@@ -65,7 +65,7 @@ _MOST_SITES = 8
 
 
 def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     floats = [
         a for a in jax.tree.leaves((operands, others)) if jnp.issubdtype(a.dtype, jnp.floating)
     ]
@@ -204,7 +204,7 @@ def partial_backward(
 
 
 def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
-    """Compute what the gradients need of each source, for `call.N` rows from row `first` on.
+    """Compute the values that the gradients need for each of `call.N` sources, from row `first` on.
 
     Returns:
       The logits [B, N, S, T], the inner products <d_mixed, v> [B, N, S, T], and rstd [B, N, 1, T].

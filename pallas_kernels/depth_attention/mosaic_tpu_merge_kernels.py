@@ -41,7 +41,7 @@ def merge(inputs, outputs, scratch, *, call: VectorsCall):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute the cotangents of `merge` for one tile, and add to those of the parameters.
+    """Compute the cotangents of `merge` for one tile, and add to the parameters' cotangents.
 
     A parameter's cotangent has 8 rows of partial sums, which the caller adds up. With n the
     normalised h and a = norm_gain * d_z, the cotangent of h is
@@ -112,7 +112,8 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
 def _mix(call, inputs, group, h, difference=None):
     """Compute one site's mix, including the running sum, for one group of tokens.
 
-    The mix is written to `h`, and `current - mixed` to `difference` if that is not None.
+    The mix is written to `h`, and `current - mixed` is written to `difference` if `difference` is
+    not None.
 
     Returns:
       The weight p, the logit and the rstd of the running sum, each [GROUP, 1].

@@ -9,8 +9,8 @@ of h in VMEM.
 For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves
 `E T V (2 K + P)` bytes; the backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
 bytes. Separate kernels for the merge and the read move `E T V (4 K + P)` bytes forward and
-`E T V (8 K + P)` bytes backward, apart from computing h again. The separate kernels are used for
-matrices that are too large for the kernels of this module.
+`E T V (8 K + P)` bytes backward, not counting the recomputation of h. The separate kernels are used
+for matrices that are too large for the kernels of this module.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ _SEPARATE = SeparateMergeRead(matrices, key_vector)
 
 
 def unsupported(op: str, operands: MergeRead, *others: Any) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     site = SiteOperands(operands.merge.current, None, None, *operands[1:])
     return matrices.unsupported("merge", operands.merge) or key_vector.unsupported(
         "forward", site, *others

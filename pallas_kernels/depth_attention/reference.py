@@ -1,8 +1,8 @@
 """Plain JAX reference of depth attention, against which every implementation is tested.
 
 All computations are in float32 (float64 for float64 inputs), whatever the dtype of the inputs.
-Gradients are computed by JAX's automatic differentiation. The source is Kimi Team (2026),
-"Attention Residuals", equations 2 to 6 and algorithm 1.
+Gradients are computed by JAX's automatic differentiation. The equations are those of Kimi Team
+(2026), "Attention Residuals": equations 2 to 6 and algorithm 1.
 """
 
 import jax

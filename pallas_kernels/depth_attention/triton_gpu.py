@@ -84,7 +84,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, operands: Partial | Merge, *others) -> str | None:
-    """Return the reason, in one line, why the kernels do not support these operands, or None."""
+    """Return a one-line reason why the kernels do not support these operands, or None."""
     if why := no_triton():
         return why
     if isinstance(operands, Merge) and operands.norm_gain is None:
@@ -124,8 +124,8 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
 
     A thread keeps 16 entries of a source in registers, or 8 if it also keeps vectors of several
     sites. Kernels that sum parameter gradients process tokens in groups, with about 1024 programs
-    in total: enough to fill current GPUs (up to about 150 multiprocessors), with few partial sums
-    left to add.
+    in total. These are enough to fill current GPUs (up to about 150 multiprocessors), and they
+    leave few partial sums to add.
     """
     width = padded(D)
     warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
@@ -292,7 +292,7 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return z: one site's mix with a block's running sum added, normalised (see `interface`).
+    """Return z, one site's mix after the running sum is added and normalised (see `interface`).
 
     For T tokens with D entries, the kernel takes about `20 T D` FLOPs and moves `3 T D` elements.
     """
@@ -383,8 +383,8 @@ def _blocks_of(call: GpuCall, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# The kernels that must sum the terms of a logit in the same order. The backward pass then computes
-# bitwise the same logits as the forward pass.
+# These kernels must sum the terms of a logit in the same order, so that the forward and the
+# backward pass compute bitwise equal logits.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 
 

@@ -218,7 +218,7 @@ def partial_kernel(call, blocks, ref):
 
 
 def _queries(ref, sites, columns):
-    """Return a function without arguments that returns the queries of `sites`.
+    """Return a function that takes no arguments and returns the queries of `sites`.
 
     A single query is kept in registers. Several queries are loaded again (from the cache) at each
     call. A kernel calls the function once per tile.
@@ -244,7 +244,7 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     """Write rstd, the logits and the products `<d_mixed, v>` of all sources of token t.
 
     Returns:
-      For each site, `sum_i weight_i <d_mixed, v_i>`, plus the input `delta` if it is given.
+      For each site, `sum_i weight_i <d_mixed, v_i>`, plus the input `delta` if there is one.
     """
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
 
@@ -280,8 +280,8 @@ def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d
     `dv = sum_s weight_s d_mixed_s + d_logit_s (rstd q_s - logit_s rstd^2 v / D)`, with q_s the
     query of site s.
     """
-    # If gradients are accumulated, the rows of empty sources keep their values; otherwise zeros are
-    # written to these rows.
+    # If gradients are accumulated, the empty rows keep their values. Otherwise zeros are written to
+    # these rows.
     accumulates = hasattr(ref, "accumulate")
     most = count if accumulates else call.N
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
@@ -421,7 +421,7 @@ def merge_backward_kernel(call, blocks, ref):
     def token(t, sums):
         d_query, d_gain = sums
         # The parameters are loaded again (from the cache) for every token, because they do not fit
-        # in registers. This is also true for the values that are needed after d_mixed is written.
+        # in registers. The same is true for the values that are needed after d_mixed is written.
         load_query = lambda: _load(ref.query, (), columns)
         mixed, current, rstd, logit, p = _merged(call, ref, t, columns, load_query())
         normed, norm_rstd = _normed(call, columns, mixed + p * (current - mixed))

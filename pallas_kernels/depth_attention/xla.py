@@ -1,4 +1,4 @@
-"""Portable implementation of depth attention: plain JAX that XLA fuses, on any platform.
+"""Portable implementation of depth attention in plain JAX, which XLA fuses on any platform.
 
 Inner products with sources are written as multiplications and sums, not as matrix products. XLA
 then converts the sources while it reads them, without writing a float32 copy of all sources, and
@@ -155,10 +155,10 @@ def merge(
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
-    """Return z: one site's mix with a block's running sum added, normalised (see `interface`).
+    """Return z, one site's mix after the running sum is added and normalised (see `interface`).
 
-    For T tokens, it moves at least `3 T D` elements: it reads `current` and one row of `mixed`, and
-    writes z.
+    For T tokens, the op moves at least `3 T D` elements: it reads `current` and one row of `mixed`,
+    and writes z.
     """
     query, mixed, log_sums, site, current, active, norm_gain = operands
     h = _merged(query, mixed[site], log_sums, current, active, epsilon)

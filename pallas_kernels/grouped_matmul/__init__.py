@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix per group, as experts multiply their tokens' vectors.
+"""Products of groups of rows with one matrix per group, for mixture-of-experts layers.
 
 The rows are sorted by group, and `sizes` contains the number of rows of each group. Rows after the
 last group belong to no group.
@@ -11,12 +11,12 @@ matrices on TPUs, and all products on GPUs, cost as much as if every row were in
 An implementation is a module with these functions:
 
     product(rows, matrices, sizes, *, transposed=False) -> `rows[m] @ matrices[g]` for each row m of
-        group g; if transposed, `matrices[g] @ rows[m]`, which maps the products' cotangents to the
-        cotangents of the rows [M, K]
+        group g; if `transposed`, `matrices[g] @ rows[m]`, which maps the products' cotangents to
+        the cotangents of the rows [M, K]
     of_matrices(rows, d_products, sizes) -> the cotangents of the matrices [G, K, N]: for each
         group, the sum of the outer products of its rows and their cotangents
-    unsupported(op, rows, other, sizes) -> the reason, in one line, why the implementation does not
-        support these operands, or None
+    unsupported(op, rows, other, sizes) -> a one-line reason why the implementation does not support
+        these operands, or None
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix per group on TPUs, by JAX's megablox kernels.
+"""Products of groups of rows with one matrix per group on TPUs, with JAX's megablox kernels.
 
 See Gale et al. (2023), MegaBlocks. The grid runs over tiles of rows. A tile that has rows of
 several groups is processed once for each of these groups. For M = 65,536 rows, K = 2304, N = 2048
@@ -21,7 +21,7 @@ _ROWS, _BYTES = 512, 2048
 
 
 def unsupported(op: str, rows, other, sizes) -> str | None:
-    """Return the reason, in one line, why the kernels do not support this call, or None."""
+    """Return a one-line reason why the kernels do not support this call, or None."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
     return checks_varying()

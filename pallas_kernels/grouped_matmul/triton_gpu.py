@@ -53,7 +53,7 @@ class _Blocks(NamedTuple):
 
 
 def unsupported(op: str, rows, other, sizes) -> str | None:
-    """Return the reason, in one line, why the kernels do not support this call, or None."""
+    """Return a one-line reason why the kernels do not support this call, or None."""
     if why := no_triton():
         return why
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
@@ -149,7 +149,7 @@ def of_matrices(
 
 
 def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Array, " tiles"]]:
-    """Return the group, the first row and the end of the group's rows for each tile of rows.
+    """Return each row tile's group, its first row, and the end of the group's rows.
 
     The number of tiles is static: the maximum that the groups could need. Unused tiles have no
     rows.

@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix per group, by XLA's own op (`ragged_dot_general`).
+"""Products of groups of rows with one matrix per group, with XLA's own op (`ragged_dot_general`).
 
 On a CPU, XLA computes a dense product for each group. On a TPU, XLA has a kernel for the products,
 but not for the gradient of the matrices (in JAX 0.10).

@@ -135,8 +135,8 @@ def store_norm_retrieve(
         is differentiated with an int16 residual. JAX has no gradients with respect to integers;
         use `undo` instead.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
-      TypeError: the op is differentiated in forward mode, or twice although a kernel may compute
-        it.
+      TypeError: the op is differentiated in forward mode, or differentiated twice when a kernel may
+        compute it.
       NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     site = SiteOperands(residual, store_keys, data, gain, read_keys)
@@ -165,23 +165,23 @@ def store_norm_retrieve_at(
     """Compute `store_norm_retrieve` for a few tokens, with one layer of stacked parameters.
 
     This op is for decoding. The TPU kernel reads the layer's keys and gain directly from the stacks
-    of all layers. Its time grows with every token, so for sequences of 128 tokens or more
-    `store_norm_retrieve` is faster. The op is differentiable only with "xla".
+    of all layers. Its run time grows with the number of tokens, so `store_norm_retrieve` is faster
+    for sequences of 128 tokens or more. The op is differentiable only with "xla".
 
     Args:
       layer: the index of the layer, from 0 to L - 1.
       residual, data, norm, epsilon: as in `store_norm_retrieve`, but int16 residuals are not
         supported.
       store_keys, gain, read_keys: the parameters of all L layers, stacked.
-      size_major: two booleans: whether the memory layout of the data is [V, R], and that of the
-        retrieved vectors [V, P], as for the vectors of a feed-forward network. They do not change
-        the result.
+      size_major: two booleans. The first states whether the memory layout of the data is [V, R],
+        and the second whether that of the retrieved vectors is [V, P]. A feed-forward network's
+        vectors have these layouts. The booleans do not change the result.
       implementation: as in `store_norm_retrieve`, but this op has no GPU kernels.
 
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
-      TypeError: the op is differentiated although a kernel may compute it.
+      TypeError: the op is differentiated when a kernel may compute it.
     """
     check_array("residual", residual, "... K V")
     for name, x, axes in (
@@ -192,7 +192,8 @@ def store_norm_retrieve_at(
         check_array(name, x, axes)
         if x.shape[0] != gain.shape[0]:
             raise ValueError(
-                f"shapes do not fit: {name} [{axes}] is {x.shape}, but gain [L K V] is {gain.shape}"
+                f"shapes do not fit: {name} [{axes}] has shape {x.shape}, but gain [L K V] has "
+                f"shape {gain.shape}"
             )
     one = SiteOperands(residual, store_keys[0], data, gain[0], read_keys[0])
     calls.check(KeyVectorCall(norm, epsilon, implementation), one)

@@ -28,7 +28,7 @@ _NAME = "key_vector_"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes and dtypes that a kernel is specialised to.
+    """The sizes and dtypes that a kernel is specialised for.
 
     Attributes:
       K, V: the sizes of a token's residual matrix.
@@ -77,8 +77,8 @@ class BlockSizes:
     Attributes:
       tokens: the number of tokens per tile, a multiple of 128.
       slab: the number of indices along V that are in VMEM at a time (a slab); it divides V.
-      store_unroll, read_unroll: the number of indices along V per loop iteration, in loops that
-        store and in loops that read.
+      store_unroll, read_unroll: the number of indices along V per iteration of a loop that stores
+        or reads, respectively.
       keep: whether a backward pass that processes all of V in one slab keeps an intermediate of the
         residual's size in VMEM instead of computing it twice.
     """

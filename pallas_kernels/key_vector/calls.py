@@ -2,8 +2,8 @@
 
 If keys are sharded over a mesh axis (the key axis), devices exchange data and cotangents. In this
 module, `data` contains the batch rows of all devices along that axis, and the retrieved vectors
-contain this device's batch rows. Without a key axis, all batch rows are this device's, and `read`,
-the value that `forward` returns for `backward`, is None.
+contain this device's batch rows. Without a key axis, all batch rows belong to this device, and
+`read`, the value that `forward` returns for `backward`, is None.
 """
 
 from typing import NamedTuple
@@ -56,9 +56,9 @@ def run(call: KeyVectorCall, op: str, *operands, **options):
 
 
 def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:
-    """Check the parameters and operands of a key-vector op, and return its parameters.
+    """Check the static parameters and operands of a key-vector op, and return the parameters.
 
-    In the returned `call`, `key_axis` is None if that mesh axis has only one device.
+    In the returned parameters, `key_axis` is None if that mesh axis has only one device.
     """
     residual, store_keys, data, gain, read_keys = site
     check_norm(call.norm)
@@ -71,8 +71,8 @@ def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> Key
         check_array("read_keys", read_keys, "P K")
         if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
             raise ValueError(
-                f"shapes do not fit: residual [..., K, V] is {residual.shape}, but gain [K, V] is "
-                f"{gain.shape} and read_keys [P, K] is {read_keys.shape}"
+                f"shapes do not fit: residual [..., K, V] has shape {residual.shape}, but gain "
+                f"[K, V] has shape {gain.shape} and read_keys [P, K] have shape {read_keys.shape}"
             )
     if store_keys is not None or not reads:
         _check_store(residual, store_keys, data, call.key_axis)
@@ -100,8 +100,8 @@ def _check_store(residual, store_keys, data, key_axis) -> None:
         tokens[0] //= sharded.size(key_axis)
     if residual.shape[-2] != K or data.shape != (*tokens, R, V):
         raise ValueError(
-            f"shapes do not fit: residual [..., K, V] is {residual.shape}, but store_keys [R, K] "
-            f"is {store_keys.shape} and data [..., R, V] is {data.shape}"
+            f"shapes do not fit: residual [..., K, V] has shape {residual.shape}, but store_keys "
+            f"[R, K] have shape {store_keys.shape} and data [..., R, V] has shape {data.shape}"
         )
 
 
@@ -149,7 +149,7 @@ def read(call: KeyVectorCall, site: SiteOperands):
 
 
 def _of_all_slices(call, site, out):
-    """Combine what all devices read from their slices of K: vectors, statistics and `read`."""
+    """Combine the vectors and statistics that all devices read from their slices of K."""
     if call.key_axis is None:
         return out.retrieved, out.statistics, None
     args = (out.retrieved, out.statistics, site.gain, site.read_keys, call.key_axis)
@@ -173,7 +173,7 @@ def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False
 
 
 def to_all_slices(call: KeyVectorCall, residual, read, d_retrieved):
-    """Return the retrieved vectors' cotangents of all devices, and the `Means` over all of K.
+    """Return the cotangents of all devices' retrieved vectors, and the `Means` over all of K.
 
     Without a key axis, the cotangents are returned unchanged and the means are None.
     """

@@ -66,7 +66,7 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
         ({"gain": ones((1, K, V))}, r"gain \[K, V\] .* 2 axes, but has shape \(1, 4, 5\)"),
         ({"residual": ones(V)}, r"residual \[\.\.\., K, V\] .* at least 2 axes"),
         ({"data": [1.0]}, r"data \[\.\.\., R, V\] must be an array of floats, but is a list"),
-        ({"gain": ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] is \(4, 6\)"),
+        ({"gain": ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] has shape \(4, 6\)"),
         ({"epsilon": -100}, "epsilon=-100 must be a finite number, at least 0"),
         ({"epsilon": float("nan")}, "epsilon=nan must be a finite number"),
         ({"epsilon": "1e-6"}, "epsilon='1e-6' must be a finite number"),
@@ -92,7 +92,7 @@ def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
     [
         ({"query": ones((1, 8))}, r"query \[D\] .* with 1 axis, but has shape \(1, 8\)"),
         ({"query": ones(7)}, r"shapes do not fit: queries \[S, D\] have shape \(1, 7\)"),
-        ({"gain": ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), but gain \[D\] is \(7,\)"),
+        ({"gain": ones(7)}, r"query \[D\] has shape \(8,\), but gain \[D\] has shape \(7,\)"),
         ({"gain": ones((3, 8))}, r"gain \[D\] .* with 1 axis, but has shape \(3, 8\)"),
         ({"sources": ones((3, B, N, 8), np.int32)}, "sources .* floats, but is int32"),
         ({"sources": ones((0, B, N, 8))}, "legal: N of at least 1"),

@@ -156,10 +156,10 @@ def test_a_memory_of_orthogonal_keys():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"k": np.zeros((1, 4, 2, 3))}, "k is .1, 4, 2, 3., but must be .1, 4, 2, 5."),
+        ({"k": np.zeros((1, 4, 2, 3))}, "k has shape .1, 4, 2, 3., .* shape .1, 4, 2, 5."),
         ({"beta": np.zeros((1, 4))}, "beta .batch, seq, heads. must be an array .* 3 axes"),
-        ({"state": np.zeros((1, 2, 3, 5))}, "state is .1, 2, 3, 5., but must be .1, 2, 5, 3."),
-        ({"segment_ids": np.zeros((1, 3), np.int32)}, "segment_ids is .1, 3., .* .1, 4."),
+        ({"state": np.zeros((1, 2, 3, 5))}, "state has shape .1, 2, 3, 5., .* shape .1, 2, 5, 3."),
+        ({"segment_ids": np.zeros((1, 3), np.int32)}, "segment_ids has shape .1, 3., .* .1, 4."),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message, unannotated):
