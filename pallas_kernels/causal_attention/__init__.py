@@ -84,8 +84,9 @@ def causal_attention(
         consecutive query heads. None means G = H.
       kv: keys [B, N, G, D] and values [B, N, G, Dv], if they are separate arrays. Then qkv contains
         only the queries, and kv_heads is not needed.
-      rows: the preferred memory order for the kernels: [B, D, P, N] ("size_major", as the
-        key-vector kernels write it) or [B, P, D, N] ("head_major", as a projection writes it).
+      rows: the preferred memory order for the kernels: [B, D, P, N] ("size_major", the order in
+        which the key-vector kernels write it) or [B, P, D, N] ("head_major", the order in which a
+        projection writes it).
       over: a mesh axis, within `jax.shard_map`, along which tokens are sharded. Then qkv contains
         this device's tokens, segment_ids cover all tokens, and keys and values are passed around a
         ring of devices.

@@ -15,8 +15,8 @@ from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 from pallas_kernels.target import target
 
-# VMEM budget, in sixtieths of the VMEM limit, for data that stays in VMEM for all blocks of a
-# sequence or of a span (a range of queries that one kernel call processes).
+# VMEM budget for data that stays in VMEM for all blocks of a sequence, or of a span (a range of
+# queries that one kernel call processes). The unit is a sixtieth of the VMEM limit.
 _KEPT = 32
 # Bytes of SMEM for the tables of pairs of blocks. Every chip has 1 MiB of SMEM.
 TABLES = 15 * 2**16
@@ -145,7 +145,7 @@ class KernelWork(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether VMEM can hold all that the backward kernel needs for one block of queries.
+        """Whether all data that the backward kernel needs for one block of queries fit in VMEM.
 
         The memory order is "head_major". If one block fits, the span (the number of queries whose
         gradients stay in VMEM) is made as long as VMEM allows.
@@ -202,7 +202,8 @@ def default_blocks(
 
     def of(tokens: int) -> Blocks:
         # Prefer blocks whose span (the range of queries of one kernel call) covers all queries. Of
-        # these, prefer blocks with many heads, because work on one head hides another's latency.
+        # these, prefer blocks with many heads, because work on one head hides the latency of
+        # another.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         whole_span = [blocks for blocks in fitting if has_room(blocks) and work(blocks).span >= N]

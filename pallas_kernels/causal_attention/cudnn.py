@@ -1,9 +1,9 @@
 """Causal attention by cuDNN's fused kernels, on NVIDIA GPUs of the Ampere generation or later.
 
 The kernels are called through XLA's custom calls, which `jax.nn.dot_product_attention` uses, too.
-That function is not used here because it needs a GPU and cuDNN at tracing time, does not return the
-log-sum-exp, and expresses ALiBi and segments only as a bias for all pairs of tokens. Here ALiBi and
-segments are expressed as extra entries of queries and keys: see `entries`.
+That function is not used here because it needs a GPU and cuDNN at tracing time, and does not return
+the log-sum-exp. It also expresses ALiBi and segments only as a bias for all pairs of tokens. Here
+ALiBi and segments are expressed as extra entries of queries and keys: see `entries`.
 """
 
 import functools

@@ -170,7 +170,8 @@ class _Ring:
     def _homes(self, half: int) -> list[tuple[int, int]]:
         """Return a pair (device, home) for each part `2 device + half`.
 
-        `device` has the part in token order, and `home` is the device that processes it.
+        `device` has the part if parts are in token order, and `home` is the device that processes
+        it.
         """
         parts = (2 * device + half for device in range(self.count))
         return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]

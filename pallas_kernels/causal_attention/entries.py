@@ -1,4 +1,4 @@
-"""ALiBi and segments as extra entries of queries and keys, for kernels with only a causal mask.
+"""ALiBi and segments as extra entries in queries and keys, for kernels with a causal mask only.
 
 Let i be a query's position and j a key's. A softmax over j does not change if a term that depends
 only on i is added. So ALiBi's term `-slope (i - j)` may be replaced by `slope j`, which is the dot

@@ -70,7 +70,7 @@ def _heads(
 ) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads.
 
-    If one array contains queries, keys and values, the number of query heads is that of the
+    If one array contains queries, keys and values, the number of query heads is taken from the
     log-sum-exps in `results`. Without `results`, both numbers are assumed to be equal.
     """
     if isinstance(operands, PartOperands):

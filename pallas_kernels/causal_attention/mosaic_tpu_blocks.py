@@ -7,10 +7,10 @@ windows of all queries in a block, is copied or computed. If the list does not f
 queries are divided into several ranges ("spans"), one per kernel call. A key head is processed
 together with all its query heads (Ainslie et al. 2023).
 
-The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
-key-vector kernels write it. The latter requires queries, keys and values of equal length in one
-array. The heads in a block of size-major rows are extracted once, and stay in VMEM for all pairs
-that contain the block.
+The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], the order
+in which the key-vector kernels write it. The latter requires queries, keys and values of equal
+length in one array. The heads in a block of size-major rows are extracted once, and stay in VMEM
+for all pairs that contain the block.
 
 In the forward pass, the weights of a pair are relative to the largest logit so far, and earlier
 sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
@@ -23,8 +23,8 @@ one for the queries' gradients and one for those of keys and values, would take 
 Masks are applied only to the pairs that need them: pairs on the diagonal or at the end of a window,
 and pairs with several segments. Pairs whose ranges of segment ids do not overlap are skipped.
 
-For T queries that see N keys each on average, H query heads and G key heads of size D, blocks of b
-queries and E bytes per entry, the forward kernel takes `4 T N H D` FLOPs and moves `2 E T D (H + G
+Let T queries see N keys each on average. With H query heads and G key heads of size D, blocks of b
+queries, and E bytes per entry, the forward kernel takes `4 T N H D` FLOPs and moves `2 E T D (H + G
 N / b)` bytes. The backward kernel takes `10 T N H D` FLOPs and moves about twice the bytes.
 """
 

@@ -1,6 +1,6 @@
 """Causal attention in plain JAX, for calls that no kernel supports.
 
-`reference` keeps all logits of a block of queries in memory, which takes few operations for short
+`reference` keeps all logits of a block of queries in memory, and takes few operations for short
 sequences. A call with more than `online.LOGITS` logits uses `online` instead. With 16 heads and one
 batch row, calls with 1449 tokens or more use `online`.
 """

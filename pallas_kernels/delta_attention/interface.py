@@ -51,7 +51,7 @@ class DeltaGradients(NamedTuple):
 
 
 def chunk_size(keys: int) -> int:
-    """Return the number of tokens per chunk, for a key size.
+    """Return the number of tokens per chunk, for keys of a given size.
 
     With larger chunks, fewer states are saved and fewer chunks are processed in sequence, but each
     token takes more work: about `2 C (K + V)` FLOPs per head grow with the chunk size C. For keys

@@ -6,9 +6,9 @@ other layout is required. The backward pass processes the chunks from the last t
 recomputes each chunk from the saved state before it.
 
 For 8192 tokens with 32 heads in bfloat16 on v6e (918 TFLOP/s, 1640 GB/s), the forward kernel needs
-at least 0.52 ms of matrix-unit time and 0.33 ms of HBM transfers, and the backward kernel at least
-1.07 ms and 0.54 ms. The estimated run times are 1.13 ms and 2.52 ms (docs/benchmarks/kernels.md),
-because vector arithmetic and registers limit both kernels.
+at least 0.52 ms of matrix-unit time and 0.33 ms of HBM transfers. The backward kernel needs at
+least 1.07 ms and 0.54 ms. The estimated run times are 1.13 ms and 2.52 ms
+(docs/benchmarks/kernels.md), because vector arithmetic and registers limit both kernels.
 """
 
 import functools

@@ -62,9 +62,10 @@ class _Shared(NamedTuple):
       of_keys: M, which is 0 on and above the diagonal.
       of_queries: P.
       inverse: the inverse of `I + diag(beta) M`.
-      decay: the decay of the earlier state up to each token; 0 for tokens that do not see it.
-      left: the decay of each token's write up to the end of the chunk; 0 if it is not visible
-        there.
+      decay: the decay of the earlier state up to each token; 0 for tokens that do not see that
+        state.
+      left: the decay of each token's write up to the end of the chunk; 0 if the write is not
+        visible there.
       decayed_q, decayed_k: queries and keys times `decay`.
       left_k: keys times `left`.
       missing: `V - (k e^G) S`.

@@ -10,12 +10,12 @@ token i, and S the state before the chunk. For i >= j:
 O is what the tokens read, and S' the state after the chunk.
 
 To compute `e^(G_i - G_j)`, the chunk is halved recursively. For i in the second half and j in the
-first, the exponential is a product of two factors: one for row i, with the sum of g from the start
-of the second half up to i, and one for column j, with the sum of g after j in the first half. Sums
-are built from smaller sums and never from differences. So no exponent is positive, whatever the
-decays are, and no token depends on a later one, not even through rounding. The inverse is built
-from the same halves, block by block. A series in powers of M would be wrong by orders of magnitude
-if keys are similar.
+first, the exponential is a product of two factors. The exponent of the factor for row i is the sum
+of g from the start of the second half up to i. That of the factor for column j is the sum of g
+after j in the first half. Sums are built from smaller sums and never from differences. So no
+exponent is positive, whatever the decays are, and no token depends on a later one, not even through
+rounding. The inverse is built from the same halves, block by block. A series in powers of M would
+be wrong by orders of magnitude if keys are similar.
 
 The cost is about `6 K V + 2 C (K + V)` FLOPs per token and head. The forward pass saves the state
 before each chunk, and the backward pass recomputes the chunk from it.

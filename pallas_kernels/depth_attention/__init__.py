@@ -21,19 +21,19 @@ TypeError.
 
 A source may be a residual matrix `K x V` instead of a vector. Queries are then [S, K, V] and
 sources are [N, ..., K, V], and the mean and the inner product are over all entries of a matrix. The
-result is the same as for matrices reshaped to vectors, but on a TPU it is faster, because there
-tokens are in the lanes of a matrix array (see `mosaic_tpu_matrices`). `depth_attention_merge_read`
-also reads vectors from the mix with keys, as an RMT does.
+result is the same as for matrices reshaped to vectors. On a TPU it is computed faster, because
+tokens are in the lanes of a matrix array there (see `mosaic_tpu_matrices`).
+`depth_attention_merge_read` also reads vectors from the mix with keys, as an RMT does.
 
 Sharded sources: `depth_attention`, `depth_attention_partial` and its backward pass accept a
 `key_axis`, a mesh axis of n devices over which D is sharded. The op then runs on each device within
-`jax.shard_map(.., check_vma=False)`. Every device has the same tokens. Its sources, mixes, queries
-and gains, and their cotangents, are its own slices [.., D / n] along D, and its gradients of
-queries and gains are complete for its slice. The log-sum-exps are the same on all devices, but
-their cotangents, as inputs and as outputs, are terms of a sum over the axis, one per device. This
-is also what JAX's transposes produce if each device differentiates its own term of a loss. Calls
-with a `key_axis` use plain JAX. They communicate one all-reduce of `(S + 1) N` float32 numbers per
-token in the forward pass, and one of `2 S N + N + S` in the backward pass.
+`jax.shard_map(.., check_vma=False)`. Every device has the same tokens. On each device, sources,
+mixes, queries and gains, and their cotangents, are the device's slices [.., D / n] along D. The
+gradients of queries and gains are complete for this slice. The log-sum-exps are the same on all
+devices, but their cotangents, as inputs and as outputs, are terms of a sum over the axis, one per
+device. This is also what JAX's transposes produce if each device differentiates its own term of a
+loss. Calls with a `key_axis` use plain JAX. They communicate one all-reduce of `(S + 1) N` float32
+numbers per token in the forward pass, and one of `2 S N + N + S` in the backward pass.
 """
 
 import functools

@@ -59,7 +59,7 @@ from pallas_kernels.target import target
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
 # With at most this many sources and few sites, a kernel computes so little per group of tokens that
-# latency dominates, so more groups are unrolled into one loop body.
+# latency dominates. More groups are therefore unrolled into one loop body.
 _FEW_SOURCES = 4
 # The slugs of chips whose registers suffice to unroll eight token groups for 3 to 8 sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")

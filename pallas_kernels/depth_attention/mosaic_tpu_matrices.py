@@ -302,7 +302,7 @@ def merge(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
-    """Return one site's mix with the running sum of a block added (see `interface`).
+    """Return one site's mix after the running sum of a block is added (see `interface`).
 
     For T tokens with D = K V entries of E bytes, the kernel moves `E 3 T D` bytes.
     """

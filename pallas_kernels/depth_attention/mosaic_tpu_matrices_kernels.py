@@ -76,7 +76,7 @@ class MatricesCall:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a source in a chunk, the part that one matrix product processes."""
+        """The number of rows in a chunk, the part of a source that one matrix product processes."""
         return math.gcd(self.size, 256)
 
     @property
@@ -90,7 +90,7 @@ class MatricesCall:
         return round_up(self.S * (3 if self.narrow else 1), 16)
 
     def tile(self, core, j):
-        """Return the indices of the sequence and of the tile in it, for a core's step j."""
+        """Return the index of the sequence, and of the tile within it, for a core's step j."""
         place, tiles = core * self.tiles_each + j, np.int32(self.tiles)
         return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
 

@@ -43,12 +43,11 @@ def merge(inputs, outputs, scratch, *, call: VectorsCall):
 def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the cotangents of `merge` for one tile, and add to the parameters' cotangents.
 
-    A parameter's cotangent has 8 rows of partial sums, which the caller adds up. With n the
-    normalised h and a = norm_gain * d_z, the cotangent of h is
-    `d_h = h_rstd (a - mean(a) - n mean(a n))`, where h_rstd is the rstd of h, and the term mean(a)
-    is absent for rmsnorm. The gradient of `mixed` is (1 - p) d_h. With
-    `d_logit = p (1 - p) <d_h, current - mixed>`, the gradient of `current`, which is added to its
-    cotangent, is `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
+    A parameter's cotangent has 8 rows of partial sums, which the caller adds up. The cotangent of h
+    is `d_h = h_rstd (a - mean(a) - n mean(a n))`, with n the normalised h, a = norm_gain * d_z, and
+    h_rstd the rstd of h. For rmsnorm, the term mean(a) is absent. The gradient of `mixed` is
+    `(1 - p) d_h`. With `d_logit = p (1 - p) <d_h, current - mixed>`, the gradient of `current`,
+    which is added to its cotangent, is `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
     """
     tile = Tile(call)
 

@@ -1,10 +1,10 @@
 """Products of groups of rows with one matrix per group on TPUs, with JAX's megablox kernels.
 
 See Gale et al. (2023), MegaBlocks. The grid runs over tiles of rows. A tile that has rows of
-several groups is processed once for each of these groups. For M = 65,536 rows, K = 2304, N = 2048
-and 256 groups in bfloat16 on v5e (197 TFLOP/s, 819 GB/s), the arithmetic takes at least 3.14 ms,
-and reading the matrices (2.4 GB) takes at least 2.9 ms. A group should therefore have at least 256
-rows.
+several groups is processed once for each of these groups. An example is M = 65,536 rows, K = 2304,
+N = 2048 and 256 groups in bfloat16 on v5e (197 TFLOP/s, 819 GB/s). The arithmetic takes at least
+3.14 ms, and reading the matrices (2.4 GB) takes at least 2.9 ms. A group should therefore have at
+least 256 rows.
 """
 
 import jax.numpy as jnp

@@ -5,9 +5,9 @@ columns of the products. For the gradient of the matrices, a program computes on
 over all rows of its group. So no row is multiplied by the matrix of another group. XLA's op on
 GPUs, in JAX 0.10, costs as much as if every row were in every group.
 
-For M = 65,536 rows, K = 2304, N = 2048 and 256 groups in bfloat16 on an H100 (989 TFLOP/s, 3352
-GB/s), the arithmetic takes at least 0.63 ms, and reading the matrices (2.4 GB) once takes at least
-0.72 ms.
+An example is M = 65,536 rows, K = 2304, N = 2048 and 256 groups in bfloat16 on an H100 (989
+TFLOP/s, 3352 GB/s). The arithmetic takes at least 0.63 ms, and reading the matrices (2.4 GB) once
+takes at least 0.72 ms.
 
 Sums are float32. Float32 operands are split into three bfloat16 terms (see `triton.dot`).
 """

@@ -131,7 +131,7 @@ def test_merging_names_what_does_not_fit(changes, message, unannotated):
 def test_causal_attention_names_what_does_not_fit(unannotated):
     with pytest.raises(ValueError, match=r"qkv \[B, N, 3 H, D\] has shape \(1, 4, 5, 8\)"):
         pallas_kernels.causal_attention(jnp.ones((1, 4, 5, 8)), scale=1.0)
-    with pytest.raises(ValueError, match=r"slopes \[H\] are \(3,\)"):
+    with pytest.raises(ValueError, match=r"slopes \[H\] have shape \(3,\)"):
         pallas_kernels.causal_attention(jnp.ones((1, 4, 6, 8)), scale=1.0, slopes=jnp.ones(3))
     with pytest.raises(
         UnsupportedImplementation, match="legal: xla, mosaic_tpu, cudnn, pallas, or "
