@@ -8,7 +8,7 @@ token attends only to itself and to the `window - 1` tokens before it. Implement
 - "mosaic_tpu": TPU kernels for any length, which apply ALiBi without a bias array in memory. The
   kernel for short sequences works in the layout of `pallas_kernels.key_vector`, without copies.
 - "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
-  by extra entries of queries and keys. Soft caps of logits are not supported.
+  as extra entries in queries and keys. Soft caps on logits are not supported.
 - "pallas": the TPU kernels or cuDNN's kernels, depending on the platform that the program is
   lowered for, and plain JAX on other platforms. The default, None, means "pallas".
 

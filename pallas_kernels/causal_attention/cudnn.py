@@ -74,10 +74,10 @@ def refused(
       alibi: whether ALiBi is used.
       length: the number of keys.
       dtype: the dtype of queries.
-      cap: the soft cap of logits, or None. XLA's call of cuDNN has no option for it.
+      cap: the soft cap on logits, or None. XLA's custom calls of cuDNN have no option for a cap.
     """
     if cap is not None:
-        return f"a soft cap of logits, {cap} (legal: None)"
+        return f"a soft cap on logits, {cap} (legal: None)"
     if capability < 80:
         return f"cuDNN's fused attention on sm_{capability} (legal: sm_80, Ampere, or later)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -97,7 +97,7 @@ def refused(
 def unsupported(
     op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
 ) -> str | None:
-    """Return the reason, in one line, if cuDNN does not support these operands, else None."""
+    """Return a one-line reason if cuDNN does not support these operands, else None."""
     qkv, keys = operands[0], operands[0]
     value_size = qkv.shape[3]
     if isinstance(operands, PartOperands):

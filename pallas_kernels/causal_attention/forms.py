@@ -39,7 +39,7 @@ def form(
       alibi: whether ALiBi is used.
       length: the number of tokens per row.
       dtype: the dtype of queries.
-      cap: the soft cap of logits, or None.
+      cap: the soft cap on logits, or None.
     """
     of_masks = {"segments": segments, "alibi": alibi, "length": length}
     why = cudnn.refused(capability, size, value_size, **of_masks, dtype=dtype, cap=cap)

@@ -39,7 +39,7 @@ _WHOLE = 1024
 def unsupported(
     op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
 ) -> str | None:
-    """Return the reason, in one line, if the kernels do not support these operands, else None."""
+    """Return a one-line reason if the kernels do not support these operands, else None."""
     if isinstance(operands, PartOperands):
         queries, keys = operands.q.shape[1], operands.keys_and_values[0].shape[1]
         if queries % LANES or keys % LANES:
@@ -218,7 +218,7 @@ def _key(
 def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[str, Any]) -> Blocks:
     """Return the block sizes that a tuning table lists for the key, or else the default.
 
-    Tables have block sizes only for attention without a window and without a soft cap.
+    Tables list block sizes only for attention without a window and without a soft cap.
     """
     tokens = operands[0].shape[1]
     default = block_sizes.default_blocks(kernel, tokens, **key, **_of_logits(operands))

@@ -126,7 +126,7 @@ class BlockOperands(NamedTuple):
         offset is 0.
       window: query i sees key j only if `i - j < window`. The window may be negative; None means no
         limit.
-      cap: the soft cap of `scale q.k`, or None.
+      cap: the soft cap on `scale q.k`, or None.
     """
 
     q: HeadRows

@@ -174,7 +174,7 @@ def test_cudnn_has_no_cap():
     given = jnp.zeros((1, 256, 6, 64), jnp.bfloat16)
     with (
         lowering_for("NVIDIA H100"),
-        pytest.raises(UnsupportedImplementation, match="a soft cap of logits, 0.8 .legal: None"),
+        pytest.raises(UnsupportedImplementation, match="a soft cap on logits, 0.8 .legal: None"),
     ):
         causal_attention(given, scale=0.1, cap=CAP, implementation="cudnn")
     text = program("NVIDIA H100", cap=CAP)

@@ -72,7 +72,7 @@ def test_what_it_says_depends_on_length_and_dtype():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_soft_caps_are_online_everywhere(capability):
     found = form(capability, 64, 64, False, False, cap=50.0)
-    assert found == ("online", "a soft cap of logits, 50.0 (legal: None)")
+    assert found == ("online", "a soft cap on logits, 50.0 (legal: None)")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ AFTER = (
     cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output", **OVER_HEADS),
     cfg.FeedForward(10, "swiglu", normed="output"),
 )
-# A window in two layers of three, shorter than the texts here. Two layers have soft caps of logits.
+# A window in two layers of three, shorter than the texts here. Two layers have soft caps on logits.
 WINDOWED = (
     cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, window=4, logit_cap=0.8),
     GATED,
