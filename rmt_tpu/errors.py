@@ -19,7 +19,7 @@ class RunError(RmtError):
 
 
 class DivergedError(RunError):
-    """A run's loss or gradient stayed non-finite."""
+    """The error for a run whose loss or gradient has stayed non-finite."""
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ class MhcLite(System):
     Attributes:
       streams: number of residual vectors (m); there are m! permutations.
       init: "paper" initialises as the paper's code does. "prenorm" initialises the model to compute
-        the same function as the plain residual stream.
+        the same as a model with an ordinary residual.
     """
 
     kind: ClassVar[str] = "mhc_lite"

@@ -57,7 +57,7 @@ class Attention(Core):
 
     Args:
       config: the model's config, for the scale's parametrisation and the norm's epsilon.
-      core: the config of heads and positions.
+      core: the config of this core, with its heads and position encoding.
       layout: how heads are sharded over devices where they are read from the residual and written
         to it.
       seed: the seed of the weights.
@@ -133,8 +133,8 @@ class Attention(Core):
         """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
         With an explicit mask or with output gates, `pull_back` recomputes the attention and does
-        not need the log-sum-exp. With a mask, an array with 0 heads is returned in its place; with
-        gates, it is ().
+        not need the log-sum-exp. In its place, an array with 0 heads is returned with a mask, and
+        () with gates.
         """
         if self.core.output_gate:
             return super().forward(z, context, index, to)

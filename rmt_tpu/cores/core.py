@@ -113,8 +113,8 @@ def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Arra
     """Flatten the new tokens of all rows into one row, padded to a multiple of the device count.
 
     When decoding on a mesh that shards tokens, each row has a single new token, which cannot be
-    divided over devices, but one row with the tokens of all rows can be divided. On one device, or
-    if there are no earlier tokens in a cache, x is returned unchanged.
+    divided over devices. One row with the tokens of all rows can be divided. On one device, or if
+    there are no earlier tokens in a cache, x is returned unchanged.
     """
     devices = sharding.axis_size(sharding.token_axes())
     if context.start is None or devices == 1:

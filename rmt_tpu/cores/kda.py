@@ -265,10 +265,10 @@ class Kda(Core):
     def _own_heads(self, heads):
         """Return this device's heads, [batch, all_seq, groups, heads, head_dim].
 
-        Consecutive groups with equal numbers of heads form one array. There is one array if queries
-        and keys have as many heads as values, or else one for queries and keys, and one for values
-        and full gates. Heads are exchanged for tokens first over `tensor`, which also shards the
-        heads' weights, and then over the other token axes.
+        If queries and keys have as many heads as values, the result is one array. Otherwise it is
+        two arrays: one for queries and keys, and one for values and full gates. Heads are exchanged
+        for tokens first over `tensor`, which also shards the heads' weights, and then over the
+        other token axes.
         """
         devices = 1 if not self.layout.projected else sharding.axis_size("tensor")
         counts, runs, start = self.core.reads.heads, [], 0

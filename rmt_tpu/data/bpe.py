@@ -290,7 +290,7 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
     for name, token in vocabulary.items():
         if not 0 <= token < _MOST_TOKENS:
             raise Unusable(
-                f"the vocabulary gives {name!r} the id {token}, which is out of range; "
+                f"the token {name!r} has the id {token}, which is out of range; "
                 f"legal: 0 to {_MOST_TOKENS - 1}"
             )
 

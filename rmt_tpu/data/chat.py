@@ -135,7 +135,7 @@ class ChatTemplate:
         folder.write(CONFIG_FILE, (json.dumps(self.json(), indent=2) + "\n").encode())
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a conversation's text; names of special tokens give those tokens.
+        """Return the tokens of a conversation's text, with special tokens for their names.
 
         Raises:
           UsageError: the text has an unpaired surrogate, which is not a character.
@@ -174,8 +174,8 @@ def read_template(
       starts: see `ChatTemplate`.
 
     Raises:
-      UsageError: a file is damaged, or tokenizer_config.json has several templates, none of which
-        is named "default".
+      UsageError: a file is damaged, or tokenizer_config.json has several templates, but none is
+        named "default".
     """
     config = f"{folder.url}/{CONFIG_FILE}"
     found = folder.read(CONFIG_FILE, limit=_LONGEST_CONFIG)

@@ -23,7 +23,7 @@ from rmt_tpu.data.inputs import (
 from rmt_tpu.data.marked import USUAL_FIELD, Reading
 from rmt_tpu.errors import UsageError
 
-# Maximum sizes in bytes of a line and of a document. Memory holds a document several times: as
+# Maximum sizes in bytes of a line and of a document. A document is in memory several times: as
 # bytes, as text and as tokens.
 _LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 

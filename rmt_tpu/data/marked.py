@@ -111,7 +111,7 @@ class Reading(NamedTuple):
         return raw
 
     def check(self, values: Sequence[object]) -> str | None:
-        """Return why the values of the fields form no document, or None if they form one."""
+        """Return what the fields' values lack to form a document, or None if nothing is missing."""
         if self.kind != "messages":
             for name, value in zip(self.names, values, strict=True):
                 if not isinstance(value, str):
@@ -222,7 +222,7 @@ def have_loss(tokens: Integer[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape
 
 
 def find_template(kind: str, tokenizer: Tokenizer, file: str, flag: str) -> ChatTemplate | None:
-    """Return the chat template with which conversations are rendered; None for other kinds.
+    """Return the chat template for conversations, or None for other kinds of documents.
 
     Args:
       kind: the kind of the documents.

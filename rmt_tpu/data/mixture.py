@@ -1,10 +1,10 @@
 """A mixture of texts, from which training reads windows in given shares.
 
 Each window of a run comes from one text. The texts alternate in an order that depends only on the
-shares and repeats after a period, which is the smallest number of windows in which all shares are
-whole numbers of windows. In every prefix of the order, the number of windows of a text differs from
-its share by less than one window. Each text has its own epochs, whose windows are shuffled as if
-the run read this text alone.
+shares and repeats after a period. The period is the smallest number of windows in which all shares
+are whole numbers of windows. In every prefix of the order, the number of windows of a text differs
+from its share by less than one window. Each text has its own epochs, whose windows are shuffled as
+if the run read this text alone.
 
 The state of reading is the number of windows read in the run. If shares have changed during the
 run, the state also has the position of the last change, and the number of windows that were read
@@ -158,7 +158,7 @@ class Mixture:
         }
 
     def resumed(self, position: int, saved: Mapping[str, Any]) -> "Mixture":
-        """Return this mixture in the state in which it continues a run after `position` windows.
+        """Return this mixture in the state that continues a run after its first `position` windows.
 
         If the shares or texts differ between this mixture and the checkpoint, the shares of this
         mixture apply from now on, and each text continues with the windows that the run has not
@@ -175,9 +175,9 @@ class Mixture:
             for text, own in zip(self.texts, self._checksums, strict=True):
                 if text.source == source and own != checksum:
                     raise UsageError(
-                        f"--mixture: {source} does not give the tokens that the run was trained on "
-                        "up to this checkpoint: a file, the tokenizer or (for stdlib) the version "
-                        "of Python has changed; restore it, or give another --workdir"
+                        f"--mixture: the tokens of {source} are not those that the run was trained "
+                        "on up to this checkpoint: a file, the tokenizer or (for stdlib) the "
+                        "version of Python has changed; restore it, or give another --workdir"
                     )
         units = tuple(units for _, units, _ in saved["sources"])
         checksums = [checksum for _, _, checksum in saved["sources"]]

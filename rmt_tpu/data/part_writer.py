@@ -289,10 +289,10 @@ class PartWriter:
         self._unreported, self._reported_at = 0, time.monotonic()
 
     def _existing_part(self, job: PartJob) -> WrittenPart | None:
-        """Return the part that exists in the store if it is valid for the job.
+        """Return the part that already exists in the store, or None if it is not valid for the job.
 
-        If the part is damaged, or was written for a different plan or cut, its manifest is deleted
-        and the result is None.
+        If the part is damaged, or was written for a different plan or cut, its manifest is also
+        deleted.
         """
         name = f"{part_name(job.number)}/{MANIFEST}"
         try:
@@ -308,7 +308,7 @@ class PartWriter:
             same_plan = content.pop("plan") == self._options.plan_id
             cut_of_part = content.pop("cut")
             done = WrittenPart.from_json(content)
-            # If the job has no cut, accept also a part that was written with a cut, because the
+            # If the job has no cut, also accept a part that was written with a cut, because the
             # statistics in `WrittenPart` do not depend on the cut.
             if same_plan and (job.cut is None or cut_of_part == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)

@@ -23,7 +23,7 @@ def run(
 
     Args:
       options: the options of all parts.
-      jobs: the jobs, each of which writes one part.
+      jobs: the jobs; each job writes one part.
       workers: number of processes; 1 runs the jobs in this process.
       progress: a function that is called from time to time with the number of input bytes processed
         so far.

@@ -15,8 +15,8 @@ from rmt_tpu.errors import one_line
 EXTRA = "pip install 'rmt_tpu[parquet]'"
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*(::[a-z][a-z0-9+.-]*)*://")
-# File systems report a value that changes whenever a file is edited in a field with one of these
-# names.
+# Names of the fields in which file systems report the version of a file, which is a value that
+# changes with every edit.
 _VERSION_KEYS = (
     "ETag",
     "etag",

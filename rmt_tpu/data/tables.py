@@ -5,8 +5,8 @@ record batches of an Arrow file. Group i of n is treated as the range of bytes f
 to `size * (i + 1) // n` in the file. A span (a range of bytes) contains the groups that begin
 within it. An Arrow stream, which has no list of its record batches, cannot be divided.
 
-Only the text column is read. Memory holds a few hundred rows of a Parquet file, or one record batch
-of an Arrow file.
+Only the text column is read. A few hundred rows of a Parquet file, or one record batch of an Arrow
+file, are in memory at a time.
 """
 
 import contextlib
@@ -171,8 +171,8 @@ _Texts = Iterator[tuple[int, list[str | None]]]
 def _parquet(span: Span, file: io.BufferedIOBase, reading: Reading) -> _Texts:
     from pyarrow.parquet import ParquetFile
 
-    # Without `pre_buffer`, pages are decoded as they are read. Otherwise memory would hold the
-    # whole column of a row group.
+    # Without `pre_buffer`, pages are decoded as they are read. With it, the whole column of a row
+    # group would be in memory.
     table = ParquetFile(
         file, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
     )

@@ -20,9 +20,9 @@ CONFIG_FILE = "tokenizer_config.json"
 _CLASS = "TikTokenTokenizer"
 # Number of ids after the ordinary tokens. Ids without a name in the config are reserved.
 _SPECIAL_TOKENS = 256
-# The regular expression that splits a text into words, within which bytes are merged: runs of
-# Chinese characters, words with an optional contraction, up to three digits, punctuation, and white
-# space.
+# This regular expression splits a text into pieces, and only bytes within one piece are merged. A
+# piece is a run of Chinese characters, a word with an optional contraction, up to three digits,
+# punctuation or white space.
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

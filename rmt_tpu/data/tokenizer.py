@@ -32,8 +32,8 @@ class Tokenizer(ABC):
       vocab_size: one more than the largest token id.
       bos: the token that starts a document. No text is encoded to this token, and it is decoded to
         an empty text.
-      ends: the end tokens, any of which ends a text. By default this is BOS, which separates
-        documents in training; a Hugging Face model may have other end tokens.
+      ends: the end tokens; each of them ends a text. By default, the only one is BOS, which
+        separates documents in training; a Hugging Face model may have other end tokens.
       starts: whether BOS is put before each text, as in training; a Hugging Face model may differ.
       gaps: ids below `vocab_size` that belong to no token.
       template: whether the tokenizer's file itself states that BOS is put before a text.

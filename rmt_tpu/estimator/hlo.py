@@ -48,8 +48,8 @@ VMEM = 1
 class Array:
     """An array with its memory layout.
 
-    `order` lists the dimensions from the fastest varying to the slowest, `tile` is the shape of the
-    tiles that divide the fastest dimensions, and `space` is 0 for HBM and 1 for VMEM.
+    `order` lists the dimensions from the fastest varying to the slowest. `tile` is the shape of the
+    tiles into which the fastest dimensions are divided. `space` is 0 for HBM and 1 for VMEM.
     """
 
     dtype: str

@@ -206,7 +206,7 @@ def test_a_run_of_one_text_goes_on_with_a_mixture():
 def test_a_source_with_other_text_is_refused():
     state = saved(mixture(7, 2, 1))
     other = [MixedText("text0", 10, windows(2, 77))]
-    with pytest.raises(UsageError, match="--mixture: text0 does not give the tokens"):
+    with pytest.raises(UsageError, match="--mixture: the tokens of text0 are not those"):
         Mixture(other).resumed(8, state)
     moved = [text._replace(source=f"moved/{text.source}") for text in mixture(7, 2, 1).texts]
     assert Mixture(moved).resumed(8, state).windows_read(8) == mixture(7, 2, 1).windows_read(8)

@@ -52,7 +52,7 @@ def test_an_id_that_no_vocabulary_needs_is_refused(tmp_path, token):
     (tmp_path / "encoder.json").write_text(json.dumps({END: 0, "a": 1, "b": token}))
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
     message = refusal(load_tokenizer, str(tmp_path))
-    assert f"gives 'b' the id {token}, which is out of range; legal: 0 to 16777215" in message
+    assert f"token 'b' has the id {token}, which is out of range; legal: 0 to 16777215" in message
 
 
 def test_so_it_is_in_a_tokenizer_json(tmp_path):
@@ -61,4 +61,4 @@ def test_so_it_is_in_a_tokenizer_json(tmp_path):
     # Not by the library, which counts up to it.
     file.write_text(file.read_text().replace('"a": 1', f'"a": {2**31}'))
     message = refusal(load_tokenizer, str(tmp_path))
-    assert f"gives 'a' the id {2**31}, which is out of range" in message
+    assert f"token 'a' has the id {2**31}, which is out of range" in message
