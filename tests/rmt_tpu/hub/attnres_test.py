@@ -38,7 +38,7 @@ def test_attention_over_depth_of_every_sublayer(tmp_path):
     ({"output_site": "attention"}, "output_site=attention cannot be .* legal: newest, or the kind"),
     ({"epsilon": 0.5}, "epsilon=0.5 cannot be written as qwen3_attnres; legal: 0.001, or"),
     ({"layers_per_block": 4}, "sublayers_per_block=8 cannot be .* legal: 6, or"),
-    ({"cumulative": False}, "model.mixer=block_attention cannot be .* legal: sum, or the kind"),
+    ({"cumulative": False}, "model.mixer=block_attention cannot be .* legal: sum, or this package"),
 ])  # fmt: skip
 def test_other_attention_over_depth_is_refused(changes, message):
     model = attnres()
