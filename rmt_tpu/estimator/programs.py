@@ -160,7 +160,7 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
-        # If the process has exited, the loop below reports it, with the process's own message.
+        # If the process has exited, the loop below raises an error with the process's own message.
         except BrokenPipeError:
             pass
         until = None if limit is None else time.monotonic() + limit

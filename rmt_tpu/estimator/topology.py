@@ -208,7 +208,8 @@ def parse_topology(text: str, slices: int = 1) -> Target:
         return device
     form = r"\d+" + r"x\d+" * (len(device.shape) - 1)
     sizes = [int(n) for n in shape.split("x")] if re.fullmatch(form, shape) else [0]
-    # A host in a slice has 2x2 chips; only the smallest topologies have hosts of one or two chips.
+    # A host in a slice has 2x2 chips; only the smallest topologies have hosts with one or two
+    # chips.
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
     if min(sizes) < 1 or not hosts or math.prod(sizes) > device.max_chips:
         raise ValueError(f"{text!r} is not a topology of {name}; legal: {_LEGAL}")

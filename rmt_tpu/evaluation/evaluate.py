@@ -218,7 +218,7 @@ def _line(answer: Answer, per_token: bool) -> dict[str, Any]:
     total = Total.of(answer)
     line = {"log_probability": total.log_probability, "greedy": total.greedy}
     if per_token:
-        # str() of a NumPy float32 gives the shortest decimal that identifies the value.
+        # str() of a NumPy float32 returns the shortest decimal that identifies the value.
         line["log_probabilities"] = [float(str(x)) for x in answer.log_probabilities]
     return line
 

@@ -46,7 +46,7 @@ class Metric:
     def value(self) -> float:
         """The value in reports: the rate as a share, as a perplexity or in bits; see `display`."""
         if self.display == "perplexity":
-            return math.exp(min(self.rate, 700.0))  # exp(710) would overflow a float
+            return math.exp(min(self.rate, 700.0))  # exp(710) would overflow a float.
         return self.rate / math.log(2) if self.display == "bits" else self.rate
 
     @property

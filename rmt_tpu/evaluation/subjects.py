@@ -23,7 +23,7 @@ from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Location, open_folder
 
 UNTRAINED, UNIGRAM = "untrained", "unigram"
-_COUNTED = 2**24  # maximum number of training tokens that are counted for the unigram model
+_COUNTED = 2**24  # The maximum number of training tokens that are counted for the unigram model.
 
 
 def run_subject(

@@ -34,7 +34,7 @@ def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
 def scan_recomputed(
     body: Callable[[Any, Any, Any, Any], Any], carry: Any, scanned: Any, shared: Any, constants: Any
 ) -> Any:
-    """Run `stacks.scan` such that the backward pass recomputes each step.
+    """Run `stacks.scan` so that the backward pass recomputes each step.
 
     Only the carry before each step is kept. The result is the same as for a JAX scan over a
     `jax.checkpoint`. However, JAX would first fill the stacks of gradients with zeros, which the

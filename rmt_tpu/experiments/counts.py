@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of Mak and Flanigan (2025): Figure 1, Tables 4 and 7 to 9.
+"""Parameter and FLOP counts in Mak and Flanigan (2025): Figure 1 and Tables 4, 7, 8 and 9.
 
 The counts are computed with `rmt_tpu.cost` and compared with the paper's.
 """

@@ -11,7 +11,7 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import UsageError
 
 Scale = Literal["tiny", "paper"]
-Point = dict[str, Any]  # a map from dotted config paths to values
+Point = dict[str, Any]  # A map from dotted config paths to values.
 
 RATE = "train.optimizer.learning_rate"
 DEPTH_RATE = "train.depth_rate"

@@ -27,7 +27,7 @@ from rmt_tpu.training.run import resolve_auto
 # Config paths that may change when a run is resumed, but that are part of the digest, because they
 # determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
-_WAITS = (0.3, 1.0, 3.0)  # seconds to wait between attempts to append to a file on gs://
+_WAITS = (0.3, 1.0, 3.0)  # The seconds between attempts to append to a file on gs://.
 
 
 class Record(NamedTuple):

@@ -37,7 +37,7 @@ class PlannedRun(NamedTuple):
     grows_from: int | None
 
 
-_TEXT = "text.json"  # name of the file with the checksum of the runs' training text
+_TEXT = "text.json"  # The name of the file with the checksum of the runs' training text.
 
 
 class ExperimentText:

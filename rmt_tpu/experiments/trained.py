@@ -139,7 +139,7 @@ def _preset(name: str, system: str, against: str | None = None, **options) -> Ar
     return Arm(name, run(name), system, against, **options)
 
 
-# The sizes of the models on which the RMT paper searched learning rates (appendix C.2.1).
+# The sizes of the models with which the RMT paper searched for learning rates (appendix C.2.1).
 _TRIAL = {"num_layers": 4, "attention.num_heads": 8, "attention.head_dim": 32}
 _TRIAL_BASE = {"attention.num_heads": 8, "attention.head_dim": 32, "feed_forward.hidden_dim": 1024}
 _TRIAL_STORE = {"transformer": {"store.dim": 256}, "rmt": {"store.key_dim": 32}}

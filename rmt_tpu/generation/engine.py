@@ -3,8 +3,8 @@
 A slot is a row of the batch, which contains the text of one prompt. When the text in a slot has
 ended, the slot is given to the next prompt. The engine reads a new prompt in a separate batch of
 one row, either in one pass or in parts of `PART` tokens, and then copies the row into the slot. Few
-programs are compiled, because arrays have only sizes that are powers of two. Lengths, sampling
-settings and the set of ended rows are arguments of the programs.
+programs are compiled, because the sizes of arrays are powers of two. Lengths, sampling settings and
+the set of ended rows are arguments of the programs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ class NewTokens(NamedTuple):
 
 
 class Engine:
-    """A text generator that works on one prompt per slot at a time. It is not thread-safe.
+    """A text generator with one prompt in each slot. It is not thread-safe.
 
     Args:
       decoder: the model. If its parameters are sharded over a mesh, so is all computation. On TPUs,
@@ -173,7 +173,8 @@ class Engine:
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         ends, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        # Without stop tokens, each text has a second token, so that `steps` is compiled.
+        # The requests have no stop tokens, so each text has a second token, for which `steps` is
+        # compiled.
         try:
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
             # The longest text needs a larger cache for its decode steps than for its prompt.

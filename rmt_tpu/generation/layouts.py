@@ -24,8 +24,8 @@ from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import ModelSpec
 
 # The program that is compiled to find the layouts: the capacity of its cache in tokens, and its
-# number of decode steps. Programs of other sizes transpose the same weights. The capacity is
-# small, because a cache for more tokens than a text generator has room for may not fit in memory.
+# number of decode steps. Programs of other sizes transpose the same weights. The capacity is small,
+# because a larger cache may not fit in memory.
 _CAPACITY, _COUNT = 128, 8
 # Maximum number of compilations of the decode steps.
 _ROUNDS = 4
@@ -41,8 +41,8 @@ def lay_out(decoder: Decoder, rows: int) -> None:
     """Store a decoder's parameters in the layouts that decode steps read; only on TPUs.
 
     The parameters are replaced in place and one at a time, so that memory never contains two copies
-    of all of them. The parameters may be abstract shapes with shardings; the devices need not exist
-    then.
+    of all of them. The parameters may be abstract shapes with shardings. In that case, the devices
+    need not exist.
 
     Args:
       decoder: the decoder, which is modified.
@@ -50,7 +50,7 @@ def lay_out(decoder: Decoder, rows: int) -> None:
     """
     params = nnx.state(decoder, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
-    where = getattr(leaves[0], "sharding", None)  # NumPy arrays have no sharding
+    where = getattr(leaves[0], "sharding", None)  # NumPy arrays have no sharding.
     if where is None or any(device.platform != _PLATFORM for device in where.device_set):
         return
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves)

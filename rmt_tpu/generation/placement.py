@@ -29,8 +29,9 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
             # A site (a place before a sublayer) may have no parameters.
             site = axes["stacks"][s][k].get("site", {})
             if "read_fewer" in site and getattr(core, "kv_heads", 0) % mesh.shape["tensor"]:
-                # Too few key heads to shard: replicate their weight over the mesh axis `tensor`.
-                # The module `key_heads` then repeats the heads, so that they can be sharded.
+                # There are too few key heads to shard, so replicate their weight over the mesh axis
+                # `tensor`. The module `key_heads` then repeats the heads, so that they can be
+                # sharded.
                 site["read_fewer"] = (*site["read_fewer"][:-1], "shared")
     specs = sharding.parameter_specs(mesh, axes, shapes)
     return jax.tree.map(lambda spec: NamedSharding(mesh, sharding.used_axes(mesh, spec)), specs)

@@ -19,7 +19,7 @@ from rmt_tpu.config.checks import (
     Share,
 )
 
-_MIN_NORMAL = 2.0**-126  # the smallest float32 that devices do not flush to 0
+_MIN_NORMAL = 2.0**-126  # The smallest float32 that devices do not flush to 0.
 _Penalty = Annotated[
     float, Range("positive, at most 3.4e+38, at least 1.2e-38", _MIN_NORMAL, 3.4e38)
 ]
