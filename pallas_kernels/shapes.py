@@ -141,9 +141,9 @@ RMT_LARGE = KeyVector(256, 64, 16, 48)
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
 GEMMA2_2B = Heads(8, 256)  # with four key heads, windows of 4096 and caps of 50
 
-# The first three sizes are for a single site (a place that attends over earlier outputs): over all
-# blocks at two widths, and over all sublayers. The last size is for all sites of one block, which
-# are computed together.
+# The first three sizes are for a single site (a place that attends over earlier outputs). Two of
+# them attend over all blocks, at two widths, and one attends over all sublayers. The last size is
+# for all sites of one block, which are computed together.
 OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS = Depth(1, 9, 2048), Depth(1, 9, 7168), Depth(1, 33, 1024)
 ONE_SITE = OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS
 ALL_SITES = Depth(8, 9, 2048)

@@ -133,9 +133,9 @@ class Target(NamedTuple):
         return self.vmem_limit * mib // 60
 
 
-# The device kind that `target` returns, whatever devices exist; None for the actual device. The
-# value is stored in a user context because JAX includes user contexts in the cache keys of jitted
-# functions.
+# The device kind that `target` returns, regardless of which devices exist. None means the kind of
+# the actual device. The value is stored in a user context because JAX includes user contexts in the
+# cache keys of jitted functions.
 _kind = jax.make_user_context(default_value=None)
 
 

@@ -133,10 +133,10 @@ def selected_config(
 
 
 def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> RunConfig:
-    """Return `base` with the tokenizer and the vocabulary of --init_from.
+    """Return `base` with the tokenizer and the vocabulary of the model in --init_from.
 
-    The vocabulary's size may be larger than the tokenizer's. The setting `tied_embeddings` of the
-    model in that folder is copied too.
+    The vocabulary's size may be larger than the tokenizer's. The model's setting `tied_embeddings`
+    is copied too.
 
     Args:
       base: the run config before --init_from is applied.

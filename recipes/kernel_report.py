@@ -39,7 +39,7 @@ _TARGETS = flags.DEFINE_list(
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
 _STEP = flags.DEFINE_bool("step", False, "report whole train steps instead of ops")
 _PRESETS = flags.DEFINE_list(
-    "presets", ["rmt-305m", "gpt2-405m"], "presets whose train steps --step reports"
+    "presets", ["rmt-305m", "gpt2-405m"], "presets whose train steps are reported, with --step"
 )
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences per train step, for --step")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens per sequence, for --step")

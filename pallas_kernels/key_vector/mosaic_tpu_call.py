@@ -103,7 +103,7 @@ class Walk(NamedTuple):
         return cls(2, B, tiles // 2, False) if tiles % 2 == 0 else cls(1, B, tiles, False)
 
     def tile(self, c, i, j):
-        """Return the index of the sequence, and of the tile in it, for step (i, j) of core c."""
+        """Return the indices of the sequence and of the tile in it for step (i, j) of core c."""
         if self.by_batch:
             return c * self.batches + i, j
         return i, c * self.tiles_each + j

@@ -24,7 +24,7 @@ from pallas_kernels.key_vector.interface import SiteOperands
 from pallas_kernels.products import dot, dot_rows
 from pallas_kernels.target import target
 
-# Maximum VMEM for a grid step's input and output matrices, in sixtieths of the VMEM limit.
+# Maximum VMEM for a grid step's input and output matrices, in units of 1/60 of the VMEM limit.
 _LARGEST = 8
 # Number of tokens per loop iteration. It is more than 1 because computations for independent tokens
 # hide each other's latency.

@@ -24,7 +24,7 @@ MOST_ROWS = 256
 # At most two blocks are copied at a time, so only large blocks hide the latency of a copy. The
 # product with the last block overlaps with no copy, so a block should be a small part of the whole.
 _BYTES, _STEPS = 3 * 2**20, 4
-# Maximum VMEM for all blocks, in sixtieths of the VMEM limit (see `Target.vmem_part`).
+# Maximum VMEM for all blocks, in units of 1/60 of the VMEM limit (see `Target.vmem_part`).
 _BUDGET = 50
 
 
