@@ -55,7 +55,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.target import target
 
-# The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
+# The maximum of `vmem_bytes`, in units of 1/60 of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
 # With at most this many sources and few sites, a kernel computes so little per group of tokens that

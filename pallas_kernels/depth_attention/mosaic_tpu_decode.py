@@ -29,7 +29,7 @@ _MOST = 128
 # Number of tokens per grid step. It is small enough that most intermediates stay in registers.
 _TOKENS = 32
 # `_TILE`: a number of tokens that fills whole register tiles in every dtype. `_BUDGET`: maximum
-# VMEM for the double-buffered rows of a grid step, in sixtieths of the VMEM limit.
+# Maximum VMEM for the double-buffered rows of a grid step, in units of 1/60 of the VMEM limit.
 _TILE, _BUDGET = 16, 58
 
 

@@ -50,11 +50,11 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
 from pallas_kernels.target import target
 
-# Maximum VMEM for double-buffered blocks, in sixtieths of the VMEM limit. The compiler uses the
+# Maximum VMEM for double-buffered blocks, in units of 1/60 of the VMEM limit. The compiler uses the
 # remainder.
 _BUDGET = 44
-# Maximum VMEM for the blocks of `merge_backward`, in sixtieths of the VMEM limit. This kernel has
-# six arrays and cannot be split into parts.
+# Maximum VMEM for the blocks of `merge_backward`, in units of 1/60 of the VMEM limit. This kernel
+# has six arrays and cannot be split into parts.
 _LARGEST = 52
 # Maximum number of sources per kernel. It is small because each source is a separate operand and
 # the loop over sources is unrolled.

@@ -44,7 +44,7 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 )
 from pallas_kernels.target import target
 
-# Maximum VMEM for blocks and scratch, in sixtieths of the VMEM limit. The compiler uses the
+# Maximum VMEM for blocks and scratch, in units of 1/60 of the VMEM limit. The compiler uses the
 # remainder.
 _BUDGET = 46
 # The fallback if `_read` finds no tile that fits: the merge and the read run as separate kernels.

@@ -9,7 +9,7 @@ from pallas_kernels import tuned
 from pallas_kernels.call import LANES, divisors, round_up
 from pallas_kernels.target import target
 
-# The maximum of `vmem_bytes`, in sixtieths of the VMEM limit. It is less than 60 because
+# The maximum of `vmem_bytes`, in units of 1/60 of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 58
 # Maximum number of elements (rows times tokens) of an intermediate array. It is limited because the
