@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 # Maximum sequence length whose positions are exact in all supported dtypes.
 POSITIONS = 65536
-# The factor of each sign in a segment's code. Dot products of codes are exact in bfloat16 for up to
-# 256 signs, and in float16 for up to 127.
+# The factor by which each sign in a segment's code is multiplied. Dot products of codes are exact
+# in bfloat16 for up to 256 signs, and in float16 for up to 127.
 _APART = 512
 
 

@@ -65,15 +65,17 @@ def capped(
 def kernel_logits(
     products: Float[Array, "*shape"], scale: Float[Array, ""], cap: Cap | None
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"] | None]:
-    """Return log2(e) times the logits of products of queries and keys, as the kernels need them.
+    """Return the logits times log2(e), given the products of queries and keys.
 
     Returns:
-      The logits `scale * products`, or with a soft cap c `c tanh(scale * products / c)`, times
-      log2(e); and the tanh, which `through_cap` needs, or None without a cap.
+      Two results. The first is log2(e) times the logits, which are `scale * products`, or
+      `c tanh(scale * products / c)` with a soft cap c. The second is that tanh, which `through_cap`
+      needs, or None without a cap.
     """
     if cap is None:
         return products * (scale * LOG2_E), None
-    # The factors are joined, so that a cap takes one product and the tanh for each logit.
+    # Constant factors are multiplied in advance, so that a cap costs only one more product and a
+    # tanh per logit.
     tanh = jnp.tanh(products * (scale * (1 / float(cap))))
     return tanh * (float(cap) * LOG2_E), tanh
 
@@ -81,9 +83,10 @@ def kernel_logits(
 def through_cap(
     d_logits: Float[Array, "*shape"], tanh: Float[Array, "*shape"] | None
 ) -> Float[Array, "*shape"]:
-    """Return the cotangent of `scale * products`, given that of the logits of `kernel_logits`.
+    """Return the cotangent of `scale * products` from the cotangent of the logits.
 
-    The derivative of `c tanh(x / c)` with respect to x is `1 - tanh(x / c)^2`.
+    `tanh` is the second result of `kernel_logits`. The derivative of `c tanh(x / c)` with respect
+    to x is `1 - tanh(x / c)^2`.
     """
     return d_logits if tanh is None else d_logits * (1 - jnp.square(tanh))
 

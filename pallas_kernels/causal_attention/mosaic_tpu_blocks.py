@@ -419,7 +419,7 @@ def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
 def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
     """Return log2(e) times the logits [keys, queries], which are too large by `_left_out`.
 
-    The second result is the tanh of `kernel_logits`.
+    The second result is the tanh that `kernel_logits` returns.
     """
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]

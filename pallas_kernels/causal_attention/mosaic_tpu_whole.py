@@ -277,7 +277,7 @@ def _each_ahead(call: _WholeCall, heads: int, make, use):
 def _logits(call: _WholeCall, ref, head, q, k, start):
     """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e).
 
-    The second result is the tanh of `kernel_logits`.
+    The second result is the tanh that `kernel_logits` returns.
     """
     end, seen = start + call.queries, call.seen(start)
     products = dot_rows(k[:, seen], q[:, start:end])

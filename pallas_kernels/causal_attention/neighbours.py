@@ -51,7 +51,7 @@ def backward(
     results: ResultsAndCotangent,
     kv_heads: int,
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Return the cotangents of qkv and kv, which are added up in float32 or wider."""
+    """Return the cotangents of qkv and kv, which are summed in float32 or wider."""
     line, dtype = _Line(axis, operands, kv_heads), results.log_sums.dtype
     d_qkv, d_kv = ops.whole_backward(line.own, results)
     if operands.kv is None:

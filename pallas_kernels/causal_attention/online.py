@@ -240,7 +240,7 @@ class _OnlineBlocks:
         return self._join(jnp.moveaxis(x, 3, 2), self._lengths[1])
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """Return zeros for a loop, marked as varying over the same mesh axes as the operands."""
+        """Return zeros to start a loop with, marked as varying over the operands' mesh axes."""
         return vary_alike((jnp.zeros(shape, self.dtype), self._operands))[0]
 
     def product(self, spec: str, *operands: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Causal attention in plain JAX: a portable form, and the reference for testing kernels.
+"""Causal attention in plain JAX: a portable implementation, and the reference for kernel tests.
 
 Long sequences are processed in blocks of queries, so that the logits of all queries never exist at
 once.

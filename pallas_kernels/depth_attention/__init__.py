@@ -23,7 +23,8 @@ A source may be a residual matrix `K x V` instead of a vector. Queries are then 
 sources are [N, ..., K, V], and the mean and the inner product are over all entries of a matrix. The
 result is the same as for matrices reshaped to vectors. On a TPU it is computed faster, because
 tokens are in the lanes of a matrix array there (see `mosaic_tpu_matrices`).
-`depth_attention_merge_read` also reads vectors from the mix with keys, as an RMT does.
+`depth_attention_merge_read` also reads vectors from the mix with keys, for Residual Matrix
+Transformers (RMTs).
 
 Sharded sources: `depth_attention`, `depth_attention_partial` and its backward pass accept a
 `key_axis`, a mesh axis of n devices over which D is sharded. The op then runs on each device within

@@ -1,4 +1,4 @@
-"""TPU kernels that compute depth attention for a few tokens, as decoding needs.
+"""TPU kernels that compute depth attention for the few tokens of a decoding step.
 
 With fewer tokens than one tile, the kernels of `mosaic_tpu` take less time than the operations
 around them, which pad rows, broadcast parameters and copy slices. The kernels in this module need

@@ -146,7 +146,7 @@ class VectorsCall:
 
 
 def pieces(x, count: int = 3):
-    """Split x into `count` bfloat16 arrays ("pieces") whose sum is x: exactly x if `count` is 3.
+    """Split x into `count` bfloat16 arrays ("pieces") that sum to x, exactly if `count` is 3.
 
     The low bits are masked off, because a compiler may remove a pair of conversions to bfloat16 and
     back.
