@@ -55,9 +55,9 @@ class BankPipeline(Pipeline):
         and 0 if the start is the last row.
       chunk_backward: a function
         `chunk_backward(params, shared, index, bank, context, d_bank, d_terms)` that returns the
-        gradients of `params` and `shared`, and d_bank with the gradients of the rows before the
-        chunk added. `bank` and `d_bank` include the chunk's own rows. If None, JAX differentiates
-        `chunk`.
+        gradients of `params` and `shared`, and `d_bank` with the gradients of the rows before the
+        chunk added to it. `bank` and `d_bank` include the chunk's own rows. If None, JAX
+        differentiates `chunk`.
       sums: a tree with the shapes and dtypes of the chunks' terms.
       axis: the mesh axis of the stages.
       caching: the rows that stages keep; see `Schedule.spans`. The choice affects communication,
@@ -92,7 +92,7 @@ class BankPipeline(Pipeline):
     def _empty(self, start: Shape, *, back: bool) -> Banks:
         """Return banks of zeros for all microbatches in progress on this stage.
 
-        If `back`, these include microbatches in their backward pass.
+        If `back` is true, these include microbatches in their backward pass.
         """
         count = self.schedule.max_in_flight() if back else self.schedule.max_in_flight_one_way
         return self._banks(start, count)
@@ -213,7 +213,7 @@ class BankPipeline(Pipeline):
         return banks
 
     def _send_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
-        """Send the gradients of received rows to the stages that had sent the rows."""
+        """Send the gradients of received rows to the stages that sent the rows."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
         d_current, moved = d_bank[None], []
@@ -245,7 +245,7 @@ class BankPipeline(Pipeline):
     def _rows(self, banks: Banks, place: StageWork, *, before: int = 0) -> Rows:
         """Return the rows that an earlier chunk has completed for the microbatch of `place`.
 
-        The index of this chunk is that of the chunk of `place`, minus `before`.
+        The index of the earlier chunk is less by `before` than the index of the chunk in `place`.
         """
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]

@@ -71,7 +71,7 @@ class StatePipeline(Pipeline):
         return start, start
 
     def _empty(self, start: State, *, back: bool) -> tuple[State, SavedStates]:
-        """Return zeros for the received state, and for the saved states if `back`.
+        """Return zeros for the received state and, if `back` is true, for the saved states.
 
         Saved states are the states before chunks, which only a backward pass needs.
         """

@@ -74,7 +74,7 @@ def axis_index(names: Names) -> Int[Array, ""] | int:
 
 
 def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's slice, along array axis `axis`, of an array that devices have in full.
+    """Return this device's slice, along array axis `axis`, of an array that each device has whole.
 
     `names` are the mesh axes whose devices divide the array.
     """
@@ -94,7 +94,7 @@ def gather(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array,
 
 
 def scatter_sum(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's slice, along array axis `axis`, of the sum over devices on `names`."""
+    """Return this device's slice, along array axis `axis`, of the sum over devices of `names`."""
     used = _used(names)
     return jax.lax.psum_scatter(x, used, scatter_dimension=axis, tiled=True) if used else x
 

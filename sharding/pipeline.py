@@ -250,7 +250,7 @@ class Pipeline:
         return jax.lax.cond(begins, run, lambda: d_first)
 
     def _transfer(self, slots: Any, tick: Tick, *, back: bool = False) -> Any:
-        """Send each stage's slots to the next stage, or with `back` to the previous stage.
+        """Send each stage's slots to the next stage or, if `back` is true, to the previous stage.
 
         A slot is one part of a message. Only the slots and the pairs of stages that the schedule
         lists for this tick communicate; all other slots arrive as zeros. The tick is the same on
@@ -285,7 +285,7 @@ def slice_at(stacks: Any, index: Int[Array, ""] | int) -> Any:
 def update_at(
     stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
 ) -> Any:
-    """Return the stacks with slice `index` replaced by `values`, or unchanged if not `where`."""
+    """Return the stacks, with slice `index` replaced by `values` if `where` is true."""
     values = values if where is True else choose(where, values, slice_at(stacks, index))
     update = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
     return jax.tree.map(update, stacks, values)

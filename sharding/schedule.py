@@ -109,9 +109,10 @@ class Schedule:
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
     def _place(self, number: Any, stage: Any, order: Any) -> StageWork:
-        """Return a stage's piece of work number `number`, in the order in which the stage works.
+        """Return the piece of work with index `number` in the sequence of a stage's work.
 
-        `order` maps n to the index, on the stage, of the n-th chunk that a microbatch runs there.
+        `order` maps n to the index, among the stage's chunks, of the n-th chunk that each
+        microbatch runs there.
         """
         work = self.microbatches * self.virtual
         active = (number >= 0) & (number < work)
@@ -126,7 +127,7 @@ class Schedule:
     def max_in_flight(self, first: int = 0) -> int:
         """Return the maximum number of microbatches whose data a stage must keep at the same time.
 
-        With n the result, the data of microbatch m replaces the data of microbatch m - n, which is
+        If the result is n, the data of microbatch m replaces the data of microbatch m - n, which is
         no longer needed.
 
         Args:
@@ -155,9 +156,9 @@ class Schedule:
         """Return, for each chunk, the number of newest chunks whose rows are sent after the chunk.
 
         Args:
-          caching: the rows that stages keep: "none", so that all rows are sent after each chunk;
-            "received", the rows received from other stages; or "all", also the rows that the stage
-            computed itself.
+          caching: which rows stages keep. With "none", they keep no rows, and all rows are sent
+            after each chunk. With "received", they keep the rows received from other stages. With
+            "all", they also keep the rows that they computed themselves.
 
         Returns:
           An array [C] of numbers of chunks. Their sum is C (C - 1) / 2 for "none", P (P - 1) / 2 +

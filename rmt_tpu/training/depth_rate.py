@@ -91,7 +91,7 @@ def scale_rates(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def describe(config: RunConfig) -> str:
-    """List the learning rate factors by parameter name, as one text; "" if there are none."""
+    """Return a list, as text, of learning rate factors by parameter name; "" if there are none."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 

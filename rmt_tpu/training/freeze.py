@@ -37,7 +37,7 @@ class Freeze(NamedTuple):
     Attributes:
       frozen: tree that is True for the frozen parameters.
       steps: number of steps for which they are frozen; None for the whole run.
-      warmup: number of steps, after the freeze, of the warm-up of their learning rate.
+      warmup: number of steps, after the freeze, in which their learning rate warms up.
     """
 
     frozen: Any
@@ -150,7 +150,7 @@ def is_frozen(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def learned(config: TrainConfig, tree: Any) -> dict[str, Any]:
-    """Return, by path, the leaves of a tree for the parameters that learn in some step of a run.
+    """Return the leaves of a tree, by path, for the parameters that learn in at least one step.
 
     Args:
       config: the config of training.

@@ -52,8 +52,8 @@ class Choices(NamedTuple):
 
     Attributes:
       plain: maps each operation whose kernel failed its check to the reason, on one line.
-      seconds: maps each operation that was timed to the seconds of one of its calls, or the sum
-        over its different calls, in the kernel and in plain JAX.
+      seconds: maps each operation that was timed to its seconds with the kernel and in plain JAX.
+        Both are sums over the different calls of the operation.
     """
 
     plain: Failures = {}
@@ -92,8 +92,8 @@ def check_kernels(
 
     On a GPU, operations whose kernels are not the default are timed if `config.model.kernels` is
     "auto", and use their kernels in the `with` body if these are faster. The choices that an
-    earlier start of the run wrote to its folder still apply; operations that have no choice yet are
-    added. A CPU has no kernels, so nothing is checked there.
+    earlier start of the run wrote to its folder still apply; choices are added for operations that
+    have none yet. A CPU has no kernels, so nothing is checked there.
 
     Args:
       config: the run's config, with every "auto" resolved.
@@ -169,7 +169,7 @@ def _check(
 
 
 def calls_of(config: RunConfig, run: PreparedRun) -> list[TracedCall]:
-    """Return the calls of operations in a run's train step that are kernels on some platform."""
+    """Return the calls in a run's train step of operations with a kernel on some platform."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, run.abstract, run.state_shardings)
     shape = config.train.batch_size, config.data.seq_len
@@ -262,7 +262,7 @@ def _times(
 def cache_folder() -> Path:
     """Return the folder for the records of kernel checks.
 
-    It is $RMT_TPU_CACHE/kernels if the variable is set, and else rmt_tpu/kernels in the user's
+    It is $RMT_TPU_CACHE/kernels if the variable is set, and otherwise rmt_tpu/kernels in the user's
     cache folder.
     """
     if folder := os.environ.get(VARIABLE):

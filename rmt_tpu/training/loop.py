@@ -35,7 +35,7 @@ from rmt_tpu.training.throughput import Throughput
 
 
 class Int16Overflow(Restart):
-    """An exception for a residual that outgrew the range of int16, raised after a checkpoint."""
+    """Raised if the residual has outgrown the range of int16, after a checkpoint is saved."""
 
 
 class Outcome(NamedTuple):
@@ -128,8 +128,8 @@ class Loop:
         Args:
           profile_steps: number of steps to profile.
           folder: the run folder, which is named in a message.
-          on_saved: a function of a step, called after the last checkpoint of this call is
-            committed.
+          on_saved: a function that is called with the step of the last checkpoint after this
+            checkpoint is committed.
           stop_loss: the loss on held-out text, in nats per token, at which the run stops.
 
         Raises:
@@ -171,7 +171,7 @@ class Loop:
         self.throughput.restart()
         with contextlib.ExitStack() as profile, self._batches() as batches:
             for step in range(first, steps + 1):
-                # Start to profile at the third step, or at the last step if the run has fewer than
+                # Start profiling at the third step, or at the last step if the run has fewer than
                 # three. The first steps are slower than later ones.
                 if profile_steps and step == min(first + 2, steps):
                     profile.enter_context(self.side_files.profile())
@@ -271,7 +271,8 @@ class Loop:
     def _watch_gradient_norm(self, norm: float) -> dict[str, float]:
         """Record a step's gradient norm, and return how far it is above the running mean.
 
-        The result is a metric by name, in standard deviations; {} in the first steps.
+        The result is a dict with one metric, in standard deviations; it is empty in the first
+        steps.
         """
         deviations = self.spikes.spread.deviations(norm)
         self.spikes = self.spikes._replace(spread=self.spikes.spread.counting(norm))

@@ -74,7 +74,7 @@ def next_token_loss(
       targets: the next token after each token; no gradient is computed for them.
       weights: weight of each token in the sums; no gradient is computed for them.
       multiplier: factor by which logits are multiplied.
-      cap: the soft cap of logits, or None.
+      cap: the soft cap on logits, or None.
       z_loss: weight of the squared log-sum-exps in the objective.
       aux: the scalars that the model's cores return.
       texts: the number of the text that each token is from, for a mixture of texts.
@@ -90,7 +90,7 @@ def next_token_loss(
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:
-    """Return the number of chunks of a sequence such that each has at most `_LOGITS` logits.
+    """Return the number of chunks to split a sequence into, so each has at most `_LOGITS` logits.
 
     This is the smallest sufficient number n, or if n does not divide the length, a divisor between
     n and 2n if there is one. Otherwise the last chunk is padded with tokens of weight 0.
@@ -158,7 +158,7 @@ def _unembedding(kernel, dtype):
 def _for_two_products(d_logits, log_z):
     """Return the gradient of the logits twice, as operands of two matrix products.
 
-    XLA for TPUs fuses the computation of an operand into a matrix product. There the gradient is
+    XLA for TPUs fuses the computation of an operand into a matrix product. On TPUs the gradient is
     computed twice, because an array that both products share would be written to memory and read
     back. On an H100, a product with such a fusion takes at least three times as long as a product
     of two arrays (docs/benchmarks/gpus.md), so on GPUs the gradient is computed once and written to

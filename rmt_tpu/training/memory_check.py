@@ -29,7 +29,7 @@ class MemoryLowerBound(NamedTuple):
       state: parameters and optimizer state on one device.
       gradients: gradients on one device. All of them exist at once, because their norm is computed
         before the first is used. Parameters that are frozen for the whole run have no gradient.
-      activations: residuals on one device of all tokens in a forward pass: one residual per token,
+      activations: residuals on one device for all tokens in a forward pass. There is one per token,
         or one per token and layer if the backward pass needs the residual of every layer.
       batch: the part of the batch that one process holds in host memory.
     """

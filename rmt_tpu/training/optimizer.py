@@ -122,8 +122,8 @@ def _add_decay(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
     return update + weight * param if weight else update
 
 
-# Names of axes. A parameter with such an axis is small or is used as vectors, so Adam trains it
-# instead of Muon.
+# Names of axes. A parameter with such an axis is small or is used as vectors, so it is trained by
+# Adam and not by Muon.
 _SMALL = ("coefficient", "taps")
 
 

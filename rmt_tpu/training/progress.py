@@ -42,7 +42,7 @@ class TrainingProgress(ProgressDisplay):
         self._last: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def doing(self, what: str) -> None:
-        """Show what the run does, such as "evaluating", in the bar until the next step is done."""
+        """Show an activity, such as "evaluating", in the bar until the next step is done."""
         self.change(doing=what)
 
     def begin(self, step: int) -> None:

@@ -175,7 +175,11 @@ def _terminated(
 
 
 def end_process(line: str, code: int) -> None:
-    """Print a line and exit immediately, in a run with one process; any thread may call this."""
+    """Print a line and exit immediately.
+
+    This is only for runs with one process, because other processes are not notified. Any thread
+    may call it.
+    """
     flush_stdout()
     log_line(line)
     os._exit(code)

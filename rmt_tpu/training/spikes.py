@@ -1,7 +1,8 @@
 """Spikes of the gradient norm, and the decision to go back to the checkpoint before a spike.
 
-A spike is a gradient norm far above its own running spread. Chowdhery et al. (2022, PaLM, Section
-5.1) restart from a checkpoint before a spike of the loss, and leave out the data around it.
+A spike is a gradient norm that is many standard deviations above the mean of recent norms.
+Chowdhery et al. (2022, PaLM, Section 5.1) restart from a checkpoint before a spike of the loss, and
+leave out the data around it.
 """
 
 import math
@@ -88,5 +89,5 @@ class SpikeState(NamedTuple):
 
     @classmethod
     def of_meta(cls, values: list[Any] | None) -> "SpikeState":
-        """Return the state in a checkpoint; `values` is None for an older checkpoint without it."""
+        """Return the state from metadata; `values` is None if an older checkpoint has no state."""
         return cls() if values is None else cls(Spread(*values[:3]), values[3])

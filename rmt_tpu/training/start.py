@@ -44,9 +44,9 @@ class Start(NamedTuple):
     spikes: SpikeState = SpikeState()
 
     def leaving_out(self, windows_read: int | None) -> "Start":
-        """Return this start after going back, where the first `windows_read` windows count as read.
+        """Return this start after going back, counting the first `windows_read` windows as read.
 
-        If `windows_read` is None, the run did not go back, and the start is the same.
+        If `windows_read` is None, the run did not go back, and the start is unchanged.
         """
         if windows_read is None:
             return self
@@ -88,9 +88,9 @@ def restore_or_init(
 ) -> Start:
     """Return the state from which a run starts or resumes.
 
-    A run without checkpoints starts from `warm_start` or from random parameters. If these are
-    another model's parameters, the function prints whether the new model starts as that model
-    (`start_comparison`). Otherwise the run resumes from one of its checkpoints.
+    A run without checkpoints starts from `warm_start` or from random parameters. If the parameters
+    come from another model, the function prints whether the new model starts as the same function
+    as that model (see `start_comparison`). Otherwise the run resumes from one of its checkpoints.
 
     Args:
       run: the run's functions and shardings.
@@ -132,7 +132,7 @@ def _restore_at(
     text: Text,
     step: int | None,
 ) -> Start:
-    """Return the state that a checkpoint has, after checking that the checkpoint fits this run.
+    """Return the state in a checkpoint, after checking that the checkpoint fits this run.
 
     Args:
       config: the config of this run.

@@ -1,20 +1,21 @@
 """The comparison of a new model with the trained model whose weights it starts from.
 
-A run may take over a model's weights and replace its residual, for example the plain sum by
-attention over depth. The configs of mixers and stores state whether such a model starts as the same
-function (`config.start_from`). Before the first step this module measures it: both models compute
-the logits of the first texts of the first batch, in float32 and plain JAX, and the largest
-difference is printed.
+A run may take over a model's weights and replace its residual. For example, attention over depth
+may replace the ordinary sum of outputs. The configs of mixers and stores state whether such a model
+starts as the same function (`config.start_from`). Before the first step this module measures it:
+both models compute the logits of the first texts of the first batch, in float32 and plain JAX, and
+the largest difference is printed.
 
 If the models are stated to be the same function, the difference must be explained by rounding:
 
     bound = 2^-24 * 4 * S * (sqrt(F) + sqrt(S)) * largest logit
 
-At each of the S sites (the places where a sublayer or the unembedding reads the residual), rounding
-changes what is read by a relative error of about 2^-24 for each of sqrt(F) + sqrt(S) terms: sums of
-F products, with F the largest fan-in, and sums of up to S outputs, whose errors have random signs.
-A read enters a logit with a power of up to 3 through attention (query, key and value), and once
-more through the residual, so that relative errors count 4 times.
+A site is a place where a sublayer or the unembedding reads the residual, and S is the number of
+sites. At each site, rounding causes a relative error of about `2^-24 * (sqrt(F) + sqrt(S))` in the
+value that is read. The first term is from sums of F products, where F is the largest fan-in. The
+second term is from sums of up to S outputs. Both are square roots because the rounding errors have
+random signs. A logit depends on this value with a power of up to 3 through attention (query, key
+and value), and once more through the residual. Relative errors therefore count 4 times.
 
 The norm's epsilon also makes a difference. A mean of n outputs is their sum divided by n, and a
 norm with epsilon e normalises it like the sum with epsilon n^2 e. If the difference exceeds the
@@ -24,7 +25,8 @@ because rounding may send a token to a different expert.
 
 Parameters that both models share exist only once. In addition to these, the comparison needs memory
 for the parameters that only the trained model has, for one text of at most 512 tokens per device,
-or one per microbatch of a pipeline, and for a chunk of logits. It is left out if a device has less.
+or one per microbatch of a pipeline, and for a chunk of logits. The comparison is skipped if a
+device has less memory.
 """
 
 import dataclasses
@@ -60,7 +62,7 @@ _NO_EPSILON = 1e-30
 
 
 class Difference(NamedTuple):
-    """The difference of two models' logits on the same tokens.
+    """The difference between two models' logits on the same tokens.
 
     Attributes:
       largest: the largest absolute difference of two logits.
@@ -134,9 +136,9 @@ def report(
                 raise RunError(
                     f"--init_from={location} with model.mixer={model.mixer.kind} should start as "
                     f"the same function, because {stated.reason}, but without the norm's epsilon "
-                    f"logits {exact}, and rounding explains at most {bound * exact.scale:.2g}; the "
-                    "error is in this mixer or in this device's products; legal: another "
-                    "model.mixer"
+                    f"the models' logits differ by at most {exact.largest:.2g}; rounding explains at "
+                    f"most {bound * exact.scale:.2g}; this mixer or this device's matrix products "
+                    "have an error; legal: another model.mixer"
                 )
             line += f", all but {exact.largest:.2g} by the norm's epsilon"
     log(line)
@@ -158,7 +160,7 @@ def rounding_bound(model: cfg.ModelConfig) -> float:
 
 
 class _Comparison:
-    """The comparison of two models on a mesh, on which the trained model is sharded as the new one.
+    """The comparison of two models on a mesh, with the trained model sharded like the new one.
 
     Attributes:
       like: tree of the trained model's parameters as shapes, dtypes and shardings.
@@ -225,13 +227,13 @@ class _Comparison:
     def difference(
         self, params: Any, source_params: Any, batch: data.Batch, epsilon: float | None = None
     ) -> Difference:
-        """Return the difference of the new model's logits from those of the trained model.
+        """Return the difference between the logits of the new model and the trained model.
 
         Args:
           params: the new model's parameters.
           source_params: the trained model's parameters.
           batch: the tokens.
-          epsilon: the epsilon of both models' norms; None keeps the configured ones.
+          epsilon: the epsilon of both models' norms; None keeps the epsilons of their configs.
         """
         graphs = [nnx.split(_abstract(model, epsilon), nnx.Param)[0] for model in self._models]
 
@@ -272,7 +274,7 @@ def _abstract(model: cfg.ModelConfig, epsilon: float | None) -> Decoder:
 def _largest(
     decoder: Decoder, source: Decoder, batch: data.Batch, schedule: sharding.Schedule | None
 ) -> Float[Array, " two"]:
-    """Return the largest difference of two models' logits, and the largest logit of `source`.
+    """Return the largest difference between two models' logits, and the largest logit of `source`.
 
     In per-device code, the result is for this device's tokens.
     """

@@ -178,7 +178,7 @@ def make_train_step(
       optimizer: the optimizer.
       roles: tree of the parameters' roles.
       copies: a function that computes the copies of weights that the next step reads.
-      freeze: the parameters that are frozen, whose gradients have no part in the gradient's norm;
+      freeze: the parameters that are frozen, whose gradients are left out of the gradient norm;
         None if there are none.
     """
     schedule = learning_rate(config.train.optimizer, config.train.steps)
@@ -232,7 +232,7 @@ def make_train_step(
 
 
 def _losses_of_texts(config: RunConfig, loss: Loss) -> dict[str, jax.Array]:
-    """Return the mean loss of each text of a mixture; NaN for a text that the batch does not have.
+    """Return the mean loss of each text of a mixture; NaN for a text with no tokens in the batch.
 
     Without a mixture, and in a pipeline, the result is {}.
     """
