@@ -1,4 +1,4 @@
-"""Metrics in the run folder, as rows in `metrics.jsonl`."""
+"""The metrics of a run, which are saved as rows of `metrics.jsonl` in the run folder."""
 
 import json
 import math
@@ -20,14 +20,14 @@ class MetricsWriter:
 
     A row is a JSON object with its `step`. Numbers that are not finite are written as null. If a
     step has several rows, values in later rows replace those in earlier rows. Rows that an earlier
-    start wrote for `first_step` and later steps are deleted. See `AppendedFile` for when rows are
-    written, and for a file that cannot be written.
+    start wrote for `first_step` and later steps are deleted. `AppendedFile` describes when rows are
+    written, and what happens if the file cannot be written.
 
     Args:
       workdir: the run folder.
       first_step: the first step that will be written.
-      report: a function that is called with one line about a file that cannot be written, from any
-        thread.
+      report: a callback that receives a one-line message if the file cannot be written; it may be
+        called from any thread.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MetricsWriter:
         self._rows = AppendedFile(folder, FILE, report)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row of metrics; on a local disk, the file has the row on return."""
+        """Write one row of metrics; on a local disk, the row is in the file when this returns."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
 
@@ -58,14 +58,14 @@ class MetricsWriter:
 def read_metrics(
     workdir: Location, *, report: Callable[[str], None] = logging.warning
 ) -> list[Row]:
-    """Read the run's metrics, and return one row per step in the order of steps.
+    """Read the run's metrics, and return one row per step, sorted by step.
 
     If a step has several rows, values in later rows replace those in earlier rows. Lines that are
-    not rows, for example after a power cut, are skipped.
+    not rows are skipped; a power cut, for example, may damage a line.
 
     Args:
       workdir: the run folder.
-      report: a function that is called with one line about skipped lines, if there are any.
+      report: a callback that receives a one-line message if lines were skipped.
 
     Raises:
       Fault: the file cannot be read.
@@ -108,11 +108,11 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def _delete_rows_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
-    """Delete the metrics of `first_step` and later steps, and a last line that has no newline.
+    """Delete the metrics of `first_step` and later steps, and the last line if it is incomplete.
 
     The run resumes before `first_step` and repeats these steps, so the old rows would belong to
-    weights that no longer exist. A killed process may leave an incomplete line, to which the next
-    row must not be appended.
+    weights that no longer exist. A killed process may leave a line without its newline, and the
+    next row must not be appended to that line.
     """
     try:
         if (found := folder.read(FILE, limit=_LARGEST)) is None:

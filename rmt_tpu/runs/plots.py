@@ -20,7 +20,7 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
 
     Args:
       workdir: the run folder.
-      report: a function that is called with one line about unreadable metrics.
+      report: a callback that receives a one-line message if metrics cannot be read.
     """
     from matplotlib.figure import Figure
 

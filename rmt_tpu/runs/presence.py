@@ -1,4 +1,4 @@
-"""The file `running.json`, by which a process notices that another one trains in a run folder."""
+"""The file `running.json`, which shows that a process is training in a run folder."""
 
 import contextlib
 import json
@@ -21,11 +21,11 @@ _STALE_SECONDS = 3 * _BEAT_SECONDS
 def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | None]:
     """Announce, during the `with` body, that this process trains in a run folder.
 
-    The file with the announcement is renewed every minute, and does not lock the folder. If another
-    process on this host has announced itself and is alive, this function raises an error. If
-    another host announced a process within the last minutes, that process may have been killed and
-    restarted here, so only a note is printed. The caller then decides: the same run may continue
-    in the folder, but a different run must not take the folder over.
+    The announcement is a file that is rewritten every minute. It does not lock the folder. If
+    another process on this host has announced itself and is alive, this function raises an error.
+    If another host announced a process within the last minutes, that process may have been killed
+    and restarted here, so only a note is printed. The caller then decides: the same run may
+    continue in the folder, but a different run must not take the folder over.
 
     Yields:
       A description of the process on another host that recently renewed the file, or None.
@@ -90,7 +90,8 @@ def _claim(folder: Folder) -> str | None:
 def _parse_record(data: bytes) -> tuple[str | None, bool]:
     """Return which process wrote an announcement, and whether the process is on this host.
 
-    The first value is None if the process has ended, or has not renewed the file for minutes.
+    The first value is None if the process has ended, or has not renewed the file for several
+    minutes.
     """
     try:
         record = json.loads(data)

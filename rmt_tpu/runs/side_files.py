@@ -83,7 +83,7 @@ class SideFiles:
                     self._folder.write(DIVERGED, f"{error}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a step, given by name, as one row."""
+        """Write the metrics of a step, a mapping from name to value, as one row."""
         if self._metrics:
             self._metrics.write(step, values)
             self._trackers.metrics(step, values)
@@ -104,7 +104,7 @@ class SideFiles:
                     self._trackers.picture(step, "loss", found.data)
 
     def sample(self, step: int, make: Callable[[], str | None]) -> None:
-        """Append the text that `make` returns on the first process to `samples.txt`."""
+        """Call `make`, and append its text to `samples.txt`; only the first process gets a text."""
         with self._harmless("no text sample"):
             if (text := make()) is not None:
                 self._log(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
@@ -129,7 +129,7 @@ class SideFiles:
                     self._folder.write(f"profile/{name}", path.read_bytes())
 
     def write_spike(self, spike: Mapping[str, str | int]) -> None:
-        """Append to `spikes.jsonl` a line about a spike that makes the run go back."""
+        """Append a line to `spikes.jsonl` about a spike that sends the run back to a checkpoint."""
         if processes.is_first():
             with self._harmless(f"{self._folder}/{SPIKES} cannot be written"):
                 line = json.dumps({"time": time.time(), **spike})
@@ -187,7 +187,7 @@ class SideFiles:
 
 
 def archive_metrics(folder: Folder) -> None:
-    """Move the metrics of an earlier start without a checkpoint to `metrics.old.jsonl`.
+    """Rename the metrics of an earlier start that saved no checkpoint to `metrics.old.jsonl`.
 
     The list of tracked runs is deleted, so that trackers record the restarted run as a new one.
     """

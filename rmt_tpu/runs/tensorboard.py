@@ -25,7 +25,7 @@ class TensorBoard:
     Args:
       folder: the run folder.
       first_step: the first step that will be recorded; later steps in older files are dropped.
-      report: a function that is called with one line about a file that cannot be written.
+      report: a callback that receives a one-line message if the file cannot be written.
     """
 
     def __init__(self, folder: Folder, first_step: int, report: Callable[[str], None]):
@@ -33,7 +33,7 @@ class TensorBoard:
         self._file.add(header(first_step))
 
     def config(self, config: Mapping[str, Any]) -> None:
-        """Record the run's config as indented JSON, which Markdown shows as code."""
+        """Record the run's config as JSON, which is indented so that Markdown shows it as code."""
         lines = json.dumps(config, indent=2).splitlines()
         self.text(0, "config", "\n".join(f"    {line}" for line in lines))
 
@@ -100,7 +100,7 @@ def picture(step: int, name: str, png: bytes) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    """Return an event with the given fields in TFRecord format, with its length and checksums."""
+    """Return an event with the given fields as a TFRecord, including its length and checksums."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

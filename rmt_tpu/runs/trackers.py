@@ -44,7 +44,7 @@ class Trackers:
 
     Args:
       makers: functions that make the trackers, by name.
-      report: a function that is called with one line about a tracker that has failed.
+      report: a callback that receives a one-line message if a tracker fails.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Tracker]], report: Callable[[str], None]):
@@ -116,7 +116,8 @@ def open_trackers(
       folder: the run folder.
       first_step: the first step that will be recorded.
       log: a function that prints a line.
-      report: a function that is called with one line about a failure, from any thread.
+      report: a callback that receives a one-line message about a failure; it may be called from any
+        thread.
     """
     makers = {
         "tensorboard": lambda: tensorboard.TensorBoard(folder, first_step, report),

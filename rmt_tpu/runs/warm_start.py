@@ -136,7 +136,7 @@ class WarmStart:
         return traverse_util.unflatten_dict(found)
 
     def left_out(self, like: Any) -> list[Path]:
-        """Return the paths of the trained model's parameters, `like`, that the new model lacks."""
+        """Return the paths of the trained model's parameters (`like`) that the new model lacks."""
         shared = set(self._shared)
         return [path for path in traverse_util.flatten_dict(like) if path not in shared]
 

@@ -105,7 +105,7 @@ def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ())
 
 
 def check_access(folder: Folder, *, write: bool = False) -> None:
-    """Check that the run folder can be read, and with `write` also written to.
+    """Check that the run folder can be read and, if `write` is true, also written to.
 
     Raises:
       UsageError: the folder cannot be read or written to.
@@ -258,7 +258,7 @@ def holds_run(folder: Folder, config: RunConfig) -> bool:
 
 
 def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[str, Rule]:
-    """Return a dict from a line about each different field of two configs to its resume rule.
+    """Return the differences of two configs: a dict from a line about a field to its resume rule.
 
     Fields that may always change (rule "free") are left out.
 
@@ -299,12 +299,10 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     what = fixed if change_config else different
     shown, more = what[:8], len(what) - 8
     shown += [f"and {more} more"] if more > 0 else []
-    ways = "Give the same flags to resume it, " + (
-        "" if fixed else "--change_config to continue with these, "
-    )
+    or_change = "" if fixed else "--change_config to continue with these, "
     raise UsageError(
         f"--workdir={folder} holds a run with a different config: {'; '.join(shown)}. "
-        f"{ways}or another --workdir"
+        f"Give the same flags to resume it, {or_change}or another --workdir"
     )
 
 

@@ -17,7 +17,7 @@ class ScoredToken(NamedTuple):
       log: the log-probability of the token, in nats; None for a token that has no score.
       likeliest: the likeliest tokens at the same position with their log-probabilities; None for a
         token that has no score.
-      offset: the number of characters of the text before the token.
+      offset: the number of characters that precede the token in the text.
     """
 
     token: int
@@ -27,7 +27,7 @@ class ScoredToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of a text, as both formats of responses report it.
+    """A piece of a generated text, from which both response formats are made.
 
     Attributes:
       text: the characters.
@@ -101,14 +101,14 @@ class Answer:
         return head | {"model": self._model}
 
     def _whole(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return a piece of a text, or the whole text, in the format of a whole response."""
+        """Return a generated text, or a piece of it, as a choice of the complete response."""
         choice = {"index": index, "text": piece.text, "logprobs": None}
         if self._request.logprobs is not None:
             choice["logprobs"] = self._logprobs(piece.scored)
         return choice | {"finish_reason": piece.finish}
 
     def _part(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
-        """Return a piece of a text in the format of a chunk."""
+        """Return a piece of a generated text as a choice of a chunk of the streamed response."""
         del first
         return self._whole(index, piece)
 

@@ -32,9 +32,8 @@ from rmt_tpu.streams import log_line
 _RETRY_AFTER = 1
 # The body of a request must arrive within this number of seconds.
 _BODY_SECONDS = 60
-# A body that is larger than max_body is still read up to this multiple of max_body, and discarded.
-# If the server refused the request earlier, a client that is still sending might not read the
-# error.
+# A body larger than max_body is still read, up to this multiple of max_body, and then discarded. If
+# the server refused the request earlier, a client that is still sending might not read the error.
 _READ_ON = 8
 
 
@@ -90,7 +89,7 @@ class Front:
         return pieces
 
     def close(self, pieces: asyncio.Queue, texts: int) -> None:
-        """Remove a client's queue, and subtract its `texts` texts from the number of open texts."""
+        """Remove a client's queue, and subtract `texts` from the number of open texts."""
         self.texts -= texts
         self._waiting.discard(pieces)
 

@@ -93,7 +93,7 @@ def check_template(served: ServedModel) -> ChatTemplate:
 
 
 def conversation(values: Mapping[str, Any], template: ChatTemplate, served: ServedModel) -> Prompt:
-    """Return the prompt made from the messages of a request by the chat template.
+    """Apply the chat template to the messages of a request, and return the resulting prompt.
 
     Raises:
       Refusal: the messages are not legal, or the template refuses them.
@@ -141,7 +141,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _joined(name: str, content: Any) -> Any:
-    """Return a message's content as one text; the content may be a list of parts with texts."""
+    """Return a message's content as one text; the content may be a list of text parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -157,7 +157,8 @@ def _limit(values: Mapping[str, Any]) -> str:
     old, new = "max_tokens", "max_completion_tokens"
     if new in values and values.get(old, values[new]) != values[new]:
         raise Refusal(
-            f"{new}={shown(values[new])} and {old}={shown(values[old])} differ; legal: one of them",
+            f"{new}={shown(values[new])} and {old}={shown(values[old])} differ; legal: only one "
+            "of them",
             new,
         )
     return new if new in values else old

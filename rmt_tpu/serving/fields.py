@@ -7,7 +7,8 @@ from typing import Any
 from rmt_tpu.config.overrides import parse_json
 from rmt_tpu.errors import shown, unknown
 
-_LONGEST_NAME = 256  # maximum number of characters of a client's field name in an error
+# An error shows at most this number of characters of a field name that a client sent.
+_LONGEST_NAME = 256
 
 
 class Refusal(Exception):

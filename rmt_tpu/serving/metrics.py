@@ -1,4 +1,4 @@
-"""Figures about the server in Prometheus's format: queue, slots, tokens and latencies.
+"""Metrics of the server in Prometheus's format: queue, slots, tokens and latencies.
 
 Only `Metrics` needs the package prometheus_client, which is imported when the class is used.
 """
@@ -19,11 +19,12 @@ _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """The figures of one server.
+    """The metrics of one server.
 
     Args:
       worker: the thread that generates texts.
-      texts: a function that returns the number of open texts, queued or being generated.
+      texts: a function that returns the number of open texts: those that are queued or being
+        generated.
     """
 
     def __init__(self, worker: Worker, texts: Callable[[], int]):
@@ -57,7 +58,7 @@ class Metrics:
         return importlib.util.find_spec("prometheus_client") is not None
 
     def page(self) -> tuple[bytes, str]:
-        """Return all figures as text, and the content type of the text."""
+        """Return all metrics as text, and the content type of the text."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
@@ -69,13 +70,13 @@ class Metrics:
 
 
 class Stopwatch:
-    """The times of the tokens of one request, which are added to the server's figures.
+    """A stopwatch for the tokens of one request, which adds its times to the server's metrics.
 
     `add` is called in the worker's thread and `close` in a different thread. Pieces that are added
     after `close` are not counted.
 
     Args:
-      metrics: the server's figures.
+      metrics: the server's metrics.
       texts: the number of texts of the request.
       prompt_tokens: the number of tokens of all texts' prompts together.
     """
@@ -87,7 +88,7 @@ class Stopwatch:
         metrics.prompt_tokens.inc(prompt_tokens)
 
     def add(self, piece: Piece) -> None:
-        """Count the tokens of a piece, and the end of its text."""
+        """Count the tokens of a piece and, if the piece ends a text, the text."""
         if not self._open:
             return
         now, count = time.monotonic(), len(piece.completion.tokens)

@@ -42,7 +42,7 @@ class ServedModel:
 
     @property
     def with_start(self) -> str:
-        """The words after a token count in an error message: whether it includes a start token."""
+        """The text in error messages, after a token count, that mentions a counted start token."""
         return " (with the start token)" if self.tokenizer.starts else ""
 
     @property
@@ -261,7 +261,7 @@ def _is_stop_tokens(value: Any) -> bool:
 
 
 def _logit_bias(values: Mapping[str, Any], served: ServedModel) -> dict[int, float]:
-    """Return the bias by token; the client's field maps a token's digits to a number."""
+    """Return the bias of each token; in the client's field, token ids are written as text."""
     legal = lambda value: is_a(int, float)(value) and -_MAX_BIAS <= value <= _MAX_BIAS
     bias = field(values, "logit_bias", {}, is_a(dict), 'an object, like {"50": -100}')
     for token, value in bias.items():
@@ -277,7 +277,7 @@ def _logit_bias(values: Mapping[str, Any], served: ServedModel) -> dict[int, flo
 
 
 def _seed(values: Mapping[str, Any]) -> int:
-    """Return a seed of 32 bits, which is all that the random draws use.
+    """Return the seed of a request, reduced to the 32 bits that the random draws use.
 
     A client's seed from 0 to 2^32 - 1 is used as it is. All other 64-bit seeds are hashed.
     """

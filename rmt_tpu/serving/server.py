@@ -20,7 +20,7 @@ _SLOW_READERS = 5
 _HEADERS = 30
 # The server accepts at most this number of connections by default.
 CONNECTIONS = 1000
-# Before it ends, the server checks for unfinished texts once in this number of seconds.
+# During shutdown, the server checks for unfinished texts at intervals of this number of seconds.
 _POLL_SECONDS = 0.05
 
 
@@ -57,7 +57,7 @@ def serve(
 
 
 class Protocol(h11_impl.H11Protocol):
-    """uvicorn's HTTP protocol, which also closes a connection whose headers arrive too slowly.
+    """A uvicorn HTTP protocol that also closes a connection whose headers arrive too slowly.
 
     Without this class, uvicorn closes only connections that are idle between two requests.
     """
@@ -96,7 +96,7 @@ class Protocol(h11_impl.H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which lets open texts finish before it shuts down."""
+    """A uvicorn server that lets open texts finish before it shuts down."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self._end_at_once = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept requests, and then call `ready`."""
+        """Start accepting requests, and then call `ready`."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.ready()
@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or not self.front.worker.is_alive()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start to shut down at the first signal, and shut down at once at the second.
+        """Begin a graceful shutdown at the first signal, and shut down immediately at the second.
 
         A signal may interrupt the event loop at any point, so the work is scheduled in the loop.
         """

@@ -28,7 +28,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     check_model(values, served)
     if "messages" in values:
         if both := [name for name in _TEXT if name in values]:
-            raise Refusal(f"messages and {both[0]} are both set; legal: one of them", both[0])
+            raise Refusal(f"messages and {both[0]} are both set; legal: only one of them", both[0])
         tokens = conversation(values, check_template(served), served).tokens
         return _counted(tokens, served)
     if chat := [name for name in _CHAT if name in values]:

@@ -14,7 +14,8 @@ from rmt_tpu.errors import RunError, UsageError
 # Names are checked because some come from manifests, which may have been written by anybody.
 _SAFE_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\:\ud800-\udfff]+")
 
-SMALL = 64 * 2**20  # default limit, in bytes, on the size of a file that is read as a whole
+# By default, a file that is read as a whole may have at most this number of bytes.
+SMALL = 64 * 2**20
 
 
 # Kinds of tensorstore errors after which it is unknown whether a file is damaged. A message of
@@ -30,11 +31,11 @@ _NO_ANSWER = (
 
 
 class Fault(RunError):
-    """A failure to read or write a file or folder. The message has the name and the reason."""
+    """A failure to read or write a file or folder. The message contains the name and the reason."""
 
 
 class Unavailable(Fault):
-    """The storage did not answer or refused access, so a file's content is unknown, not damaged."""
+    """The storage did not answer or refused access, so it is unknown if a file is damaged."""
 
 
 class Found(NamedTuple):
@@ -91,7 +92,7 @@ class Folder(ABC):
 
     @abstractmethod
     def check(self, *, write: bool = False) -> None:
-        """Check within ten seconds that the folder can be read, and with `write` also written to.
+        """Check within ten seconds that the folder can be read and, if `write` is true, written to.
 
         Raises:
           UsageError: the folder cannot be read or written to, for example because its bucket does
@@ -116,7 +117,7 @@ class Folder(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file, replacing any earlier one atomically for readers."""
+        """Write a whole file; a reader sees either the whole old file or the whole new file."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
@@ -178,7 +179,8 @@ def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
 
     Args:
       where: text in front of each message.
-      kind: class of the errors. A Fault that leaves a file's content unknown becomes Unavailable.
+      kind: class of the raised errors. If it is Fault, errors that leave a file's content unknown
+        become Unavailable.
     """
     try:
         yield

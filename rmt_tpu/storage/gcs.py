@@ -79,7 +79,7 @@ class GcsFolder(Folder):
         return GcsFolder(self._bucket_name, f"{self._prefix}{join(name)}/")
 
     def check(self, *, write: bool = False) -> None:
-        """Check within ten seconds that objects can be listed and, with `write`, written.
+        """Check within ten seconds that objects can be listed and, if `write` is true, written.
 
         Raises:
           UsageError: objects cannot be listed or written; the message has the reason.
@@ -206,7 +206,7 @@ class GcsFolder(Folder):
         return True
 
     def names(self, name: str = "") -> list[str]:
-        """Return the sorted names of objects and subfolders, without pieces from `append`."""
+        """Return the sorted names of objects and subfolders, without objects left by `append`."""
         prefix = self._key(name) + "/" if name else self._prefix
         with _one_line_errors(self._url_of(name)):
             listing = self._client.list_blobs(
@@ -308,13 +308,13 @@ class ObjectReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position in the stream, in bytes, and return the new position, at least 0."""
+        """Set the position in the stream, in bytes, and return it; negative positions become 0."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into `buffer`, and return their number: 0 at the end.
+        """Read the next bytes into `buffer`, and return their number, which is 0 at the end.
 
         Raises:
           Fault: the object was replaced or deleted since it was opened, or GCS does not answer.
@@ -338,7 +338,8 @@ class ObjectReader(io.RawIOBase):
                 end=self._at + count - 1,
                 if_generation_match=self._generation,
                 raw_download=True,
-                # Skip the test of the checksum, which is that of the whole object.
+                # Skip the checksum test, because the stored checksum is for the whole object and
+                # not for this range.
                 checksum=None,
                 retry=None,
                 timeout=_retry_options()["timeout"],
@@ -395,7 +396,7 @@ def _client_of(emulator: str | None) -> Any:
             client = storage.Client(project="emulator", credentials=AnonymousCredentials())
         else:
             # If no credentials are configured, the client asks the machine's metadata server, which
-            # may take long to answer.
+            # may take a long time to answer.
             client = _with_deadline(_CHECK_SECONDS, lambda: storage.Client(project=None))
     except (GoogleAuthError, TimeoutError):
         file = os.environ.get(_KEY_FILE)
@@ -434,7 +435,7 @@ def _with_deadline(seconds: float, function: Callable[[], Any]) -> Any:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # Use a daemon thread. At exit, the process would wait for the thread of an executor.
+    # Use a daemon thread, because at exit the process would wait for an executor's thread.
     threading.Thread(target=call, daemon=True).start()
     return outcome.result(seconds)
 

@@ -42,7 +42,7 @@ class LocalFolder(Folder):
         return LocalFolder(os.path.join(self.url, join(name)))
 
     def check(self, *, write: bool = False) -> None:
-        """Check that the folder can be listed; with `write`, create it and write a file.
+        """Check that the folder can be listed; if `write` is true, create it and write a file.
 
         A folder that does not exist counts as empty, and can be read.
 
@@ -60,7 +60,8 @@ class LocalFolder(Folder):
         except OSError as error:
             what = "written to" if write else "read"
             why = error.strerror
-            # Name the folder in which no folder can be created, such as /proc.
+            # In the message, name the existing folder in which nothing can be created, such as
+            # /proc.
             if write and isinstance(error, FileNotFoundError):
                 there = next(path for path in self.local_path.parents if path.exists())
                 why = f"{there} does not allow new folders or files"

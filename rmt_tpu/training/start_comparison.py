@@ -136,9 +136,9 @@ def report(
                 raise RunError(
                     f"--init_from={location} with model.mixer={model.mixer.kind} should start as "
                     f"the same function, because {stated.reason}, but without the norm's epsilon "
-                    f"the models' logits differ by at most {exact.largest:.2g}; rounding explains at "
-                    f"most {bound * exact.scale:.2g}; this mixer or this device's matrix products "
-                    "have an error; legal: another model.mixer"
+                    f"the models' logits differ by at most {exact.largest:.2g}; rounding explains "
+                    f"at most {bound * exact.scale:.2g}; this mixer or this device's matrix "
+                    "products have an error; legal: another model.mixer"
                 )
             line += f", all but {exact.largest:.2g} by the norm's epsilon"
     log(line)

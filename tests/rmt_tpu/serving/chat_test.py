@@ -113,7 +113,7 @@ REFUSED = [
     (
         {"max_completion_tokens": 5, "max_tokens": 6},
         "max_completion_tokens",
-        "max_completion_tokens=5 and max_tokens=6 differ; legal: one of them",
+        "max_completion_tokens=5 and max_tokens=6 differ; legal: only one of them",
     ),
     ({"add_generation_prompt": 1}, "add_generation_prompt", "must be true or false"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "=[] must be a JSON object"),
