@@ -35,7 +35,7 @@ class SafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text if possible, and return its number of characters in any case."""
+        """Write text if possible; return its number of characters even if it cannot be written."""
         self._try("write", text)
         return len(text)
 
@@ -109,7 +109,7 @@ def need_stdout() -> None:
 
 
 def log_line(line: str) -> None:
-    """Print one line on standard error at once, or nothing if it cannot be written."""
+    """Print one line on standard error immediately; drop the line if it cannot be written."""
     stream = sys.stderr if isinstance(sys.stderr, SafeStream) else SafeStream(sys.stderr)
     print(line, file=stream, flush=True)
 

@@ -34,7 +34,7 @@ def parse_mesh(spec: str) -> dict[str, int]:
     fills = [axis for axis, size in sizes.items() if size == -1]
     if len(fills) > 1:
         raise MeshError(
-            f"--mesh={spec!r} has -1 for {' and '.join(fills)}; legal: -1 for one axis at most"
+            f"--mesh={spec!r} has -1 for {' and '.join(fills)}; legal: -1 for at most one axis"
         )
     return sizes
 

@@ -67,7 +67,7 @@ def _claim(folder: Folder) -> str | None:
     """Write the announcement, and return a description of another process that trains here.
 
     The result is None if there is no other process. If two processes write their announcements at
-    the same time, only one of them succeeds, and the other finds its announcement.
+    the same time, one of them succeeds, and the other finds that announcement.
     """
     with contextlib.suppress(Fault):
         for _ in range(3):

@@ -18,7 +18,7 @@ from rmt_tpu.storage import Folder
 
 
 class TensorBoard:
-    """An event file of TensorBoard in the run folder; see `trackers.Tracker`.
+    """A TensorBoard event file in the run folder; see `trackers.Tracker`.
 
     Each start of a run writes a separate file. Together the files are one run in TensorBoard.
 

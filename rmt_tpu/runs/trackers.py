@@ -127,7 +127,7 @@ def open_trackers(
 
 
 def _tracked(folder: Folder) -> str:
-    """Return the run's id in Weights & Biases; if the folder has none, write a new id to it."""
+    """Return the run's id in Weights & Biases; if the folder has no id, create one there."""
     found = folder.read(FILE)
     known = json.loads(found.data) if found else {}
     if "wandb" not in known:
@@ -139,8 +139,8 @@ def _tracked(folder: Folder) -> str:
 def wanted(train: TrainConfig) -> tuple[str, ...]:
     """Return the names of the trackers that a config selects.
 
-    TensorBoard is among them if `tracker` names it, if `tensorboard` is "on", or if it is "auto"
-    and tensorboardX is installed.
+    TensorBoard is selected if `tracker` names it or if `tensorboard` is "on". It is also selected
+    if `tensorboard` is "auto" and tensorboardX is installed.
 
     Raises:
       UsageError: the package of a tracker is not installed.

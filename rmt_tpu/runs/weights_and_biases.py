@@ -32,7 +32,7 @@ def new_id() -> str:
 
 
 class WeightsAndBiases:
-    """A tracked run of Weights & Biases; see `trackers.Tracker`.
+    """A run that is recorded in Weights & Biases; see `trackers.Tracker`.
 
     The horizontal axis of all curves is the run's own step. wandb's steps must not decrease, but a
     run that resumes repeats the steps after its last checkpoint.
@@ -40,7 +40,7 @@ class WeightsAndBiases:
     Args:
       folder: the run folder. wandb keeps its files there if it is local.
       run_id: the id of the tracked run; an existing run with this id is continued.
-      log: a function that is called with one line that states where the run is shown.
+      log: a callback that receives one line, which states where the run is shown.
     """
 
     def __init__(self, folder: Folder, run_id: str, log: Callable[[str], None]):

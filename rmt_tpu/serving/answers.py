@@ -148,7 +148,7 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """The response to one request in the format of chats; see `Answer`."""
+    """The response to one request in OpenAI's chat format; see `Answer`."""
 
     _kind, _chunk_kind = "chat.completion", "chat.completion.chunk"
 

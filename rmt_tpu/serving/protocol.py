@@ -300,8 +300,8 @@ def _as_float(value: int | float) -> float:
 def _prompts(values: Mapping[str, Any], n: int, served: ServedModel) -> list[Prompt]:
     """Return the prompts of a request.
 
-    The field may contain a text, a list of tokens, or a list of texts or of token lists. Without
-    the field, the prompt is an empty text.
+    The field may contain a text, a list of tokens, or a list of texts or of token lists. If the
+    field is absent, the prompt is an empty text.
     """
     prompts = values.get("prompt", "")
     several = isinstance(prompts, list) and not all(map(is_a(int), prompts))

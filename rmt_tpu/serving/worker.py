@@ -71,7 +71,7 @@ class Worker(threading.Thread):
 
     @property
     def slots_used(self) -> int:
-        """The number of slots in which a text is generated. Any thread may read it."""
+        """The number of slots in which a text is being generated. Any thread may read it."""
         return sum(number is not None for number in self._engine.numbers)
 
     def submit(self, job: Job) -> None:

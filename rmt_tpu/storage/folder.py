@@ -101,7 +101,7 @@ class Folder(ABC):
 
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
-        """Return the folder's spec for tensorstore's kvstore, whose `path` ends with a slash."""
+        """Return the tensorstore spec of the folder as a kvstore; its `path` ends with a slash."""
 
     @abstractmethod
     def context(self) -> ts.Context:
@@ -143,7 +143,7 @@ class Folder(ABC):
 
     @abstractmethod
     def delete(self, name: str, *, generation: Any = None) -> bool:
-        """Delete a file; given `generation`, only if the file still has that generation.
+        """Delete a file; if `generation` is given, keep a file that has a different generation.
 
         Returns:
           Whether the file no longer exists.

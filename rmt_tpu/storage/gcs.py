@@ -144,7 +144,8 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
-            # A first try of this call may have created the object although its response was lost.
+            # An earlier attempt of this call may have created the object, although its response was
+            # lost.
             except PreconditionFailed:
                 found = self.read(name)
                 return found is not None and found.data == data
@@ -155,7 +156,8 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
-            # A first try of this call may have replaced the object although its response was lost.
+            # An earlier attempt of this call may have replaced the object, although its response
+            # was lost.
             except PreconditionFailed:
                 found = self.read(name)
                 return found is not None and found.data == data

@@ -120,7 +120,7 @@ class LocalFolder(Folder):
             return bytes(self._kv.read(name).result().value) == data
 
     def append(self, name: str, data: bytes) -> None:
-        """Append bytes to a file; if the append fails, cut the file to its earlier size."""
+        """Append bytes to a file; if the append fails, truncate the file to its earlier size."""
         path = self.local_path / join(name)
         with self._one_line_errors(name):
             path.parent.mkdir(parents=True, exist_ok=True)

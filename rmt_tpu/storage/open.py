@@ -22,7 +22,8 @@ def open_folder(url: Location) -> Folder:
 
     Raises:
       UsageError: the location is not text, has an unknown scheme, or is not a legal bucket or path.
-        For `gs://` also: google-cloud-storage is not installed, or credentials are missing.
+        For a `gs://` URL, the error is also raised if google-cloud-storage is not installed or
+        credentials are missing.
     """
     if isinstance(url, Folder):
         return url
@@ -62,7 +63,7 @@ def find_objects(url: str) -> list[Object]:
     depth.
 
     Raises:
-      UsageError: the bucket cannot be read, or one of the reasons in `open_folder`.
+      UsageError: the bucket cannot be read, or `open_folder` raises this error for the URL.
     """
     return _gcs(url).find_objects(url)
 

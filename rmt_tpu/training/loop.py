@@ -134,7 +134,7 @@ class Loop:
 
         Raises:
           Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
-          GoBack: the run is to go back to its last checkpoint, because of a spike.
+          GoBack: the run must go back to its last checkpoint because of a spike.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
@@ -231,7 +231,7 @@ class Loop:
         Raises:
           DivergedError: the loss or its gradient was not finite in too many consecutive steps.
           RunError: the background save of a checkpoint has failed.
-          GoBack: the run is to go back to its last checkpoint, because of a spike.
+          GoBack: the run must go back to its last checkpoint because of a spike.
         """
         if self.pending is None:
             return

@@ -92,8 +92,9 @@ def next_token_loss(
 def _chunks(batch: int, seq: int, vocab: int) -> int:
     """Return the number of chunks to split a sequence into, so each has at most `_LOGITS` logits.
 
-    This is the smallest sufficient number n, or if n does not divide the length, a divisor between
-    n and 2n if there is one. Otherwise the last chunk is padded with tokens of weight 0.
+    Let n be the smallest sufficient number. If n does not divide the length, a divisor of the
+    length between n and 2n is returned if there is one. Otherwise the result is n, and the last
+    chunk is padded with tokens of weight 0.
     """
     tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # The number of tokens in a chunk.
     fewest = max(-(-seq // tokens), 1)

@@ -31,7 +31,7 @@ class Start(NamedTuple):
       branch: the step to which the run last went back at the user's request, or None.
       is_saved: whether the state needs no saving, either because a checkpoint of this run has it or
         because it precedes the first step.
-      mixture: the mixture of texts as it continues from here; None without a mixture.
+      mixture: the mixture of texts, continued from this point; None without a mixture.
       spikes: the spread of gradient norms up to now.
     """
 
@@ -97,7 +97,7 @@ def restore_or_init(
       saved: the run's folder, checkpoints and config.
       text: the text on which the run is trained.
       warm_start: the run or model whose weights or state a new run takes over, or None.
-      back_step: step of the checkpoint to go back to; None is the newest undamaged checkpoint.
+      back_step: step of the checkpoint to go back to; None means the newest undamaged checkpoint.
       log: a function that prints a line.
 
     Raises:
@@ -140,7 +140,7 @@ def _restore_at(
       saved: the run that saved the checkpoint.
       flag: the flag and value that name the folder of `saved`, for error messages.
       text: the text on which this run is trained.
-      step: step of the checkpoint; None is the newest undamaged one.
+      step: step of the checkpoint; None means the newest undamaged one.
     """
     like = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

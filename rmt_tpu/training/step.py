@@ -28,7 +28,7 @@ class TrainState(NamedTuple):
     Attributes:
       params: the decoder's parameters, as a pure dict.
       optimizer: the state of the optax optimizer.
-      key: random key for training, or for a sample drawn from the run.
+      key: a random key made from the seed of the run; steps keep it unchanged.
       step: number of optimizer steps taken, including skipped steps.
       skipped: number of skipped steps, which changed no parameter because the loss or a gradient
         was not finite.

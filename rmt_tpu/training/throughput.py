@@ -44,7 +44,7 @@ class Throughput:
 
 
 def _memory() -> dict[str, float]:
-    """Return, as a metric, the most bytes in use on a local device; {} if none reports them."""
+    """Return a metric: bytes in use on the fullest local device; {} if no device reports them."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     in_use = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
     return {"memory/bytes_in_use": float(max(in_use))} if in_use else {}

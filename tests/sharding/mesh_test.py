@@ -35,7 +35,7 @@ def test_meshes(spec, shape):
         ("data=3", "--mesh='data=3' needs 3 devices, but there are 8.* 1, 2, 4, 8, or -1"),
         ("", "needs 1 devices, but there are 8"),
         ("data=3,fsdp=-1", "needs 3 devices or a multiple, but there are 8"),
-        ("data=-1,fsdp=-1", "-1 for data and fsdp; legal: -1 for one axis"),
+        ("data=-1,fsdp=-1", "-1 for data and fsdp; legal: -1 for at most one axis"),
         ("dtaa=8", "axis 'dtaa' is unknown; legal axes: stage, data, fsdp, expert, key"),
         ("data=2,data=4", "axis 'data' is given twice"),
         ("data", "'data' must be axis=size"),
