@@ -85,8 +85,8 @@ def mixer_values(model: cfg.ModelConfig) -> dict[str, Any]:
 
 def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
     return UsageError(
-        f"{name}={value} cannot be written as {KIND}; legal: {legal}, or the kind rmt_tpu for this "
-        "package alone (recipes.export --kind=rmt_tpu)"
+        f"{name}={value} cannot be written as {KIND}; legal: {legal}, or this package's "
+        "own kind, rmt_tpu (recipes.export --kind=rmt_tpu)"
     )
 
 

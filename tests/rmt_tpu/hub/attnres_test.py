@@ -35,7 +35,7 @@ def test_attention_over_depth_of_every_sublayer(tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"output_site": "attention"}, "output_site=attention cannot be .* legal: newest, or the kind"),
+    ({"output_site": "attention"}, "output_site=attention cannot be .* legal: newest, or this p"),
     ({"epsilon": 0.5}, "epsilon=0.5 cannot be written as qwen3_attnres; legal: 0.001, or"),
     ({"layers_per_block": 4}, "sublayers_per_block=8 cannot be .* legal: 6, or"),
     ({"cumulative": False}, "model.mixer=block_attention cannot be .* legal: sum, or this package"),
