@@ -230,8 +230,8 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
 def _within_window_after(call, window, qkv, before, filled, scale, slopes):
     """Compute `attention_after` with a window, from the earlier tokens that the window may contain.
 
-    These are the last cached tokens of each batch row, the same number in every row. The distance
-    from the first of them to the first new token is therefore the same in all rows.
+    These are the last cached tokens of each batch row. Their number is the same in all rows, and so
+    is the distance from the first of them to the first new token.
     """
     heads, capacity = qkv.shape[2] - 2 * call.kv_heads, before.shape[1]
     shown = _shown(window, qkv.shape[1])

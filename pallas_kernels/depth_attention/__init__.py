@@ -311,7 +311,7 @@ def depth_attention_merge_at(
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """Compute z of `depth_attention_merge` for a few tokens, with the stacked parameters of layers.
+    """Compute the z of `depth_attention_merge` for a few tokens, with stacked layer parameters.
 
     This op is for decoding: the TPU kernel reads its operands directly from the stacks, without
     copies. It is differentiable only with "xla".

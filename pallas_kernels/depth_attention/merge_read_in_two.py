@@ -67,7 +67,7 @@ class SeparateMergeRead:
         return None
 
     def wins(self, op: str, *operands: Any) -> bool:
-        """Return False, because this implementation is itself the portable one."""
+        """Return False, because this is already the portable implementation."""
         return False
 
 

@@ -548,7 +548,7 @@ def _padded_width(call: VectorsCall, x):
 
 
 def _by_site(call: VectorsCall):
-    """Return the block spec for a tile of `mixed`, in the row of the prefetched site index."""
+    """Return the block spec for a tile of `mixed`, in the row selected by the prefetched `site`."""
     return operand.of_stack(_by_token(call))
 
 

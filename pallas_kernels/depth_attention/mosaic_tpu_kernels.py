@@ -416,10 +416,10 @@ def _differentiate(call, inputs, outputs, scratch, values, d_values, c, group):
 def _weigh_backward(call, count, tile, inputs, scratch, group):
     """Compute the matrix operands for the gradients of one group of tokens.
 
-    With W the softmax weights, a = d_logit * rstd and c = -rstd^2 / D * sum_s d_logit * logit, the
-    gradients of the sources v are `W d_mixed + a queries + c v`. The scratch buffer `left` receives
-    the transpose of [W, a, c], and `d_products` receives a. If operands are bfloat16, they are
-    split into pieces: W into `weight_pieces`, and a and the queries into enough pieces that the
+    Let W be the softmax weights, a = d_logit * rstd, and c = -rstd^2 / D * sum_s d_logit * logit.
+    The gradients of the sources v are then `W d_mixed + a queries + c v`. The scratch buffer `left`
+    receives the transpose of [W, a, c], and `d_products` receives a. If operands are bfloat16, they
+    are split into pieces: W into `weight_pieces`, and a and the queries into enough pieces that the
     relative error of their product is 2^-16.
     """
     weights, d_logits = {}, {}
@@ -676,17 +676,17 @@ def centre(call, h):
 
 
 def fold_lanes(x):
-    """Sum [rows, lanes] over groups of 128 lanes: [rows, 128]."""
+    """Sum x [rows, lanes] over groups of 128 lanes, and return [rows, 128]."""
     return sum(x[:, d : d + LANES] for d in range(0, x.shape[1], LANES))
 
 
 def fold_rows(x):
-    """Sum [rows, lanes] over groups of 8 rows: [8, lanes]."""
+    """Sum x [rows, lanes] over groups of 8 rows, and return [8, lanes]."""
     return sum(x[r : r + 8] for r in range(0, x.shape[0], 8))
 
 
 def total(x):
-    """Return the sums over lanes, keeping the axis: [rows, lanes] to [rows, 1]."""
+    """Sum x [rows, lanes] over all lanes, and return [rows, 1]."""
     return jnp.sum(x, axis=1, keepdims=True)
 
 

@@ -1,10 +1,10 @@
 """Bodies of the depth-attention TPU kernels for residual matrices.
 
-Each grid step processes one tile of tokens, which are in the lanes: 128 tokens or a multiple of
-128. A source is [D, lanes] in a tile. Logits, weights and all other per-token numbers are rows
-[1, lanes], so that no data has to cross lanes. Logits are matrix products of the queries and a
-source. The queries' gradients are matrix products that contract over tokens. All other computation
-is elementwise and processes STEP rows at a time.
+Each grid step processes one tile of tokens, which are in the lanes. Their number is a multiple of
+128. A source is [D, lanes] in a tile. Logits, weights and all other per-token numbers are rows [1,
+lanes], so that no data has to cross lanes. Logits are matrix products of the queries and a source.
+The queries' gradients are matrix products that contract over tokens. All other computation is
+elementwise and processes STEP rows at a time.
 """
 
 import dataclasses
