@@ -25,7 +25,7 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
     another process on this host has announced itself and is alive, this function raises an error.
     If another host announced a process within the last minutes, that process may have been killed
     and restarted here, so only a note is printed. The caller then decides: the same run may
-    continue in the folder, but a different run must not take the folder over.
+    continue in the folder, but a different run must not start there.
 
     Yields:
       A description of the process on another host that recently renewed the file, or None.

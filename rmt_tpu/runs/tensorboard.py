@@ -38,7 +38,7 @@ class TensorBoard:
         self.text(0, "config", "\n".join(f"    {line}" for line in lines))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record some metrics of a step, by name."""
+        """Record metrics of a step, given as a mapping from name to value."""
         self._file.add(scalars(step, values))
 
     def picture(self, step: int, name: str, png: bytes) -> None:

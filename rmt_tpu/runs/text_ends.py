@@ -64,8 +64,8 @@ def save(folder: Folder, tokenizer: Tokenizer) -> None:
 def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
     """Return the text boundaries of a run that is initialized from the model in a folder.
 
-    Texts start with BOS if the model's texts do. The end tokens are those of the model, and BOS,
-    which separates documents in training. If the model's tokenizer is missing or differs from
+    Texts start with BOS if the model's texts do. The end tokens are the model's end tokens and BOS,
+    because BOS separates documents in training. If the model's tokenizer is missing or differs from
     `tokenizer`, the result has the boundaries of `tokenizer`.
 
     Args:

@@ -24,7 +24,7 @@ class Tracker(Protocol):
         """Record the run's config, as JSON values."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record some metrics of a step, by name; a step may have several such rows."""
+        """Record metrics of a step, mapped from their names; a step may be recorded repeatedly."""
 
     def picture(self, step: int, name: str, png: bytes) -> None:
         """Record a picture that shows the run after a step."""
@@ -43,7 +43,7 @@ class Trackers:
     """All trackers of a run as one object, which drops each tracker that fails.
 
     Args:
-      makers: functions that make the trackers, by name.
+      makers: maps the name of each tracker to the function that makes the tracker.
       report: a callback that receives a one-line message if a tracker fails.
     """
 
@@ -65,7 +65,7 @@ class Trackers:
         self._each(lambda tracker: tracker.config(values))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record some metrics of a step, by name."""
+        """Record metrics of a step, given as a mapping from name to value."""
         self._each(lambda tracker: tracker.metrics(step, values))
 
     def picture(self, step: int, name: str, png: bytes) -> None:

@@ -65,7 +65,7 @@ class WeightsAndBiases:
         self._run.config.update(dict(config), allow_val_change=True)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record some metrics of a step, by name."""
+        """Record metrics of a step, given as a mapping from name to value."""
         self._run.log({"step": step, **values})
 
     def picture(self, step: int, name: str, png: bytes) -> None:

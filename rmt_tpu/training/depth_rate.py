@@ -22,11 +22,12 @@ step changes the logarithm of the residual's scale by up to the rate, so m is th
 
 At rate 0.028, width 24 and 1024 tokens per batch the factor is 0.1; with a residual matrix of 96
 numbers it is 0.026. Both are close to the best factors in a few small runs. The factor is 1 at the
-AttnRes paper's rate of 2e-3 with width 1168 and 1.6M tokens per batch (0.48 with 0.25M tokens), and
-at rate 6e-4 with width 512 and 0.26M tokens. The rule therefore does not lower the rates that were
-best in those settings. A bound on a single step does not guarantee a good rate, so a search over
-`train.depth_rate` may find a better one. This config field sets the factor for queries and key
-gains by hand. The factor for a projection is then smaller, by the ratio of the two values of m.
+AttnRes paper's rate of 2e-3 with width 1168 and 1.6M tokens per batch; with 0.25M tokens it is
+0.48. It is also 1 at rate 6e-4 with width 512 and 0.26M tokens. The rule therefore does not lower
+the rates that were best in those settings. A bound on a single step does not guarantee a good rate,
+so a search over `train.depth_rate` may find a better one. This config field sets the factor for
+queries and key gains by hand. The factor for a projection is then smaller, by the ratio of the two
+values of m.
 """
 
 import math

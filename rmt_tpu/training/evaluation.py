@@ -31,8 +31,8 @@ class HeldOut(NamedTuple):
 
     Attributes:
       loss: the mean loss per token in nats.
-      aux: the mean per token of each scalar that the model's cores return, by name.
-      texts: for a mixture, the mean loss on each of its texts, by name.
+      aux: maps the name of each scalar that the model's cores return to its mean per token.
+      texts: for a mixture, maps the name of each text to the mean loss on it.
     """
 
     loss: float
@@ -71,7 +71,7 @@ class HeldOutLoss:
         return other
 
     def __call__(self, params: Any) -> HeldOut:
-        """Return the mean loss, and the means of the cores' scalars, with the given parameters."""
+        """Return the mean loss and the means of the cores' scalars for the given parameters."""
         shape, sums = (self._windows.batch_size, self._windows.seq_len), []
         for number in range(-(-self._number // self._windows.batch_size)):
             read = partial(self._windows.in_order, number, end=self._number)
@@ -101,7 +101,7 @@ class MixedHeldOutLoss:
         self._shares = [each.share for each in mixed]
 
     def __call__(self, params: Any) -> HeldOut:
-        """Return the mean losses with the given parameters; see `HeldOutLoss`."""
+        """Return the mean losses for the given parameters; see `HeldOutLoss`."""
         found = {name: loss(params) for name, loss in self._losses.items()}
         mean = lambda *values: sum(s * v for s, v in zip(self._shares, values, strict=True))
         loss, aux = jax.tree.map(mean, *((each.loss, each.aux) for each in found.values()))
@@ -165,7 +165,7 @@ class TaskMetrics:
             self._scorer.check(asked.source.name, asked.requests)
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """Return the scores of all tasks with the given parameters, and the standard errors."""
+        """Return the scores of all tasks, with standard errors, for the given parameters."""
         found, scorer = {}, self._scorer
         scorer = scorer._replace(scores=partial(scorer.scores, params))
         for asked in self._asked:

@@ -2,14 +2,14 @@
 
 `train.freeze` lists patterns of parameter paths, such as `stacks/0/1/core/*`, and
 `train.freeze_steps` is the number of steps F for which they apply; with None they apply to the
-whole run. In this way, a model that takes over trained weights and gets a different residual can
-first train only what is new.
+whole run. In this way, a model that starts from trained weights but has a different residual can
+first train only its new parameters.
 
 While a parameter is frozen, its gradient is replaced by zero before the norm of all gradients is
-clipped, and its update by zero after weight decay, so that its value stays the same bit for bit.
-Its learning rate after that is the run's rate times `min(1, n / W)`, where n is the number of steps
-since step F, counted from 1, and W is the number of steps of the run's own warm-up. Adam's moments
-of the parameter were zero at step F, so Adam corrects their bias as in step n:
+clipped. Its update is replaced by zero after weight decay, so its value stays the same bit for bit.
+After step F, its learning rate is the run's rate times `min(1, n / W)`. Here n is the number of
+steps since step F, counted from 1, and W is the number of steps in the run's own warm-up. Adam's
+moments of the parameter were zero at step F, so Adam corrects their bias as in step n:
 
     update = (mu / (1 - b1^n)) / sqrt(nu / (1 - b2^n))
 

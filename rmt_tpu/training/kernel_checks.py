@@ -1,11 +1,11 @@
 """Checks of a run's kernels on the device; an operation that fails uses plain JAX instead.
 
 Each kernel call in the run's train step (`rmt_tpu.analysis.device_calls`) is compared with the
-equations that it implements. On a GPU, operations whose kernels are not the default there are also
-timed, and use the faster of kernel and plain JAX. A record in the user's cache folder ensures that
-each call is checked and timed only once per kind of device and set of versions. The choices are
-also written to the run folder, so that the run makes the same choices when it resumes on any
-machine.
+equations that it implements. On a GPU, operations whose kernels are not the default are also timed.
+Such an operation uses its kernel or plain JAX, whichever is faster. A record in the user's cache
+folder ensures that each call is checked and timed only once per kind of device and set of versions.
+The choices are also written to the run folder, so that the run makes the same choices when it
+resumes on any machine.
 """
 
 import contextlib
@@ -229,7 +229,7 @@ def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Fa
 def _times(
     calls: Sequence[TracedCall], platform: str, log: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Return the seconds that operations take in their kernels and in plain JAX.
+    """Return the seconds that each operation takes with its kernel and in plain JAX.
 
     The seconds are sums over the different calls of an operation. A call with a record from an
     earlier run is not timed again. An operation that cannot be timed, for example for lack of

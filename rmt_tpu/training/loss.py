@@ -161,9 +161,9 @@ def _for_two_products(d_logits, log_z):
 
     XLA for TPUs fuses the computation of an operand into a matrix product. On TPUs the gradient is
     computed twice, because an array that both products share would be written to memory and read
-    back. On an H100, a product with such a fusion takes at least three times as long as a product
-    of two arrays (docs/benchmarks/gpus.md), so on GPUs the gradient is computed once and written to
-    memory.
+    back. On GPUs the gradient is computed once and written to memory, because a product with such a
+    fusion is slow there. On an H100, it takes at least three times as long as a product of two
+    arrays (docs/benchmarks/gpus.md).
     """
     if target().platform == "cuda":
         gradient = isolate(d_logits(log_z))

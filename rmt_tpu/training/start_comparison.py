@@ -23,10 +23,10 @@ bound, it is measured again with an epsilon of 1e-30 in both models, and then mu
 rounding alone. Otherwise the run stops. A model with routed experts is not held to the bound,
 because rounding may send a token to a different expert.
 
-Parameters that both models share exist only once. In addition to these, the comparison needs memory
-for the parameters that only the trained model has, for one text of at most 512 tokens per device,
-or one per microbatch of a pipeline, and for a chunk of logits. The comparison is skipped if a
-device has less memory.
+Parameters that both models share exist only once. The comparison needs additional memory for the
+parameters that only the trained model has and for a chunk of logits. It also needs memory for one
+text of at most 512 tokens per device; in a pipeline, for one such text per microbatch. The
+comparison is skipped if a device has less memory.
 """
 
 import dataclasses
@@ -203,7 +203,7 @@ class _Comparison:
         self.tokens = math.prod(self._shape)
 
     def shortage(self) -> str | None:
-        """Return a message if a device has too little memory for the comparison, or else None."""
+        """Return a message if a device has too little memory for the comparison; otherwise None."""
         state = memory_check.lower_bound(self._config, self._run).state
         needed = state + self.left_out + 2 * 4 * _LOGITS
         devices = self._run.mesh.local_devices

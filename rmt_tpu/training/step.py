@@ -65,8 +65,8 @@ def batch_loss(
 ) -> Loss:
     """Return the sums of losses over a batch, or in per-device code over this device's tokens.
 
-    With a `schedule` of pipeline stages, each stage returns the loss of some of the tokens, and
-    gradients are computed together with the loss.
+    With a `schedule` of pipeline stages, each stage returns the loss of some of the tokens.
+    Gradients are then computed together with the loss.
 
     With `num_texts`, the number of texts in a mixture, the losses of the texts are returned too,
     except with a `schedule`.
