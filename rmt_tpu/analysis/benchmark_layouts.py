@@ -136,7 +136,7 @@ def residuals(*sources: Reports) -> str:
     """Return a table of the cost of train steps by residual, from `recipes.kernel_report --step`.
 
     The parts of a source are named `<residual>@<chip>`, and the first residual is the ordinary one,
-    called "plain". A cell has the ratio of a step's cycles to those with the plain residual. The
+    called "plain". A cell has the ratio of a step's cycles to those with the standard residual. The
     ratio is estimated with the most likely cost model, and followed by its range over all cost
     models.
     """

@@ -82,7 +82,7 @@ def _steps(batch: int) -> Source:
 
 
 # Maps the name of each kind of residual to the flags that select it for a model whose preset has
-# the ordinary residual (a plain sum).
+# the standard residual (a plain sum).
 _BLOCKS = "--set=model.mixer=block_attention --set=model.mixer.num_blocks=8"
 _RESIDUALS = {
     "plain": "",
@@ -95,11 +95,11 @@ _RESIDUALS = {
 }
 
 
-def _residuals(preset: str) -> Source:
+def _residuals(preset: str, chips: tuple[str, ...]) -> Source:
     command = f"python -m recipes.kernel_report --step --presets={preset} --targets="
-    parts = tuple(f"{residual}@{chip}" for residual in _RESIDUALS for chip in _CHIPS)
+    parts = tuple(f"{residual}@{chip}" for residual in _RESIDUALS for chip in chips)
     taking = f"{command}{{chip}} {{flags}} --output={{folder}}"
-    shown = f"{command}{','.join(_CHIPS)} FLAGS"
+    shown = f"{command}{','.join(chips)} FLAGS"
     return Source(shown, parts, taking, "step_cost.json", _RESIDUALS)
 
 
@@ -120,8 +120,7 @@ SOURCES = {
     "attention": _ops("attention"),
     "step_16": _steps(16),
     "step_32": _steps(32),
-    "residuals_160m": _residuals("gpt2-160m"),
-    "residuals_528m": _residuals("prenorm-528m"),
+    "residuals_160m": _residuals("gpt2-160m", ("v5e",)),
     "decode": _decode(
         _CHIPS,
         "--batch=1,32,256 \\\n  --presets=gpt2-405m,rmt-305m,rmt-attnres-305m,llama-374m,"
@@ -186,7 +185,7 @@ TABLES = {
     "ops": Table(("key_vector", "attention"), layouts.ops),
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
-    "residuals": Table(("residuals_160m", "residuals_528m"), layouts.residuals),
+    "residuals": Table(("residuals_160m",), layouts.residuals),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),

@@ -328,7 +328,7 @@ class DeltaAttention(_Blocks):
         """
         if self.gate:
             return PlainStart(False, f"gate={self.gate:g} adds attention over deltas")
-        return PlainStart(True, "gates of zero add nothing to the plain residual")
+        return PlainStart(True, "gates of zero add nothing to the standard residual")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters: a query, a gate, any key gain and any logit per site."""

@@ -30,7 +30,7 @@ from rmt_tpu.config.stream_mixers import (
 
 @dataclass(frozen=True)
 class Sum(System):
-    """The plain residual stream, the sum of all outputs."""
+    """The standard residual stream, the sum of all outputs."""
 
     kind: ClassVar[str] = "sum"
     on_matrix: ClassVar[bool] = True

@@ -121,7 +121,7 @@ _MODELS |= {
 }
 
 # Models with attention over depth, at the size at which this project compares kernels. The dict
-# maps each model's name to the name of the same model with the ordinary residual (a plain sum).
+# maps each model's name to the name of the same model with the standard residual (a plain sum).
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
@@ -370,7 +370,7 @@ _ABOUT = {
     "mhc": "manifold-constrained hyper-connections",
     "mhc-lite": "hyper-connections that mix by permutations",
     "mean": "means of sums of outputs in blocks, with no queries and no weights to learn",
-    "delta": "Delta Attention Residuals: the plain residual plus attention over changes to it",
+    "delta": "Delta Attention Residuals: the standard residual plus attention over changes to it",
     "wide": "wide streams: several residuals with learned read and write weights",
     "scalars": "value residual, and learned scales of the residual and the embedding",
     "mudd": "MUDD: dynamic weighted sums of layers' outputs for queries, keys, values and residual",

@@ -36,11 +36,11 @@ class HyperConnections(System):
     tanh: bool = True
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return True: a new model computes the same as a model with an ordinary residual.
+        """Return True: a new model computes the same as a model with a standard residual.
 
-        At the start, every stream equals the ordinary residual at every depth.
+        At the start, every stream equals the standard residual at every depth.
         """
-        return PlainStart(True, "all streams are equal to the plain residual")
+        return PlainStart(True, "all streams are equal to the standard residual")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters in all sublayers.
@@ -89,7 +89,7 @@ class Mhc(System):
     rounds: Size = 20
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model computes the same as a model with an ordinary residual.
+        """Return whether a new model computes the same as a model with a standard residual.
 
         It does if every core normalises what it reads. All streams then equal the ordinary
         residual, and the norm removes the factor by which the sum of the read weights differs from
@@ -118,7 +118,7 @@ class MhcLite(System):
     Attributes:
       streams: number of residual vectors (m); there are m! permutations.
       init: "paper" initialises as the paper's code does. "prenorm" initialises the model to compute
-        the same as a model with an ordinary residual.
+        the same as a model with a standard residual.
     """
 
     kind: ClassVar[str] = "mhc_lite"
@@ -127,7 +127,7 @@ class MhcLite(System):
 
     @property
     def note(self) -> str:
-        """One line for reports: how the model differs from one with an ordinary residual."""
+        """One line for reports: how the model differs from one with a standard residual."""
         starts = {
             "paper": "starts as its paper's code does, not as the plain model",
             "prenorm": "starts as the plain model",
@@ -142,7 +142,7 @@ class MhcLite(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model computes the same as a model with an ordinary residual.
+        """Return whether a new model computes the same as a model with a standard residual.
 
         It does with `init="prenorm"` if every core normalises what it reads, because the norm
         removes the factor by which the sum of the read weights differs from 1.
@@ -195,13 +195,13 @@ class WideStreams(System):
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model computes the same as a model with an ordinary residual.
+        """Return whether a new model computes the same as a model with a standard residual.
 
-        It does if streams forget nothing, because their mean is then the ordinary residual.
+        It does if streams forget nothing, because their mean is then the standard residual.
         """
         if self.forget:
             return PlainStart(False, f"forget={self.forget:g} lets streams forget a part of writes")
-        return PlainStart(True, "the mean of the streams is the plain residual")
+        return PlainStart(True, "the mean of the streams is the standard residual")
 
     def parameters(self, model: Sizes) -> int:
         """Return the number of read weights, write weights and, if set, logits of forgetting."""
@@ -216,10 +216,10 @@ class WideStreams(System):
 
 @dataclass(frozen=True)
 class ResidualScalars(System):
-    """The ordinary residual with learned factors per layer, and a value residual for attention.
+    """The standard residual with learned factors per layer, and a value residual for attention.
 
     Each option can be used alone. With the default initial values, a new model computes the same as
-    a model with an ordinary residual. Zhou et al. (2024) start both factors of values at 0.5.
+    a model with a standard residual. Zhou et al. (2024) start both factors of values at 0.5.
 
     Attributes:
       scalars: whether each layer begins by replacing the residual h by `a h + b x_0`, where x_0 is
@@ -247,17 +247,17 @@ class ResidualScalars(System):
         if not (self.scalars or self.values):
             raise UsageError(
                 "ResidualScalars.scalars=False with values=False leaves no factor to learn; legal: "
-                "at least one of them True, or mixer=sum for an ordinary residual"
+                "at least one of them True, or mixer=sum for a standard residual"
             )
 
     @property
     def note(self) -> str:
-        """One line for reports: how the model differs from one with an ordinary residual."""
+        """One line for reports: how the model differs from one with a standard residual."""
         starts = "does not start" if self._changed_factors else "starts"
         return f"{starts} as the plain model; its factors do not decay"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model computes the same as a model with an ordinary residual.
+        """Return whether a new model computes the same as a model with a standard residual.
 
         It does if all factors start at values that have no effect.
         """
@@ -335,7 +335,7 @@ class Highway(System):
     form: Literal["add", "carry", "gated"] = "add"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False: a new model does not compute the same as a model with an ordinary residual.
+        """Return False: a new model does not compute the same as a model with a standard residual.
 
         The weights of gates and values are drawn at random.
         """
@@ -372,7 +372,7 @@ class DepthLstm(System):
     cell_start: Literal["zero", "embedding"] = "zero"
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return False: an LSTM cell replaces the ordinary residual, which is a sum over depth."""
+        """Return False: an LSTM cell replaces the standard residual, which is a sum over depth."""
         return PlainStart(False, "an LSTM cell replaces the sum over depth")
 
     def parameters(self, model: Sizes) -> int:
@@ -391,11 +391,11 @@ def _streams_flops(streams: int, size: int) -> int:
 
 
 def _equal_streams(model: Sizes) -> PlainStart:
-    """Return whether a new model with equal streams computes the same as with an ordinary residual.
+    """Return whether a new model with equal streams computes the same as with a standard residual.
 
     The read weights do not add up to 1, so every core must normalise what it reads. The norm
     removes the factor by which the sum of the weights differs from 1.
     """
     if not all(core.reads.normed for core in model.sublayers):
         return PlainStart(False, "read weights scale the streams, and a core reads without a norm")
-    return PlainStart(True, "all streams are equal to the plain residual")
+    return PlainStart(True, "all streams are equal to the standard residual")

@@ -15,7 +15,7 @@ REPORT = ("--batches=2", "--batch_size=2")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A plain residual, and attention over depth."""
+    """A standard residual, and attention over depth."""
     folder = tmp_path_factory.mktemp("runs")
     blocks = '{"kind": "block_attention", "num_blocks": 2}'
     mixers = {"plain": "sum", "blocks": blocks}

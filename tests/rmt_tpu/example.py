@@ -62,7 +62,7 @@ class Average(Core):
 
 MIXER_CONFIG = '''@dataclass(frozen=True)
 class Damped(System):
-    """The plain residual, of which every write leaves `kept`."""
+    """The standard residual, of which every write leaves `kept`."""
 
     kind: ClassVar[str] = "damped"
     on_matrix: ClassVar[bool] = True

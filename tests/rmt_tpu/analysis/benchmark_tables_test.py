@@ -95,12 +95,12 @@ def test_flags_of_a_part_go_into_its_command(pages, monkeypatch):
         taking=f"python -c '{program}' --targets={{chip}} {{flags}}", output=""
     )
     monkeypatch.setitem(SOURCES, "residuals_160m", source)
-    pages.take("residuals_160m", "wide@v5p", describe())
-    values = json.loads(pages.file("residuals_160m", "wide@v5p").read_text())
-    assert values["report"] == ["--targets=v5p", "--set=model.mixer=wide_streams"]
-    pages.take("residuals_160m", "plain@v6e", describe())
-    assert json.loads(pages.file("residuals_160m", "plain@v6e").read_text())["report"] == [
-        "--targets=v6e"
+    pages.take("residuals_160m", "wide@v5e", describe())
+    values = json.loads(pages.file("residuals_160m", "wide@v5e").read_text())
+    assert values["report"] == ["--targets=v5e", "--set=model.mixer=wide_streams"]
+    pages.take("residuals_160m", "plain@v5e", describe())
+    assert json.loads(pages.file("residuals_160m", "plain@v5e").read_text())["report"] == [
+        "--targets=v5e"
     ]
 
 

@@ -52,7 +52,7 @@ MIXERS = models.MIXERS | {
         num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
     ),
 }
-# One period of every core, on a plain residual.
+# One period of every core, on a standard residual.
 CORES = (
     cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True),
     cfg.FeedForward(10, "swiglu"),
