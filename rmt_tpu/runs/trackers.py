@@ -24,7 +24,10 @@ class Tracker(Protocol):
         """Record the run's config, as JSON values."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metrics of a step, mapped from their names; a step may be recorded repeatedly."""
+        """Record metrics of a step, given as a mapping from name to value.
+
+        The method may be called several times for the same step.
+        """
 
     def picture(self, step: int, name: str, png: bytes) -> None:
         """Record a picture that shows the run after a step."""
