@@ -1,7 +1,7 @@
-"""The contents of a device's memory at a program's peak memory use, read from XLA's dumps.
+"""The contents of a device's memory when a program uses the most of it, read from XLA's dumps.
 
-XLA dumps its buffer assignment before it reports that a program does not fit in memory. Therefore,
-the contents are known even for a program that does not fit.
+This works even for a program that does not fit in memory, because XLA dumps its buffer assignment
+before it reports the error.
 """
 
 import bisect
@@ -19,7 +19,7 @@ DUMPS = {
     "hlo": "after_optimizations.txt",
 }
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
-# Matches buffers in a memory other than HBM: XLA calls a memory a color, and HBM has the color 0.
+# Matches buffers outside of HBM. XLA numbers the kinds of memory, as colors; HBM has color 0.
 _COLOR = re.compile(r"\bcolor ([1-9]\d*),")
 _VALUE = re.compile(
     r"^ value: <\d+ ([^ >]+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): \(*([^ {]+)"
@@ -72,7 +72,8 @@ class Assignment:
       arguments: the buffers of the program's arguments. A result that reuses an argument's memory
         adds nothing.
       live: the temporary buffers in use at the peak.
-      temporary: the memory reserved for temporary buffers, which is that of `live` plus gaps.
+      temporary: the memory reserved for temporary buffers. It consists of the buffers in `live`,
+        and gaps.
       other: the memory of constants, of results that do not reuse an argument's memory, and of
         small scratch buffers.
     """
@@ -94,7 +95,10 @@ class Assignment:
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """Return the buffer assignment of a dump folder's largest program, or None without programs."""
+    """Return the buffer assignment of the largest program in a dump folder.
+
+    Return None if the folder has no program.
+    """
     found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
     if not found:
         return None
@@ -180,7 +184,9 @@ def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], 
 
 
 def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int, int]]]:
-    """Parse XLA's `live-range.txt`, in which a time is a position in the order of execution.
+    """Parse XLA's `live-range.txt`.
+
+    A time is the position of an instruction in the order of execution.
 
     Returns:
         The instructions with their times, and the first and last time of each value.
@@ -209,7 +215,7 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
             events += [(start, 0, value), (end, 1, value)]
     used: dict[tuple[int, int], int] = {}
     total = most = moment = 0
-    # A value is still in use at its last time, so starts sort before ends at equal times.
+    # At equal times, starts come before ends, because a value is still in use at its last time.
     for time, ends, value in sorted(events, key=lambda event: event[:2]):
         place = value.offset, value.size
         used[place] = used.get(place, 0) + (-1 if ends else 1)
@@ -224,7 +230,10 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
 
 
 def _without_overlaps(values: list[_Value]) -> Iterator[list[_Value]]:
-    """Yield groups of values that share a memory range; skip ranges that overlap a larger range."""
+    """Group values by memory range, and yield the groups.
+
+    A range that overlaps a larger one is skipped.
+    """
     places: dict[tuple[int, int], list[_Value]] = {}
     for value in values:
         places.setdefault((value.offset, value.size), []).append(value)
@@ -236,7 +245,10 @@ def _without_overlaps(values: list[_Value]) -> Iterator[list[_Value]]:
 
 
 def _contains_time(life: tuple[int, int], times: list[int]) -> bool:
-    """Return whether a live range contains one of `times` (ascending) after its start."""
+    """Return whether one of `times` is in a live range, but is not its start.
+
+    `times` is in ascending order.
+    """
     after = bisect.bisect_right(times, life[0])
     return after < len(times) and times[after] <= life[1]
 
@@ -303,7 +315,7 @@ class _Names:
         return made_by.replace("\\'", "'")
 
     def vagueness(self, value: str) -> tuple[bool, int]:
-        """Return a sort key for values, by which the value with the clearest name comes first."""
+        """Return a sort key that puts the value with the clearest name first."""
         name = self.of(value)
         return _is_vague(name), -len(name)
 
@@ -347,7 +359,10 @@ class _Names:
         return self._producer_name(start, index, seen)
 
     def _update(self, instruction: Instruction) -> Instruction | None:
-        """Return the producer of the values that an instruction writes into a slice, or None."""
+        """Return the instruction that computes the slice which `instruction` writes into an array.
+
+        Return None if `instruction` does not write a slice.
+        """
         if instruction.opcode == "dynamic-update-slice":
             return self._where[instruction.operands[1]]
         if instruction.opcode != "fusion":

@@ -1,4 +1,6 @@
-"""The ops of cost reports: test calls at the sizes of the papers' models, and minimum costs.
+"""The ops in cost reports, with test calls of each op.
+
+Test calls have the sizes of the papers' models. The minimum cost of each call is computed, too.
 
 To add an op, write a function here that returns its cases, and add the op's name to `OPS`.
 """
@@ -29,7 +31,7 @@ _ITEM = 2
 
 @dataclasses.dataclass(frozen=True)
 class MinimumWork:
-    """The minimum HBM traffic of a call in bytes, with each array moved once, and its FLOPs."""
+    """The FLOPs of a call, and the HBM traffic in bytes if each array is moved once."""
 
     bytes: int
     flops: int
@@ -49,7 +51,7 @@ class OpCase:
       forward: the work of the forward pass.
       backward: the work of the backward pass.
       carried: whether the first result replaces the first argument, like the carry of a scan over
-        layers. The first argument and its cotangent are then donated.
+        layers. If so, the first argument and its cotangent are donated.
     """
 
     name: str
@@ -66,7 +68,7 @@ class OpCase:
     def program(
         self, direction: Direction, implementation: str | None
     ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]]:
-        """Return a function to compile, its arguments' shapes, and which arguments are donated.
+        """Return the function to compile, the shapes of its arguments, and the donated ones.
 
         For "training", the function also takes the cotangents of the results, and it returns the
         results and the gradients.
@@ -118,10 +120,10 @@ def lower_case(
 
 
 def _key_vector() -> list[OpCase]:
-    """Return cases of a write to a matrix residual, followed by the next sublayer's reads.
+    """Return cases that write to a matrix residual and then read it.
 
-    A sublayer writes R vectors with key vectors. The next one reads P = 3R vectors if it is
-    attention, or P = R if it is a feed-forward layer. There are cases of both, with small and with
+    One sublayer writes R vectors to the residual, and the next sublayer reads P vectors. For
+    attention, P = 3R; for a feed-forward layer, P = R. There are cases of both, with small and with
     large residuals.
     """
     rmt = shapes.RMT_305M
@@ -155,9 +157,10 @@ def _store_norm_retrieve(size: KeyVector) -> OpCase:
 
 
 def _attention() -> list[OpCase]:
-    """Return cases of the RMT paper's Transformers, and of Gemma 2 with and without its soft cap.
+    """Return attention cases with the sizes of the RMT paper's Transformers and of Gemma 2.
 
-    Gemma 2's windows of 4096 tokens make a difference only in the longer sequence.
+    Gemma 2 has cases with and without its soft cap. Its windows of 4096 tokens have an effect only
+    in the case with the longer sequence.
     """
     gemma = functools.partial(_causal_attention, shapes.GEMMA2_2B, kv_heads=4, rows="head_major")
     return [
@@ -194,10 +197,11 @@ def _causal_attention(
 
     per_head = _TOKENS * size * _ITEM
     log_sums = 4 * _TOKENS * heads
-    # Query i sees min(i, window) keys: half of the length on average, or less with a window.
+    # Query i attends to min(i, window) keys. Without a window, this is half of the length on
+    # average.
     shown = min(window or length, length)
     seen = shown - shown**2 / (2 * length)
-    # The FLOPs of one product between queries and the keys that they see.
+    # The FLOPs of one product between queries and the keys that they attend to.
     product = int(2 * _TOKENS * heads * size * seen)
     named = {"H": heads} | ({"G": G} if G != heads else {}) | {"D": size}
     named |= {} if tokens == TOKENS else {"N": length}
@@ -217,10 +221,10 @@ def _causal_attention(
 def _depth() -> list[OpCase]:
     """Return the cases of depth attention.
 
-    In the first cases, one site (a sublayer's input) attends to all sources (block sums or
-    sublayers) at once. The other cases are the two phases of the Attention Residuals paper:
-    attention of several sites, and a merge with a newer source. The cases include the sizes of
-    Table 1 of the paper.
+    A site is the input of a sublayer. A source is a block sum, or the output of a sublayer. In the
+    first cases, one site attends to all sources at once. The other cases are the two phases of the
+    Attention Residuals paper. In phase 1, several sites attend to the sources; phase 2 merges the
+    result with a newer source. The cases include the sizes of Table 1 of the paper.
     """
     partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
     merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]
@@ -266,7 +270,7 @@ def _depth_merge(size: Depth) -> OpCase:
         f"merge D={D}",
         function,
         (operands.current, operands.current, operands.log_sums, operands.query, operands.norm_gain),
-        # The op returns its argument `current` unchanged, which moves no bytes.
+        # The op returns its argument `current` unchanged, so it does not move these bytes.
         MinimumWork(3 * row + sums + parameters, 15 * _TOKENS * D),
         MinimumWork(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
         carried=True,
@@ -304,9 +308,9 @@ def _delta() -> list[OpCase]:
 
 
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
-    """Return each schedule's traffic per sublayer, in units of D elements per token.
+    """Return the memory traffic of each schedule in Table 1 of the Attention Residuals paper.
 
-    The schedules are those of Table 1 of the Attention Residuals paper.
+    The traffic is per sublayer and token, in units of D elements, with D the width of the model.
 
     Args:
       moved: maps the name of each case in `TABLE_1`, and `merge D=1024`, to the bytes that its
@@ -321,9 +325,9 @@ def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
 
 
 # Table 1 of the Attention Residuals paper has 128 sublayers in 8 blocks of 16. In Block AttnRes,
-# phase 1 reads the sums of the 8 blocks. In Full AttnRes, phase 1 reads the 56 sublayers before the
-# average block. Each sublayer then reads the sublayers that precede it in its own block (8 on
-# average), and merges them with the result of phase 1 as the prior.
+# phase 1 reads the sums of the 8 blocks. In Full AttnRes, phase 1 reads all sublayers before a
+# block, which are 56 on average. In phase 2, each sublayer reads the sublayers before it in its own
+# block, which are 8 on average. It merges them with the result of phase 1 (the prior).
 TABLE_1 = (
     _depth_partial(Depth(16, 8, 1024)),
     _depth_partial(Depth(16, 56, 1024)),

@@ -1,10 +1,10 @@
-"""Compilation of programs for devices that need not be present, and the compiler's output.
+"""Compilation of programs for devices that need not be present.
 
-libtpu reads its options when it loads. Therefore each target has its own process, which compiles
-jobs one by one. A job names its function as `"package.module:function"`. The process calls
+Each target has its own process, because libtpu reads its options only when it loads. The process
+compiles jobs one by one. A job names a function as `"package.module:function"`. The process calls
 `function(device, **arguments)` with the first device of the target's topology. The function returns
-a `jax.stages.Lowered`, or a tuple of a `jax.stages.Lowered` and a dict of JSON values; that dict is
-returned with the job's outcome.
+a `jax.stages.Lowered`. It may also return a dict of JSON values, as the second item of a tuple; the
+dict becomes a part of the job's outcome.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ class Program:
     Attributes:
       target: the target that it was compiled for.
       module: the compiled instructions.
-      schedules: maps names of kernels and fusions to the schedules that libtpu dumped; equal
-        kernels share one schedule.
+      schedules: maps the names of kernels and fusions to the schedules that libtpu dumped.
+        Identical kernels share one schedule.
       memory: maps each field of `jax.stages.Compiled.memory_analysis()` to its value in bytes.
       seconds: the duration of the compilation in seconds.
       warnings: warnings issued during compilation, for example that a call has no kernel.
@@ -147,9 +147,9 @@ class Worker:
 
         Args:
           job: the job to compile.
-          limit: a time limit in seconds. When it is exceeded, the process and its children are
-            killed, and the outcome is a Failure with the error "TimeLimit". The next job starts a
-            new process.
+          limit: a time limit in seconds. After this time, the process and its children are killed,
+            and the outcome is a Failure with the error "TimeLimit". The next job starts a new
+            process.
 
         Raises:
           CompilerError: the process exited early; the next job starts a new process.
@@ -318,9 +318,9 @@ def _check_installed(target: Target) -> None:
 
 
 def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
-    """Return the schedules that libtpu dumped, by instruction name.
+    """Return a dict from instruction name to the schedule that libtpu dumped.
 
-    libtpu dumps the schedule of only one of several identical instructions; all of them share it.
+    libtpu dumps only one schedule for several identical instructions, which all of them share.
     """
     parsed, keys = {}, {}
     for ran in module.run():

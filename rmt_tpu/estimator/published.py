@@ -1,9 +1,9 @@
 """Functions whose TPU times are published; the program `estimator.calibrate` compiles them.
 
-The project tokamax publishes times of plain XLA functions and of tokamax's kernels. The functions
-here repeat these XLA functions in plain JAX, with the same operations in the same order. Only
-`attention_kernel` needs tokamax, because it calls the kernel that was timed. Each function takes a
-device of a topology description and returns the lowered call.
+The project tokamax publishes times of plain XLA functions and of its own kernels. This module has
+the same XLA functions, with the same operations in the same order. Only `attention_kernel` needs
+tokamax, because it calls tokamax's kernel. Each function takes a device of a topology description
+and returns the lowered call.
 """
 
 import dataclasses
@@ -148,8 +148,7 @@ def attention_kernel(
 ) -> jax.stages.Lowered:
     """Lower (for compilation) tokamax's attention kernel without a mask.
 
-    Like the call with the published time, the lowered call includes the transposes of operands and
-    result.
+    The lowered call includes the transposes of operands and result, as the timed call did.
 
     Args:
       device: a device of a topology description.

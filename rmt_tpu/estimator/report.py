@@ -63,14 +63,14 @@ class OpRow:
 
     @property
     def speedups(self) -> list[float]:
-        """The `speedup` estimated by each cost model, ascending; empty without estimates."""
+        """The `speedup` by each cost model, in ascending order; empty without estimates."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model
         return sorted(portable[model] / kernel[model] for model in MODELS)
 
     def bandwidth_use(self, seconds: float | None) -> float | None:
-        """Return the used fraction of HBM bandwidth if the minimum bytes take `seconds`."""
+        """Return the fraction of HBM bandwidth that is used if the minimum bytes take `seconds`."""
         if seconds is None or self.bandwidth is None:
             return None
         return self.work.bytes / seconds / self.bandwidth
@@ -90,7 +90,7 @@ def estimate(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Estimate the time of calls of ops on a TPU that need not be present.
+    """Estimate how long calls of ops take on a TPU. The TPU need not be present.
 
     Args:
       ops: the names of the ops.
@@ -172,7 +172,7 @@ def time_ops(
 
 
 def op_table(rows: Sequence[OpRow]) -> str:
-    """Return a Markdown table with one line per call, with times in microseconds and sizes in MB.
+    """Return a Markdown table with one line per call. Times are in microseconds, sizes in MB.
 
     The most important columns come first, so that a narrow terminal shows them.
     """
@@ -231,10 +231,10 @@ def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
 
 
 def traffic_table(rows: Sequence[OpRow]) -> str:
-    """Return a Markdown table of the elements that depth attention moves per token and sublayer.
+    """Return a Markdown table of the memory traffic of depth attention, per token and sublayer.
 
-    The table has the schedules in Table 1 of the Attention Residuals paper, for each chip that has
-    rows for all the necessary cases. The result is "" if there is no such chip.
+    The schedules are those in Table 1 of the Attention Residuals paper. A chip is left out if
+    `rows` lacks a case that the table needs. Without any chip, the result is "".
     """
     paper = {"Block, two-phase": 5.5, "Full, two-phase": 24}
     lines = []
@@ -248,7 +248,6 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
         for of in (lambda r: r.work, lambda r: r.cost, lambda r: r.portable_cost):
             try:
                 columns.append(elements_per_sublayer({r.case: of(r).bytes for r in forward}))
-            # The chip gets no row if a case that the table needs failed or was not requested.
             except (AttributeError, KeyError):
                 break
         else:

@@ -1,4 +1,4 @@
-"""The static schedule of a kernel or fusion, parsed from libtpu's dump, and its length in cycles.
+"""The number of cycles of a kernel or fusion, computed from the schedule that libtpu dumps.
 
 The dump `*-<name>-<n>-final_bundles.txt` has one line per VLIW bundle, in execution order:
 
@@ -11,11 +11,11 @@ A bundle takes one cycle, unless it stalls: a matrix product waits until its mat
 finished the previous product. `_stalled` simulates these stalls.
 
 The model ignores bank conflicts in VMEM, latencies, the time to issue DMAs, and the first and last
-steps of the pipeline. A region under a condition counts as executed. For a kernel that executes
-only one of several branches, however, only the longest of adjacent conditional regions counts. The
-model does not wait for the results of products either. With the latencies that libtpu states,
-estimates were up to 2.3 times the measured times; without these latencies, they are close to the
-measured times (see `calibration`).
+steps of the pipeline. It counts a conditional region as executed. If a kernel executes only one of
+several adjacent branches, the model counts only the longest. The model also assumes that results of
+products are available at once. With the latencies that libtpu states, estimates were up to 2.3
+times the measured times. Without them, estimates are close to the measured times (see
+`calibration`).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{")
 _REGION = re.compile(r"Start region (\d+)")
 _ANY_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel(?: \((!?%\w+)\))? target = \$region(\d+)")
-# Matches the predicate of an instruction; some instructions have no predicate.
+# Matches the predicate of an instruction, if it has one.
 _OPERAND = r"(?:\(!?%\w+\),? ?)?"
 _EXIT = re.compile(r"(%\w+) = scmp\.ge\S*\s+" + _OPERAND + r"(%\w+), (-?\d+)")
 _STEP = re.compile(r"(%\w+) = sadd\.s32 " + _OPERAND + r"(\d+), (%\w+)")
@@ -40,12 +40,11 @@ _SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] " + _OPERAND + r"(%\w+)")
 _FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
 _CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
 _MATRIX = re.compile(r"(vmatmul|vmatpush)([a-z0-9.\[\]]*)\.mxu(\d)")
-# The name of a product contains this text if its left-hand rows are in a register of the matrix
-# unit.
+# A product whose name contains this text has its left-hand rows in a register of the matrix unit.
 _OWN_ROWS = ".lmr."
 _VMEM_COPY = "dma.vmem_to_vmem"
-# A grid runs as a pipeline of three stages (copy in, compute, copy out), so its loop runs two more
-# iterations than the grid has steps.
+# A grid's loop runs two more iterations than the grid has steps, because the grid runs as a
+# pipeline of three stages: copy in, compute, copy out.
 _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
 # The minimum number of bundles that execute after a branch before the branch is taken.
@@ -66,7 +65,7 @@ class Loop:
       bundles: the number of VLIW bundles.
       cycles: the number of cycles, including stalls for matrix units.
       mxu_cycles: the number of cycles in which the busiest matrix unit is working.
-      units: maps each functional unit to the number of its slots that are used.
+      units: maps each functional unit to the number of its issue slots that are used.
       inner: the loops directly inside this loop.
     """
 
@@ -95,8 +94,7 @@ class Schedule:
     Attributes:
       program: the whole schedule, as a loop with one trip.
       slots: maps each functional unit to its number of slots per bundle.
-      copies_in_vmem: whether the instruction copies data from VMEM to VMEM. A pipeline over a grid
-        makes no such copies: if an operand is in VMEM, its window is an address within the operand.
+      copies_in_vmem: whether the instruction copies data from VMEM to VMEM.
     """
 
     program: Loop
@@ -115,7 +113,7 @@ class Schedule:
 
     @property
     def mxu_cycles(self) -> int:
-        """The minimum time of the matrix products: the cycles in which the busiest MXU works."""
+        """The number of cycles in which the busiest matrix unit works."""
         return sum(loop.mxu_cycles * times for loop, times in self.program.walk())
 
     @property
@@ -125,7 +123,7 @@ class Schedule:
 
     @property
     def unit_use(self) -> dict[str, float]:
-        """The fraction of used issue slots of each functional unit, over all `cycles`."""
+        """The fraction of each functional unit's issue slots that is used during all `cycles`."""
         used = Counter()
         for loop, times in self.program.walk():
             used.update({unit: n * times for unit, n in loop.units.items()})
@@ -145,7 +143,7 @@ def parse_schedule(
     Args:
       bundles_text, utilization_text: the contents of the two files.
       matrix: the timing of the target's matrix units.
-      longest_branch_only: whether only the longest of adjacent conditional regions counts.
+      longest_branch_only: whether to count only the longest of adjacent conditional regions.
 
     Raises:
       ValueError: the files belong to different programs, or there are no bundles.
@@ -206,7 +204,7 @@ def _bundles(text: str) -> list[_Bundle]:
 
 
 def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
-    """Return the number of slots per functional unit, and each bundle's number of used slots."""
+    """Return the number of slots of each functional unit, and how many of them each bundle uses."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("==")]
     names, capacities, *rows = lines
     slots = dict(zip(map(str.strip, names.split(",")), map(int, capacities.split()), strict=True))
@@ -227,7 +225,10 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
 
 
 def _skipped_bundles(bundles: list[_Bundle]) -> frozenset[int]:
-    """Return the bundles that do not count: all but the longest of adjacent conditional regions."""
+    """Return the bundles that are not counted.
+
+    Among adjacent conditional regions, only the longest is counted.
+    """
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
     }
@@ -290,13 +291,13 @@ def _text(bundles: list[_Bundle]) -> str:
 
 
 def _sources(register: str, text: str) -> list[str]:
-    """Return a register and the chain of registers from which it was copied, the original last."""
+    """Return a register and the registers that it was copied from, ending with the original."""
     copies = dict(_COPY.findall(text))
     stores = [(found.start(), *found.groups()) for found in _SPILL.finditer(text)]
     for found in _FILL.finditer(text):
         loaded, slot = found.groups()
-        # A spill slot is reused by several registers. If no store precedes the load, the loaded
-        # value was stored in the previous iteration.
+        # Several registers may use the same spill slot. If no store precedes the load, the previous
+        # iteration stored the value.
         before = [stored for at, to, stored in stores if to == slot and at < found.start()]
         after = [stored for at, to, stored in stores if to == slot and at > found.start()]
         if before or after:
@@ -307,11 +308,11 @@ def _sources(register: str, text: str) -> list[str]:
     return seen
 
 
-# Matrix units --------------------------------------------------------------------------------
+# Simulating stalls for matrix units ----------------------------------------------------------
 
-# An operation of a matrix unit, as a tuple of three values: whether the operation is a product
-# (rather than a push, which loads data into the unit), the part of its name that describes its
-# operands, and the name of the unit.
+# An operation of a matrix unit. It is either a product or a push, which loads data into the unit.
+# The items are: whether it is a product, the end of its name, which describes its operands, and the
+# name of the unit.
 _Event = tuple[bool, str, str]
 
 
@@ -322,9 +323,9 @@ def _events(text: str) -> list[_Event]:
 def _occupied(suffix: str, matrix: MatrixUnit) -> int:
     """Return the number of cycles for which a product occupies its matrix unit.
 
-    On v5e and v5p, a product of rows that the unit keeps in a register (`vmatmul.lmr`) has 8 rows
-    instead of 16. libtpu's critical-path dumps state half the time for such a product. With 8 rows,
-    the products of an instruction add up to exactly the instruction's FLOPs.
+    On v5e and v5p, the product `vmatmul.lmr` reads its rows from a register of the unit, and has 8
+    rows instead of 16. Two facts show this. libtpu's critical-path dumps state half the time for
+    such a product, and with 8 rows the FLOPs of an instruction's products have the correct sum.
     """
     if ".f32" in suffix:
         return matrix.rows8_float32

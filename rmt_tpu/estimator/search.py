@@ -1,11 +1,10 @@
 """Search for a kernel's block sizes: compile candidates, rank them, time the best, accept one.
 
-A candidate is one choice of block sizes. This module neither compiles nor times: the functions that
-do so, and the clock, are passed in. The first candidate is always the default block sizes, which a
-rule computes from the sizes of the arrays; they also win every tie. The next candidate is always
-the untried candidate that is most similar to the best so far. A kernel may have several hundred
-candidates, and compiling one takes seconds; in this order, about twenty compilations suffice to
-find the best.
+A candidate is one choice of block sizes. The functions that compile and time candidates are
+arguments, and so is the clock. The first candidate is always the default block sizes, which a rule
+computes from the sizes of the arrays. They win every tie. The next candidate is always the one that
+is most similar to the best so far. A kernel may have several hundred candidates, and compiling one
+takes seconds. In this order, about twenty compilations suffice to find the best.
 """
 
 import dataclasses
@@ -17,13 +16,14 @@ from typing import Any, Literal, NamedTuple
 
 Blocks = Any
 # A candidate is accepted if it saves at least this fraction of the default block sizes' time. A
-# measured gain must also be at least SPREADS times the spread of the default's times.
+# measured gain must also be at least SPREADS times the interquartile range of the default's times.
 ESTIMATED_GAIN = 0.05
 MEASURED_GAIN = 0.02
 SPREADS = 3
-# Candidates with times that differ by less than this fraction count as equally fast.
+# Candidates whose times differ by less than this fraction count as equally fast.
 _TIE = 0.01
-# Only candidates with an estimate within this factor of the best estimate are timed on a device.
+# A candidate is timed on a device only if its estimate is at most the best estimate times this
+# factor.
 _HOPEFUL = 1.3
 
 Fate = Literal[
@@ -46,8 +46,8 @@ class Rating(NamedTuple):
       seconds: the estimated time of a call in seconds, or None if unknown.
       on_chip: the on-chip memory that the candidate needs, in bytes.
       words: an explanation of the rating.
-      floor: the time, in seconds, to move the bytes that must be moved with any block sizes; 0 if
-        unknown.
+      floor: a lower bound on the time in seconds: the time to move the bytes that every choice of
+        block sizes must move. 0 if unknown.
     """
 
     seconds: float | None
@@ -94,7 +94,7 @@ class Trial:
 
     @property
     def is_bound(self) -> bool:
-        """Whether memory traffic alone takes so long that no candidate can be clearly faster."""
+        """Whether memory traffic takes so long that no candidate can be clearly faster."""
         return self.estimate is not None and self.estimate * (1 - ESTIMATED_GAIN) < self.floor
 
     @property
@@ -144,7 +144,7 @@ class SearchResult:
 
     @property
     def spread(self) -> float:
-        """The `spread` (relative interquartile range) of the default block sizes' times."""
+        """The relative interquartile range of the default block sizes' times."""
         return spread(self.default.seconds)
 
 
@@ -177,13 +177,13 @@ def search(
       fields: a function that returns a candidate's block sizes by name.
       grows: the names of the block sizes that increase the need for on-chip memory.
       clock: a function that returns the current time in seconds.
-      until: the deadline on that clock; after it, no further candidate is started. The first
-        candidate is always tried.
-      log: a function that is called with each trial, or several trials, when the outcome is known.
-        It is called again with a trial that has been timed.
+      until: the time on that clock after which no further candidate is started. The first candidate
+        is always tried.
+      log: a function that is called with one or more trials when their outcomes are known. It is
+        called again with trials that have been timed.
       known: trials of an earlier search, which are not repeated.
-      time: a function that times candidates on a device, or None without a device. In its result,
-        the key None means plain JAX; a candidate with wrong results is not used.
+      time: a function that times candidates on a device, or None without a device. It returns a
+        dict, in which plain JAX has the key None. A candidate with wrong results is not used.
       top: the number of candidates to time in addition to the default.
     """
     known, grows = known or {}, tuple(grows)
@@ -251,8 +251,8 @@ def trials_to_time(default: Trial, trials: Iterable[Trial], top: int) -> list[Tr
 def distance(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:
     """Return how different the block sizes of two candidates are.
 
-    The result is the number of sizes that differ, and the total of their differences in powers of
-    two.
+    The result is the number of sizes that differ, and the sum of the differences of their base-2
+    logarithms.
     """
     pairs = [(int(best[name]), int(other[name])) for name in best]
     return sum(a != b for a, b in pairs), sum(abs(math.log2((b + 1) / (a + 1))) for a, b in pairs)

@@ -53,7 +53,7 @@ class Problem:
       platform: the platform of the device, "tpu" or "cuda".
       kernel: the name of the kernel.
       key: the sizes and dtypes that block sizes depend on, by name.
-      tokens: the number of tokens, or of tokens per sequence.
+      tokens: the number of tokens; for some kernels, the number per sequence.
     """
 
     device: str
@@ -89,7 +89,7 @@ class Problem:
         return [default, *dict.fromkeys(others)]
 
     def bytes(self) -> int:
-        """Return the number of bytes that the kernel must move with any block sizes."""
+        """Return the number of bytes that the kernel must move, whatever its block sizes are."""
         return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
@@ -115,7 +115,7 @@ class TuningCall:
       kernels, portable: the module with the kernels, and the module with plain JAX.
       arguments: the shapes and dtypes of the arguments, as trees.
       donated: the indices of the arguments that the results may overwrite.
-      counts: maps the indices of those integer arguments that are not 0 to their values.
+      counts: the values of integer arguments by argument index; other integer arguments are 0.
       spared: the number of bytes of arguments and results that no implementation needs to move.
     """
 
@@ -128,7 +128,7 @@ class TuningCall:
     spared: int = 0
 
     def bytes(self) -> int:
-        """Return the minimum traffic in bytes: every operand and result moved once."""
+        """Return the bytes of all operands and results, except `spared`, each moved once."""
         results = jax.eval_shape(self.function(self.portable), *self.arguments)
         return _bytes((self.arguments, results)) - self.spared
 
@@ -159,7 +159,9 @@ def problem_of(look: tuned.Look) -> Problem:
 def lower_candidate(
     device: jax.Device, problem: Mapping[str, Any], blocks: Values
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) a kernel with a candidate's block sizes, for an absent device.
+    """Lower (for compilation) a kernel with a candidate's block sizes.
+
+    The device need not be present.
 
     Args:
       device: a device of the problem's kind.
@@ -223,7 +225,7 @@ def _around(value: int, most: int) -> list[int]:
     return sorted({max(1, value // 2), value, min(most, 2 * value)})
 
 
-# Key-vector ops ----------------------------------------------------------------------------------
+# Spaces of key-vector ops ------------------------------------------------------------------------
 
 
 def _key_vector_tpu_values(op, key: Values, tokens: int, default: Values) -> Iterator[Values]:
@@ -315,12 +317,11 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
         )
 
 
-# Depth attention ---------------------------------------------------------------------------------
+# Spaces of depth attention -----------------------------------------------------------------------
 
 
 def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    # A tile need not be larger than the number of tokens, and the part of a tile that an inner loop
-    # processes need not be larger than the tile.
+    # A tile need not have more tokens than the array. An inner loop processes at most a whole tile.
     most = -(-tokens // 16) * 16
     for size in (16, 32, 48, 64, 96, 128, 192, 256, 512):
         if size <= most:
@@ -400,7 +401,7 @@ def _depth() -> Iterator[tuple[tuple[str, str], Space]]:
         )
 
 
-# Attention ---------------------------------------------------------------------------------------
+# Spaces of attention -----------------------------------------------------------------------------
 
 
 def _attention_values(op, key: Values, tokens: int, default: Values) -> Iterator[Values]:

@@ -11,9 +11,9 @@ from rmt_tpu.estimator.measure import Compiled, draw, program_arguments, seconds
 from rmt_tpu.estimator.search import Timing
 from rmt_tpu.estimator.spaces import SPACES, Problem, TuningCall, lower_call
 
-# _WORSE: the maximum ratio of a candidate's error to the error of the default block sizes, whose
-# results are tested against float64. _ROUNDING: the maximum error, relative to the largest
-# value of the array, that counts as rounding and is always allowed.
+# _WORSE: a candidate's error may be at most this many times the error of the default block sizes,
+# whose results are tested against float64. _ROUNDING: an error up to this fraction of the array's
+# largest value counts as rounding, and is always allowed.
 _WORSE, _ROUNDING = 2.0, 1e-5
 
 
@@ -22,9 +22,10 @@ def time_candidates(
 ) -> dict[tuned.Blocks | None, Timing]:
     """Check the results of candidate block sizes, then time the candidates and plain JAX.
 
-    The first candidate is the default block sizes. A candidate is not timed if its results differ
-    from those of plain JAX by much more than the results of the default block sizes do. The timed
-    calls alternate between the programs. In the returned dict, plain JAX has the key None.
+    The first candidate is the default block sizes. An error is the difference of a result from the
+    result of plain JAX. A candidate is not timed if its error is much larger than that of the
+    default block sizes. Calls of all programs are timed in turn. In the returned dict, plain JAX
+    has the key None.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = draw(call.arguments, call.counts)
@@ -52,7 +53,7 @@ def time_candidates(
 
 
 def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> list[float]:
-    """Return the maximum error of each array, relative to the maximum of its reference in `plain`.
+    """Return the maximum error of each array, divided by the maximum of its reference in `plain`.
 
     The error is NaN if an entry is NaN in only one of the two arrays.
     """

@@ -21,9 +21,9 @@ class MatrixUnit:
     Attributes:
       size: the side length of a unit, which has `size x size` cells.
       units: the number of units per core.
-      rows16: the cycles for which a bfloat16 product with 16 rows occupies a unit.
-      rows8_float32: the cycles for which a float32 product with 8 rows occupies a unit.
-      push: the cycles that it takes to load rows of the right-hand side into a unit.
+      rows16: the number of cycles that a unit needs for a bfloat16 product with 16 rows.
+      rows8_float32: the number of cycles that a unit needs for a float32 product with 8 rows.
+      push: the number of cycles that a unit needs to load rows of the right-hand side.
       push_to_product: the minimum number of cycles from such a load to a product that uses it.
     """
 
@@ -40,33 +40,32 @@ class Target:
     """A device generation, with a topology to compile for; units are bytes, bytes/s and Hz.
 
     The two cores of a v5p chip are one device and share the work of a program. In a kernel's
-    schedule, a grid axis marked "parallel" is split over the two cores. XLA's estimates count
-    cycles in which both cores work, so that a bfloat16 product of 8192^3 is rated at the chip's
-    peak. The two cores of a TPU7x chip are two devices, each with half of the chip's bandwidths.
+    schedule, a grid axis marked "parallel" is split over the two cores. In XLA's estimates, both
+    cores work in every cycle. The two cores of a TPU7x chip are two devices, each with half of the
+    chip's bandwidths.
 
     Attributes:
       name: the name of the generation.
       topology: the name of the topology, like "v5e:2x2".
       accelerator_type: libtpu's name for the topology, or the compute capability of a GPU.
-      cores: the number of cores that contribute to the peak FLOP/s; nothing else depends on it.
+      cores: the number of cores, which is used only to compute the peak FLOP/s.
       clock: the clock rate of a core in Hz.
       bandwidth: the HBM bandwidth in bytes/s.
       vmem: the bytes of a core's VMEM.
       matrix: the timing of the matrix units, or None for a device without a time model.
       hbm: the bytes of HBM available to a program, according to libtpu's out-of-memory error; for a
         GPU, the capacity that the vendor publishes.
-      interconnect: the total bandwidth of a chip's links in one direction, as published by the
-        vendor.
+      interconnect: the total published bandwidth of a chip's links in one direction.
       max_chips: the number of chips (for a GPU: devices) in the largest topology.
       kind: the device kind, as in `jax.Device.device_kind`.
       platform: "tpu" or "cuda".
-      assumed: what is assumed about the device, because no source states it, as text; "" if nothing
-        is.
-      dcn: one device's share of the bandwidth between its host or pod and the data center's
-        network, over which slices communicate.
+      assumed: a text that describes assumptions about the device, for which there is no source; ""
+        without assumptions.
+      dcn: the bandwidth per device between slices, which communicate over the data center's
+        network.
       slices: the number of slices of this topology.
-      grouped: the fraction of peak FLOP/s that others measured for grouped matrix products, with
-        group sizes known only at run time. It is a geometric mean; see
+      grouped: the fraction of peak FLOP/s that grouped matrix products reach if the sizes of groups
+        are known only at run time. It is a geometric mean of others' measurements; see
         docs/benchmarks/estimates.md.
     """
 
@@ -94,7 +93,7 @@ class Target:
         return self.topology if self.slices == 1 else f"{self.slices} slices of {self.topology}"
 
     def network(self, between_slices: bool) -> float:
-        """Return a device's outgoing bandwidth in bytes/s, over its links or between slices."""
+        """Return a device's outgoing bandwidth in bytes/s: over its links, or between slices."""
         return self.dcn if between_slices else self.interconnect
 
     @property
@@ -122,8 +121,8 @@ class Target:
 
 
 _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
-# libtpu's value of rows8_float32 is 8, but with 8 the minimum time of some kernels would exceed
-# their measured time (docs/benchmarks/estimates.md).
+# libtpu states 8 for rows8_float32. This cannot be right: the minimum time of some kernels would
+# then exceed their measured time (docs/benchmarks/estimates.md).
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30
@@ -131,7 +130,7 @@ _HOST = 4  # The number of chips per host, which libtpu needs for topologies wit
 
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
-    """Return the target for a TPU, with values from the device table that kernels use, too."""
+    """Return the target for a TPU; most values come from the device table of the kernels."""
     chip = chip_of(kind)
     return Target(
         name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
@@ -168,9 +167,9 @@ TARGETS = {
     )
 }  # fmt: skip
 
-# Devices that whole programs can be compiled for, by name; libtpu dumps no kernel schedules for
-# some of them. The matrix units of a TPU7x core are unknown. They are assumed to equal a v6e's,
-# at the clock rate that results in the published peak FLOP/s.
+# Devices that whole programs can be compiled for, by name. For some of them, libtpu dumps no kernel
+# schedules. The matrix units of TPU7x are not documented. They are assumed to be those of v6e, with
+# a clock rate that results in the published peak FLOP/s.
 DEVICES = TARGETS | {
     t.name: t
     for t in (
@@ -223,7 +222,7 @@ _LEGAL = (
 
 
 def _cuda_options(target: Target) -> dict[str, Any]:
-    """Return options that describe a GPU to XLA, with the vendor's published values."""
+    """Return options that describe a GPU to XLA. The values are those that the vendor publishes."""
     major, minor = target.accelerator_type.split(".")
     config = f"""
 gpu_device_info {{
@@ -283,7 +282,7 @@ def compiler_environment(
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(dump) if wanted else "",
-        # The compilation cache can store programs for an absent device, but cannot load them.
+        # JAX's compilation cache cannot load programs for a device that is not present.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     if target.platform == "cuda":

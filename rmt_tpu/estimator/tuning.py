@@ -28,8 +28,9 @@ from rmt_tpu.estimator.topology import Target
 RATING = 3
 # Matches error messages for programs that need more on-chip memory than the chip has.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
-# A GPU multiprocessor has _REGISTERS registers, and _WARPS concurrent warps suffice to hide the
-# latency of memory. A kernel that spills _SPILLED bytes per thread counts as twice as slow.
+# _REGISTERS: the number of registers of a GPU multiprocessor. _WARPS: the number of concurrent
+# warps that suffices to hide the latency of memory. _SPILLED: if a kernel spills this many bytes
+# per thread, its estimated time is doubled.
 _REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
 
 
@@ -85,13 +86,14 @@ def tpu_rating(program: Program, needed: int) -> Rating:
     """Rate a TPU program by the time of its kernels.
 
     The time of a kernel is the time of its schedule or of its HBM traffic, whichever is longer.
-    `needed` is the number of bytes that must be moved with any block sizes.
+    `needed` is the number of bytes that every choice of block sizes must move.
     """
     kernels = program_cost(program).kernels
     if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="the compiler wrote no schedule of a kernel")
-    # An outermost loop of unknown length cannot be rated. An inner loop of unknown length, for
-    # example over a variable number of sources, counts as one iteration.
+    # A program cannot be rated if the length of an outermost loop is unknown. An inner loop of
+    # unknown length counts as one iteration; an example is a loop over a variable number of
+    # sources.
     if any(kernel.trips[:1] == (None,) for kernel in kernels):
         return Rating(None, words="the length of a grid is unknown")
     bandwidth = program.target.bandwidth
@@ -145,7 +147,7 @@ class Usage:
 
     @property
     def warps_at_a_time(self) -> int:
-        """The number of concurrent warps on a multiprocessor, as limited by register use alone."""
+        """The number of warps for which a multiprocessor has enough registers at the same time."""
         blocks = _REGISTERS // max(1, math.ceil(self.registers / 8) * 8 * self.threads)
         return blocks * self.threads // 32
 
@@ -172,9 +174,10 @@ def ptxas_usage(ptx: str) -> dict[str, Usage]:
 
 
 def _ptxas() -> str:
-    """Return the path of `ptxas` from the wheel nvidia-cuda-nvcc, which matches jax's CUDA plugin.
+    """Return the path of `ptxas`.
 
-    If the wheel is not installed, the path is that of the `ptxas` found on PATH.
+    The wheel nvidia-cuda-nvcc has a `ptxas` that matches jax's CUDA plugin. If the wheel is not
+    installed, return the `ptxas` found on PATH.
     """
     places = (Path(path) / "nvidia" / "cu13" / "bin" / "ptxas" for path in sys.path)
     return next((str(p) for p in places if p.exists()), shutil.which("ptxas") or "ptxas")

@@ -49,7 +49,7 @@ def main() -> None:
         try:
             device = devices if job["whole_topology"] else devices[0]
             result |= _compile(device, job, folder / "dump", results, result["info"])
-        except Exception as error:  # The error is the result of this job, and later jobs still run.
+        except Exception as error:  # The error becomes this job's result, and later jobs still run.
             message = " ".join(f"{type(error).__name__}: {error}".split())
             result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
         for path in (folder / "dump").glob("*.*"):
