@@ -30,12 +30,12 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """Return the number of parameters of each part of the model; the parts add up to the total."""
+    """Return a dict from each part of the model to its number of parameters."""
     width, store, shape = config.width, config.store, config.data_shape
     learned = config.learned_positions
     positions = learned.max_length * width if learned else 0
-    # In addition to the cores, the embedding writes the residual, the unembedding reads it, and
-    # learned positions are written to it.
+    # The embedding and learned positions are also written to the residual, and the unembedding
+    # reads it.
     ports = [*_ports(config), (RESIDUAL_PORT, 2), *([(RESIDUAL_PORT, 1)] if learned else [])]
     core_parameters: dict[str, int] = {}
     for core, read, count in _cores(config):
@@ -70,10 +70,9 @@ def active_parameters(config: ModelConfig) -> int:
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     """Return the forward FLOPs per token in a window of `seq_len` tokens, for each part of a model.
 
-    Every token is counted as attending to all `seq_len` tokens, as in the RMT paper, although the
-    mask is causal. In attention with a shorter sliding window, it is counted as attending to as
-    many tokens as that window has. The part "embedding" counts the look-up as a matrix product, as
-    in the paper's Figure 1, although the look-up is not computed in this way.
+    Every token counts as attending to all `seq_len` tokens, or to a full sliding window if that is
+    shorter. The causal mask is ignored, as in the RMT paper. The part "embedding" counts the
+    look-up as a matrix product, as in the paper's Figure 1.
     """
     width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
     parts: dict[str, int] = {}
@@ -102,7 +101,7 @@ def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Return the forward FLOPs of a token that attends to `seq_len` tokens, without the embedding.
 
-    FLOP budgets count this number for every token in a window, as in the RMT paper.
+    A FLOP budget counts this number of FLOPs for every token, as in the RMT paper.
     """
     return non_embedding_flops(config, seq_len) + forward_flops(config, seq_len)["unembedding"]
 
@@ -112,9 +111,9 @@ def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
     The model FLOPs utilisation (MFU) is computed from this number.
 
-    The FLOPs of a token are linear in its position, except at positions where a sliding window of
-    some layer becomes full. Between two such positions, the mean over all tokens therefore equals
-    the mean of the first and the last token.
+    The FLOPs of a token are linear in its position until a sliding window of some layer becomes
+    full, and linear again after that. The mean over such a range of tokens is therefore the mean of
+    its first and its last token.
     """
     windows = {core.softmax.window for core in config.cores if core.softmax is not None}
     ends = sorted({1, seq_len} | {w for w in windows if w is not None and w < seq_len})
@@ -144,9 +143,9 @@ def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
 
 
 def _cores(config: ModelConfig) -> Iterator[tuple[Core, int, int]]:
-    """Yield the core, the input width and the number of repeats of each sublayer in all stacks.
+    """Yield the core and the input width of each sublayer, and how often the sublayer is repeated.
 
-    A stack repeats a pattern of sublayers, and each sublayer of the pattern is yielded once.
+    A stack repeats a pattern of sublayers. Each sublayer of the pattern is yielded once.
     """
     first = 0
     for stack in config.stacks:

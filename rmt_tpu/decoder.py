@@ -35,8 +35,8 @@ class Features(NamedTuple):
 
     Attributes:
       z: the input of the unembedding.
-      aux: scalars returned by the cores, by name, summed over depth and over tokens; {} if no core
-        returns any. The scalar named "loss" is part of the training objective.
+      aux: a dict from names to scalars that the cores return, summed over depth and tokens. The
+        scalar named "loss" is part of the training objective.
     """
 
     z: Float[Array, "part local_seq vectors size"]
@@ -55,8 +55,8 @@ class Decoder(nnx.Module):
 
     The parameters of a stack have a leading axis, one entry per layer, and a scan runs over this
     axis. The random key of a weight depends only on the seed, the number of its sublayer and its
-    name (`layers.parameters.Seed`). Models with the same seed therefore start with equal values in
-    all weights that they have in common.
+    name (`layers.parameters.Seed`). Two models with the same seed therefore have the same initial
+    values in all weights that both have.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
@@ -120,9 +120,8 @@ class Decoder(nnx.Module):
     ) -> Features:
         """Return the input of the unembedding, and the scalars that the cores return.
 
-        From this input, a loss can be computed without storing all logits at once. `lengths` gives
-        the number of real tokens in each row, if rows are padded at their ends with arbitrary
-        tokens.
+        A loss can be computed from this input without storing all logits at once. `lengths` is the
+        number of tokens in each row before the padding, which may be any tokens.
 
         In per-device code (see `sharding.per_device`), the result is for this device's tokens. With
         a `schedule` of pipeline stages, z covers only this stage's share of the rows, and the
@@ -150,9 +149,9 @@ class Decoder(nnx.Module):
         new = tokens.shape[1]
         context = cores.cached(cache.length, new)
         z, caches, _ = self._run(tokens, context, cache.cores)
-        # All tokens are gathered on each device that has a part of them. Reading the unembedding
-        # matrix from memory takes most of the time, and takes as long for a part of the tokens as
-        # for all tokens.
+        # All tokens are gathered on each device that has a part of them. Most of the time is spent
+        # on reading the unembedding matrix from memory, which takes as long for few tokens as for
+        # all.
         z = cores.unflatten_rows(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
@@ -163,7 +162,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
         """Return the logits after each row's last token, and a new cache that contains the rows.
 
-        Attention is computed as in training. No other logits are computed.
+        No other logits are computed. Attention is computed as in training.
 
         In per-device code `tokens` contains this device's rows, each with all of its tokens.
 
@@ -211,8 +210,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch vectors size"]:
         """Select each row's last token.
 
-        If a row's tokens are sharded over devices, only one device has the last token. A sum over
-        these devices, in which the others have zeros, gives the last token to all of them.
+        If a row's tokens are sharded over devices, only one device has the last token. The other
+        devices have zeros, and a sum over these devices gives the token to all of them.
         """
         axes, rows = sharding.token_axes(), jnp.arange(len(context.lengths))
         place = context.lengths - 1

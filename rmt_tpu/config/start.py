@@ -1,4 +1,4 @@
-"""A comparison of a new model's config with that of the model whose weights it starts from."""
+"""Comparison of two models: a new one, and the one whose weights it starts from."""
 
 from rmt_tpu.config import overrides
 from rmt_tpu.config.mixers import Sum
@@ -6,8 +6,8 @@ from rmt_tpu.config.model import ModelConfig
 from rmt_tpu.config.plain_start import PlainStart
 
 # Fields that `_differences` does not compare. The mixer and the store are compared separately. The
-# other fields do not change which function a model computes, but only rounding, memory, speed or
-# the values of new weights.
+# other fields do not change the function that a model computes. They change only rounding, memory
+# use, speed or the initial values of weights.
 _OTHERS = ("mixer", "store", "compute_dtype", "remat", "kernels", "init_std")
 
 

@@ -32,16 +32,18 @@ class VectorStore(Checked):
     dtype: DType = changeable("auto")
 
     def plain_start(self, source: "Store") -> PlainStart:
-        """Return whether a new model computes the same as a model with the store `source`.
+        """Return whether a new model with this store equals a model with the store `source`.
 
-        The new model has this store. Weights that both models have are equal.
+        Two models are equal if they compute the same function. Weights that both have are equal.
         """
         if source.kind != self.kind:
             return PlainStart(False, "the matrices that read and write the residual are random")
         return PlainStart(True, "the residual is the same vector")
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the number of entries in the matrices that read or write the vectors of a port.
+        """Return the number of parameters in the matrices that read or write the vectors of a port.
+
+        A port describes the vectors that a core reads or writes.
 
         Data vectors, which represent the whole residual, are read and written without a matrix.
         """
@@ -58,17 +60,18 @@ class MatrixStore(Checked):
 
     Sublayers write outer products of a key vector and a data vector into the matrix, and read it
     with key vectors. Attention has one key vector per head; other cores have `vectors` (R). If
-    `vectors` and `vector_dim` are None, they are taken from the model's attention, as in the paper:
-    `num_heads` and `head_dim`.
+    `vectors` and `vector_dim` are None, they equal `num_heads` and `head_dim` of the model's
+    attention, as in the paper.
 
-    The `dtype` "auto" is the compute dtype, with one exception: for bfloat16 with
-    `remat="reversible"` it is int16, or float32 if the residual starts too small for int16 (see
-    `residual.fixed_point`) or outgrows int16 in training.
+    The `dtype` "auto" is the compute dtype, with one exception. For bfloat16 with
+    `remat="reversible"`, it is int16. It is float32 instead if the initial residual is too small
+    for int16 (see `residual.fixed_point`), or if the residual grows too large for int16 in
+    training.
 
     The `dtype` "int16" is fixed point with a step of `2^-fraction_bits` and a range of 2^15 steps.
-    If `fraction_bits` is None, it is derived from the expected size of the residual. With weights
-    of order 1 it is 7, so the step is 1/128 and the range 256. If the residual of a token exceeds
-    the range, or spreads over less than two steps, the loss becomes NaN.
+    If `fraction_bits` is None, it is derived from the expected size of the residual. It is 7 for
+    weights of order 1; the step is then 1/128, and the range is 256. The loss becomes NaN if a
+    token's residual exceeds the range, or spreads over less than two steps.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -83,9 +86,9 @@ class MatrixStore(Checked):
     vector_dim: Size | None = None
 
     def plain_start(self, source: "Store") -> PlainStart:
-        """Return whether a new model computes the same as a model with the store `source`.
+        """Return whether a new model with this store equals a model with the store `source`.
 
-        The new model has this store. Weights that both models have are equal.
+        Two models are equal if they compute the same function. Weights that both have are equal.
         """
         if source.kind != self.kind:
             return PlainStart(False, "the key vectors that read and write the residual are random")

@@ -91,9 +91,8 @@ class Mhc(System):
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return whether a new model computes the same as a model with a standard residual.
 
-        It does if every core normalises what it reads. All streams then equal the ordinary
-        residual, and the norm removes the factor by which the sum of the read weights differs from
-        1.
+        It does if every core normalises its input. All streams then equal the standard residual,
+        and the norm removes the sum of the read weights, which is not 1.
         """
         return _equal_streams(model)
 
@@ -144,8 +143,8 @@ class MhcLite(System):
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return whether a new model computes the same as a model with a standard residual.
 
-        It does with `init="prenorm"` if every core normalises what it reads, because the norm
-        removes the factor by which the sum of the read weights differs from 1.
+        It does with `init="prenorm"` if every core normalises its input. The norm then removes the
+        sum of the read weights, which is not 1.
         """
         if self.init == "paper":
             return PlainStart(False, "with init=paper streams are written with unequal weights")
@@ -175,8 +174,8 @@ class WideStreams(System):
       streams: number of residuals (K).
       spread: initial spread of the write weights (s). A weight is `2 sigmoid(beta)`, and the
         streams' beta go from -s to s in equal steps. The default 1 gives weights from 0.54 to 1.46.
-      forget: the largest share of a stream that a site may forget before a write (c). With 0,
-        nothing is forgotten; other values must be at least 0.002.
+      forget: the largest share of a stream that can be forgotten before a sublayer writes to it
+        (c). With 0, nothing is forgotten; other values must be at least 0.002.
     """
 
     kind: ClassVar[str] = "wide_streams"
@@ -303,11 +302,11 @@ class ResidualScalars(System):
         return 4 * (self.scalars * model.num_layers * model.residual_size + sum(values))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return the number of factors a, by the parameter's name, or {} if they are not used.
+        """Return the number of factors a under the name of their parameter, or {} without factors.
 
-        The logarithm of the residual's final scale is the sum over layers of the logarithms of the
-        factors a, and counts as a logit over depth with one term per layer. The factors b, l1 and
-        l2 learn at the rate of the model's gains.
+        The product of the factors a of all layers scales the final residual. The logarithm of this
+        scale is a sum with one term per layer. It is treated like a logit of attention over depth.
+        The factors b, l1 and l2 learn at the rate of the model's gains.
         """
         return {"residual_scale": model.num_layers} if self.scalars else {}
 
@@ -323,9 +322,9 @@ class Highway(System):
       input: input of the unit, which is either the normed input of the sublayer ("normed") or the
         residual ("raw").
       activation: activation function of the gate.
-      form: how the unit's output `T * v`, with gate T and value v, is used. The output is always
-        added to the residual. "carry" also multiplies the old residual by `1 - T`, and "gated"
-        multiplies the sublayer's output by `1 - T`.
+      form: how the unit's output `T * v` is used, where T is the gate and v is the value. The
+        output is always added to the residual. "carry" also multiplies the old residual by `1 - T`,
+        and "gated" multiplies the sublayer's output by `1 - T`.
     """
 
     kind: ClassVar[str] = "highway"
@@ -391,10 +390,10 @@ def _streams_flops(streams: int, size: int) -> int:
 
 
 def _equal_streams(model: Sizes) -> PlainStart:
-    """Return whether a new model with equal streams computes the same as with a standard residual.
+    """Return whether a model with equal streams computes the same as with a standard residual.
 
-    The read weights do not add up to 1, so every core must normalise what it reads. The norm
-    removes the factor by which the sum of the weights differs from 1.
+    The sum of the read weights is not 1, so the input of a core is scaled by this sum. The scale
+    has no effect if every core normalises its input.
     """
     if not all(core.reads.normed for core in model.sublayers):
         return PlainStart(False, "read weights scale the streams, and a core reads without a norm")

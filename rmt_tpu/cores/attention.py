@@ -49,11 +49,10 @@ class Attention(Core):
     """Softmax attention with grouped queries (Ainslie et al. 2023).
 
     These are equations 8 and 21 of the RMT paper (Mak and Flanigan 2025). The input of the core is
-    `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. If tokens are
-    sharded over devices, heads and tokens are exchanged, so that each device attends with its own
-    share of the heads over all tokens. If there are too many devices to divide the heads evenly,
-    tokens stay sharded over the mesh axis `sequence`, and keys and values are passed around a ring
-    of devices.
+    `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. If tokens are sharded over
+    devices, the devices exchange heads for tokens. Each device then computes attention over all
+    tokens for its share of the heads. If the heads cannot be divided evenly, tokens stay sharded
+    over the mesh axis `sequence`, and keys and values are passed around a ring of devices.
 
     Args:
       config: the model's config, for the scale's parametrisation and the norm's epsilon.
@@ -132,9 +131,9 @@ class Attention(Core):
     ]:
         """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
-        With an explicit mask or with output gates, `pull_back` recomputes the attention and does
-        not need the log-sum-exp. In its place, an array with 0 heads is returned with a mask, and
-        () with gates.
+        With an explicit mask or with output gates, `pull_back` recomputes the attention. The
+        log-sum-exp is then not needed, and is replaced by an array with 0 heads (with a mask) or by
+        () (with gates).
         """
         if self.core.output_gate:
             return super().forward(z, context, index, to)
@@ -232,11 +231,11 @@ class Attention(Core):
         return self._output(self._to_tokens(y)), cache
 
     def _within_reach(self, cache, layer, end):
-        """Return the cached keys and values of a layer to which a row's new tokens may attend.
+        """Return the cached keys and values of a layer that new tokens may attend to.
 
         The window of a row ends before its token `end`. If the cache is at least twice as long as a
-        window, only the window is returned, because copying the window then costs less than reading
-        the cache. Otherwise the whole cache of the layer is returned.
+        window, only the window is copied and returned, because this costs less than reading the
+        whole cache. Otherwise the whole cache of the layer is returned.
 
         Returns:
           Keys and values, [batch, keys, heads_size], and the position of the first of them, [batch
@@ -265,9 +264,10 @@ class Attention(Core):
         return self._to_heads(gates), z._replace(heads=others)
 
     def _output(self, y):
-        """Return what the site writes: one vector per head, or `W_O y` with its bias and norm.
+        """Return the vectors that are written to the residual.
 
-        In the second case there is one vector, for this device's tokens; see `vector.Store.write`.
+        If this core has W_O, it returns the single vector `W_O y`, with its bias and norm, for this
+        device's tokens (see `vector.Store.write`). Otherwise it returns one vector per head.
         """
         if self.w_out is None:
             return y
@@ -371,9 +371,10 @@ class Attention(Core):
         return q, k, v
 
     def _normed(self, x, gain, count):
-        """Normalise this device's share of `count` heads, each separately or all heads together.
+        """Normalise this device's heads, either each head separately or all `count` heads together.
 
-        All devices over which the heads are sharded have the same tokens.
+        In the second case, the norm also covers the heads on other devices. All these devices have
+        the same tokens.
         """
         if self.core.query_key_norm_over == "head":
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
@@ -418,9 +419,9 @@ class Attention(Core):
     def _attend_one_query(self, q, k, v, groups, index, query_positions, key_positions, mask):
         """Attend with one query per row to cached keys and values, whose heads share one axis.
 
-        Each query is padded with zeros to the size of all heads, so that one product covers all
-        heads. This needs more arithmetic than a product per head, but the keys need not be copied
-        to a layout that has a separate axis for heads.
+        Each query is padded with zeros to the size of all heads. One matrix product then covers all
+        heads. This needs more arithmetic than a product per head, but saves a copy of the keys to a
+        layout with a separate axis for heads.
         """
         dtype = jnp.result_type(q, jnp.float32)
         batch, size, used = q.shape[0], q.shape[-1], groups * q.shape[-1]

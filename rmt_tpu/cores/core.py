@@ -3,8 +3,8 @@
 A core is the function of one sublayer, such as attention or a feed-forward layer. The site before
 a core (the place where the sublayer accesses the residual) reads the core's input z from the
 residual, as a `Read`. A core also receives the rule for which tokens may attend to which
-(`Context`) and the number of earlier sublayers. The core's config states its cost, and describes by
-two ports which vectors the core reads and writes.
+(`Context`) and the number of earlier sublayers. The core's config states its cost. It also has two
+ports, which describe the vectors that the core reads and writes.
 
 In addition to its output, a core may return *scalars* (`Aux`), which are summed over depth. Each
 scalar is a sum over this device's tokens, so that sums over devices, microbatches and accumulation
@@ -28,11 +28,11 @@ from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
-# The decoding cache of a core, for all repeats of the core's stack (a sequence of cores that is
-# repeated in depth): a tree of arrays, or () if the core needs no cache.
+# The decoding cache of a core is a tree of arrays, or () if the core needs no cache. It covers all
+# repeats of the core's stack, which is a sequence of cores that is repeated in depth.
 Cache = Any
-# The scalars that a core returns in addition to its output, by name. Their names are listed in the
-# field `aux` of the core's config, and their dtype is at least float32. Most cores return {}.
+# A dict from names to the scalars that a core returns in addition to its output. Most cores return
+# {}. The names are listed in the field `aux` of the core's config. Scalars are at least float32.
 Aux = dict[str, Float[Array, ""]]
 
 
@@ -112,9 +112,9 @@ def put_tokens(
 def flatten_rows(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
     """Flatten the new tokens of all rows into one row, padded to a multiple of the device count.
 
-    When decoding on a mesh that shards tokens, each row has a single new token, which cannot be
-    divided over devices. One row with the tokens of all rows can be divided. On one device, or if
-    there are no earlier tokens in a cache, x is returned unchanged.
+    This is for decoding on a mesh that shards tokens. Each row then has a single new token, which
+    cannot be divided over devices, but one row with all new tokens can. On one device, or without
+    cached tokens, x is returned unchanged.
     """
     devices = sharding.axis_size(sharding.token_axes())
     if context.start is None or devices == 1:
@@ -176,8 +176,8 @@ def to_tokens(
     """Exchange heads for tokens between devices, before the store (the residual) writes the output.
 
     The input has this device's heads for all tokens. The result has all heads for this device's
-    tokens, unless the store writes with a matrix that is itself sharded by heads; then only the
-    exchange over `axes` takes place.
+    tokens. If the store writes with a matrix that is sharded by heads, heads are exchanged only
+    over `axes`.
     """
     y = sharding.swap(y, axes, split=1, join=2)
     if not layout.projected:  # the store writes all heads for this device's tokens
@@ -195,15 +195,15 @@ def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
 
 
 def own_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Return this device's share of the tokens in `x`, which has the tokens of all devices.
+    """Return this device's share of the tokens of all devices in `x`.
 
-    `ring` is the mesh axis that shards tokens; None returns `x`.
+    `ring` is the mesh axis that shards tokens. If it is None, `x` is returned.
     """
     return x if ring is None else sharding.own_part(x, ring, axis=1)
 
 
 def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Gather the tokens of all devices along the mesh axis `ring`; None returns `x`."""
+    """Gather the tokens of all devices along the mesh axis `ring`; with None, return `x`."""
     return x if ring is None else sharding.gather(x, ring, axis=1)
 
 
@@ -264,8 +264,8 @@ class Core(nnx.Module):
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:
             return write_slice(jax.lax.optimization_barrier(y), to), aux, ()
-        # Concatenate the vectors of y into one vector per token, so that XLA writes the result of
-        # the last matrix product directly into the stacked array.
+        # Concatenate the vectors of each token. XLA then writes the result of the last matrix
+        # product directly into the stacked array.
         long = write_slice(concatenate(y), StackSlice(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 
@@ -279,7 +279,7 @@ class Core(nnx.Module):
         d_y: Float[Array, "batch seq_or_gathered vectors size"],
         d_aux: Aux,
     ) -> tuple[Any, Read]:
-        """Return the cotangents of the core's parameters, as a pure dict, and of z.
+        """Return the cotangents of the core's parameters (a pure dict) and the cotangent of z.
 
         `d_aux` maps the name of each scalar in the model to its cotangent; names that this core
         does not return are ignored.
@@ -293,7 +293,7 @@ class Core(nnx.Module):
         return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return a cache for all repeats of the stack: `capacity` tokens of `batch` sequences."""
+        """Return a cache with room for `capacity` tokens of each of `batch` sequences."""
         return ()
 
     def cache_specs(self) -> Any:

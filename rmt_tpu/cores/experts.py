@@ -45,8 +45,7 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 # Added to the sum of the chosen experts' scores, to avoid a division by zero.
 _EPSILON = 1e-20
-# Histograms cover the range from -_SPAN to _SPAN of an expert's score minus the highest biased
-# score that was not chosen.
+# Histograms cover margins from -_SPAN to _SPAN (see `Experts.seen`).
 _SPAN = 2.0
 
 
@@ -82,11 +81,11 @@ class Experts(Core):
     Attributes:
       w_router: W_r, [D, E].
       load: [E], a parameter whose gradient is the number of tokens that chose each expert. With
-        `SignRule`, its value is the bias divided by the rule's rate: the number of steps in which
-        the bias rose, minus the number of steps in which it fell.
-      seen: [E, bins], only with `Quantiles`: each expert's histogram for the last batch, with
-        the share of tokens in each bin. A token is counted at the expert's score minus
-        the token's highest biased score that was not chosen. None with other rules.
+        `SignRule`, its value is the number of steps in which the bias rose, minus the number of
+        steps in which it fell. The bias is this value times the rule's rate.
+      seen: [E, bins], each expert's histogram of the tokens of the last batch; None unless the rule
+        is `Quantiles`. A bin contains the share of tokens whose margin falls into it. The margin is
+        the expert's score minus the highest biased score that the token did not choose.
       w_1: G and U of each expert, [E, D, 2, F], or [E, L, 2, F] for latent experts.
       w_2: W_2 of each expert, [E, F, D] or [E, F, L].
       w_down, w_up: W_down [D, L] and W_up [L, D] with latent experts, or else None.
@@ -182,7 +181,7 @@ class Experts(Core):
         return jax.nn.sigmoid(logits).astype(x.dtype)[..., None]
 
     def _project_up(self, y):
-        """Project the latent experts' output, which may be normalised first, to the full width."""
+        """Project the latent experts' output to the full width, after its norm if there is one."""
         if self.latent_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": y.dtype}
             y = normalize(y, self.latent_gain[...], **norm)
@@ -191,7 +190,7 @@ class Experts(Core):
     def _gather(self, weights, dtype, axis=0):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=axis)
 
-    # Routing ------------------------------------------------------------------------------------
+    # Choosing experts ---------------------------------------------------------------------------
 
     def _scores(self, x):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -243,7 +242,7 @@ class Experts(Core):
                 loss += weight * count * jnp.sum(loads[:, None] * shares)
         return loss.astype(scores.dtype)
 
-    # Computation --------------------------------------------------------------------------------
+    # Computing the chosen experts' outputs ------------------------------------------------------
 
     def _mix(self, x, routing: Routing):
         """Return each token's weighted sum of expert outputs, and the number of dropped choices.
@@ -268,8 +267,8 @@ class Experts(Core):
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
         y = pallas_kernels.sums_of_rows(y, rows.order, rows.places, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
-        # All devices along `tensor` have the same rows. Each one therefore reports an equal share
-        # of the dropped choices, so that the sum over devices is correct.
+        # All devices along `tensor` drop the same choices. Each reports an equal share of them, so
+        # that the sum over devices is correct.
         dropped = rows.dropped / sharding.axis_size("tensor")
         return sharding.scatter_sum(y, "tensor", axis=1), dropped
 
@@ -277,8 +276,8 @@ class Experts(Core):
         devices = sharding.axis_size("expert")
         local_experts = self.core.num_experts // devices
         # Without a capacity, there are enough rows for all possible choices of this device's
-        # experts. Under even load, a device receives `chosen.size / devices` choices; `capacity` is
-        # the maximum multiple of that number.
+        # experts. With a capacity, there are rows for `capacity` times the choices that a device
+        # gets under even load, which are `chosen.size / devices`.
         row_limit = len(chosen) * min(self.core.top_k, local_experts)
         if self.core.capacity is not None and devices > 1:
             row_limit = min(row_limit, math.ceil(self.core.capacity * chosen.size / devices))
@@ -296,7 +295,7 @@ class Experts(Core):
 
 
 def _in_best_groups(biased, groups, top_groups):
-    """Set biased scores to -inf outside the `top_groups` best groups of experts of each token.
+    """Set each token's biased scores to -inf outside its `top_groups` best groups of experts.
 
     A group's score is the sum of its two highest biased scores.
     """
@@ -321,8 +320,8 @@ def _zero_with_gradient(parameter, gradient):
 def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts bins"]:
     """Count the tokens in each bin, for each expert.
 
-    The function splits a bin's number into two digits and multiplies the digits' one-hot encodings.
-    On TPUs, this matrix product is faster than a scatter.
+    A bin's number is split into two digits, whose one-hot encodings are multiplied. On TPUs, this
+    matrix product is faster than a scatter.
     """
     bins = cfg.HISTOGRAM_BINS
     digit = math.isqrt(bins)

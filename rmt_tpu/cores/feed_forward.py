@@ -53,7 +53,7 @@ class FeedForward(Core):
         input_width: int,
         norm_hidden: bool = False,
     ):
-        # A norm needs all entries of `W_1 z`, so `W_1 z` is not sharded if it is normalised.
+        # If `W_1 z` is normalised, it is not sharded, because a norm needs all of its entries.
         hidden = "width" if norm_hidden else "ff"
         width, hidden_dim = config.width, core.hidden_dim
         self.vectors, self.core = config.data_shape[0], core
@@ -89,15 +89,14 @@ class FeedForward(Core):
         """Run the layer on new tokens; the cache stays empty."""
         y = self._run(z.residual)
         if y.shape[1] == 1 < self.vectors:
-            # Without the barrier, XLA would reorder the columns of the large matrix W_2 at every
-            # decode step, instead of the entries of y.
+            # Without the barrier, XLA reorders the columns of the large matrix W_2 at every decode
+            # step, instead of the entries of y.
             y = jax.lax.optimization_barrier(y)
         return separate(y, self.vectors), cache
 
     def _run(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
-        # Unless the two matrix products are isolated from each other, XLA fuses them and the
-        # slicing of their weights into one instruction. It takes a fifth longer than two separate
-        # products, unless there are few tokens.
+        # Without this, XLA fuses the two matrix products and the slicing of their weights into one
+        # instruction. With many tokens, this instruction takes a fifth longer than two products.
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         first = functools.partial(times, gathered=-2, isolated=sequential)
         second = functools.partial(times, gathered=-1, isolated=sequential)

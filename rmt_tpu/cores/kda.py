@@ -9,12 +9,12 @@ read from the residual:
     S_t = Diag(e^g) S_(t-1) + beta k (v - k^T Diag(e^g) S_(t-1))^T      o = S_t^T q / sqrt(D_h)
     y = gain norm(o) sigmoid(W_ob W_oa x)
 
-These equations apply to every head, and all heads share the D_h numbers of the gain. Options give
-each head a single decay, `z = w_a x + b`, let several heads share their queries and keys, and read
-gates from the residual like values. With all three options, and silu in place of the sigmoid, this
-is Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). The convolutions run over the last few tokens,
-for each channel separately. Position embeddings are unnecessary, because convolutions and decays
-already depend on the order of the tokens.
+These equations apply to every head. All heads share one gain of size D_h. There are three options.
+Each head may have a single decay, `z = w_a x + b`. Several heads may share their queries and keys.
+Gates may be read from the residual, like values. With all three, and silu in place of the sigmoid,
+this is Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). The convolutions run over the last few
+tokens, for each channel separately. Position embeddings are unnecessary, because convolutions and
+decays already depend on the order of the tokens.
 """
 
 import itertools
@@ -45,9 +45,9 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 # Added to the squared length of a query or a key before the vector is divided by its length.
 _EPSILON = 1e-6
-# The initial step sizes softplus(b) of the decays, one per channel, are drawn log-uniformly from
-# the range _STEPS and raised to at least _MIN_STEP. Without a lower bound on log decays, the
-# initial rates exp(A) are drawn uniformly from 1 to _MAX_RATE.
+# Each channel's decay has an initial step size, softplus(b). It is drawn log-uniformly from the
+# range _STEPS and raised to at least _MIN_STEP. Without a lower bound on log decays, the initial
+# rates exp(A) are drawn uniformly from 1 to _MAX_RATE.
 _STEPS, _MIN_STEP = (1e-3, 1e-1), 1e-4
 _MAX_RATE = 16.0
 
@@ -221,7 +221,7 @@ class Kda(Core):
         return found, tuple(new)
 
     def _of_values(self, x):
-        """Repeat the heads of x, which are queries or keys, to get one head for each value head."""
+        """Repeat the heads of x (queries or keys) so that each value head has its own copy."""
         each = self.core.num_heads // self.core.key_heads
         return jnp.repeat(x, each, axis=2) if each > 1 else x
 
@@ -266,9 +266,8 @@ class Kda(Core):
         """Return this device's heads, [batch, all_seq, groups, heads, head_dim].
 
         If queries and keys have as many heads as values, the result is one array. Otherwise it is
-        two arrays: one for queries and keys, and one for values and full gates. Heads are exchanged
-        for tokens first over `tensor`, which also shards the heads' weights, and then over the
-        other token axes.
+        two arrays: one for queries and keys, and one for values and full gates. Devices exchange
+        heads for tokens along all mesh axes that shard tokens, beginning with `tensor`.
         """
         devices = 1 if not self.layout.projected else sharding.axis_size("tensor")
         counts, runs, start = self.core.reads.heads, [], 0

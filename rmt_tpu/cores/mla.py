@@ -9,8 +9,8 @@ With x the concatenated data vectors of a token:
     y sigmoid(W_g x)                                 in place of y, with an output gate
 
 Norms are RMS norms with a gain. k_rope has no norm, and queries have one only with a low-rank
-factor W_qa. If the config has RoPE, it rotates the "rope" parts by position. Otherwise this core
-does not see the order of tokens, and other layers must represent it.
+factor W_qa. If the config has RoPE, it rotates the "rope" parts by position. Without RoPE, this
+core ignores the order of tokens, which other layers must represent.
 
 Training computes ("expands") the keys and values of all heads. Decoding caches only c and k_rope.
 It avoids the expansion by absorbing the two parts W_uk and W_uv of W_kvb into queries and outputs:
@@ -243,8 +243,7 @@ class Step(NamedTuple):
 def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
     """Attend with W_kvb absorbed into queries and outputs.
 
-    The function never computes the keys and values of the heads. It keeps all logits in memory at
-    the same time.
+    The keys and values of the heads are never computed. All logits are in memory at the same time.
     """
     q, (w_uk, w_uv) = step.q, step.w_up
     latents, rope_keys = stacks.slice_at(step.cache, step.layer)
@@ -264,8 +263,8 @@ def _attend_absorbed(scale: float, step: Step) -> Float[Array, "batch new heads 
 def _attend_in_parts(scale: float, step: Step) -> Float[Array, "batch new heads head_dim"]:
     """Attend to keys and values that are expanded from the latents, using attention kernels.
 
-    The result equals that of `_attend_absorbed`. Earlier tokens are processed in parts, each with
-    as many tokens as there are new ones, so that only the keys of one part are in memory.
+    The result equals that of `_attend_absorbed`. Earlier tokens are processed in parts that are as
+    long as the new tokens. Only the keys of one part are in memory at a time.
     """
     q, start, capacity = step.q, step.start, step.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}

@@ -43,9 +43,10 @@ def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array
 
 
 def _yarn_range(base: float, dims: int, yarn: cfg.YarnScaling) -> tuple[float, float]:
-    """Return the range of frequency indices in which YaRN interpolates frequencies.
+    """Return the bounds of the frequency indices at which YaRN interpolates.
 
-    At the first index, a frequency is unchanged. At the last index, it is divided by the factor.
+    Frequencies up to the first bound are unchanged. From the second bound on, they are divided by
+    the factor.
     """
     index = lambda turns: (
         dims * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
@@ -91,8 +92,8 @@ def rotate_first(
 ) -> Float[Array, "batch seq vectors head_dim"]:
     """Apply `rotate` to the first `heads` vectors of each token; other vectors stay unchanged.
 
-    The vectors are changed in place, and so are their cotangents in the backward pass. If vectors
-    were split and concatenated instead, a TPU would write all of them three times. Forward-mode
+    The vectors are changed in place, and so are their cotangents in the backward pass. Splitting
+    and concatenating the vectors would make a TPU write all of them three times. Forward-mode
     differentiation is not supported.
     """
     return _rotate_first(x, positions, heads, rope)

@@ -21,10 +21,9 @@ def split(
     """Split documents into training and held-out documents, close to the given fraction.
 
     The choice depends on the texts and the seed, but not on the order of the documents. Equal
-    documents go to the same part. A document larger than the requested share is not held out,
-    unless all documents are larger; then the smallest is held out. If there is only one document,
-    or only copies of one document, its tail is held out. The tail starts at a line if possible, or
-    else at a word.
+    documents go to the same part. Documents larger than the requested share are not held out. If
+    all documents are larger, the smallest one is held out. If there is only one document, or only
+    copies of one, its tail is held out. The tail starts at a line if possible, or else at a word.
 
     Args:
       documents: the documents of the corpus.
@@ -153,9 +152,9 @@ _ALL = slice(None)
 class Windows:
     """Batches of windows from a stream of tokens.
 
-    A window has `seq_len` inputs and, for each input, the next token as its target. Window i starts
-    at token `i * seq_len`, and the last window is padded. Therefore every token except the first is
-    a target exactly once per epoch.
+    A window has `seq_len` inputs. The target of an input is the token after it. Window i starts at
+    token `i * seq_len`, and the last window is padded. Therefore every token except the first is a
+    target exactly once per epoch.
 
     If the bounds of the documents are given, each window instead has as many whole documents as
     fit, in order, and is padded. Only a document that is longer than a window is divided.
@@ -287,8 +286,8 @@ class Windows:
         positions = starts[:, None] + np.arange(self.seq_len + 1)
         # The token at the end of a window is only a target.
         real = positions < np.minimum(ends + 1, len(self.stream))[:, None]
-        # Mask rows beyond the last window: such a row may start at the last token of the stream,
-        # which has no next token as its target.
+        # Rows beyond the last window have no loss. Such a row may start at the last token of the
+        # stream, which has no target.
         real &= (window < min(end, self.num_windows))[:, None]
         stored = np.where(real, self.stream.read(starts, self.seq_len + 1), 0)
         tokens, has_loss = marked.without_marks(stored), real & marked.have_loss(stored)
@@ -346,8 +345,8 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
             held += sizes[text]
         else:
             passed_over.append(text)
-    # Also hold out the smallest remaining document if the result is closer to the requested share,
-    # or if no document was chosen.
+    # Also hold out the smallest remaining document if this brings the total closer to the requested
+    # share, or if no document was chosen.
     for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
         after = held + sizes[text]
         if not chosen or (after - wanted < wanted - held and after <= total / 2):

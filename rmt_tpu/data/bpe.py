@@ -13,8 +13,8 @@ from jaxtyping import Int32
 from rmt_tpu.data import tiktoken_file
 from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, byte_names, digest, utf8
 
-# Names that vocabularies use for BOS, the token that starts a document, the most common first. They
-# are tried if the tokenizer's file does not state which token precedes a text.
+# Names of BOS (the token that starts a document) in common vocabularies, the most common first.
+# They are used if the tokenizer's file does not state which token precedes a text.
 BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
 
 # Maximum number of token ids. The model has an embedding for each id, and the tokenizers library
@@ -22,11 +22,11 @@ BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
 _MOST_TOKENS = 2**24
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# A text that tokenizers with the same vocabulary, but different normalizers or pre-tokenizers,
-# encode differently. Its tokens are part of a tokenizer's fingerprint.
+# The tokens of this text are part of a tokenizer's fingerprint. They differ between tokenizers with
+# the same vocabulary, but different normalizers or pre-tokenizers.
 _PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
-# Number of texts to encode at a time: enough to keep all cores busy, and few enough that two copies
-# of their tokens fit into memory.
+# Number of texts to encode at a time. It keeps all cores busy, and two copies of the tokens fit
+# into memory.
 _CHUNK = 256
 
 
@@ -132,9 +132,9 @@ class BpeTokenizer(Tokenizer):
         return next(self.encode_all([text]))
 
     def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text, with special tokens for their names, without adding BOS.
+        """Return the tokens of a text; the name of a special token is encoded as that token.
 
-        BOS is among the tokens if its name is in the text.
+        BOS is not added, but it is among the tokens if its name is in the text.
         """
         utf8(text)
         ids = self._special_library.encode(text, add_special_tokens=False).ids
@@ -196,7 +196,7 @@ class BpeTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _encode_without_bos(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Encode a text that contains the name of BOS without producing the BOS token."""
+        """Encode a text in which the name of BOS is ordinary text."""
         first, rest = map(re.escape, (self._bos_name[0], self._bos_name[1:]))
         parts = re.split(f"(?<={first})(?={rest})", text)
         return np.concatenate(self._encode(parts))
@@ -244,8 +244,8 @@ class BpeTokenizer(Tokenizer):
     def _other_piece(self, name: str, token: int) -> bytes:
         """Return the bytes that a token adds to the text before it.
 
-        The token is decoded after another token, because at the start of a text the library's
-        decoder may strip a space.
+        The token is decoded after another token, because the library's decoder may strip a space at
+        the start of a text.
         """
         if self._json["model"].get("byte_fallback") and (byte := _FALLBACK.fullmatch(name)):
             return bytes([int(byte[1], 16)])

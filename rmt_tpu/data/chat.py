@@ -39,8 +39,8 @@ class ChatTemplate:
       source: the template in Jinja's language.
       tokenizer: the tokenizer of the model.
       names: further variables of the template, such as `bos_token`, the name of the start token.
-      starts: whether to put the start token before a conversation whose text does not begin with
-        it. (transformers never adds it; there, the template must write it.)
+      starts: whether to add the start token if the text of a conversation does not begin with it.
+        (transformers never adds it.)
       where: the file of the template, for error messages.
     """
 
@@ -110,7 +110,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], **variables: Any
     ) -> list[tuple[str, bool]]:
-        """Return the text of a conversation in pieces, and whether the template marks each piece.
+        """Return the text of a conversation in pieces, each with True if the template marks it.
 
         Raises:
           UsageError: see `render`.
@@ -135,7 +135,7 @@ class ChatTemplate:
         folder.write(CONFIG_FILE, (json.dumps(self.json(), indent=2) + "\n").encode())
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a conversation's text, with special tokens for their names.
+        """Return the tokens of a conversation's text; names of special tokens become these tokens.
 
         Raises:
           UsageError: the text has an unpaired surrogate, which is not a character.

@@ -95,7 +95,7 @@ def documents(
 
 
 def divide(span: Span, num_bytes: int) -> Iterator[Span]:
-    """Divide a file into spans of about `num_bytes` or more, which contain whole documents.
+    """Divide a file into spans of whole documents, each with about `num_bytes` or more.
 
     Raises:
       Problem: the file cannot be read.
@@ -130,9 +130,9 @@ def read_span(
 
     Args:
       span: a span of a file.
-      on_block: a function that is called with consecutive blocks of the span's stored bytes, each
-        exactly once. It is also called with b"" from time to time while a long document is
-        decompressed. For a table see `BlockCallback`. An error that it raises stops the reading.
+      on_block: a function that is called with each block of stored bytes that is read; see
+        `BlockCallback`. It is also called with b"" from time to time while a long document is
+        decompressed. An error that it raises stops the reading.
       text_field: name of the field of a .jsonl file, or of the column of a table, with the text.
       kind: the kind of the documents. Kinds other than "text" are yielded as JSON, from which
         `Reading.document` makes a document.
@@ -166,7 +166,7 @@ def _suffix(path: str) -> str:
 
 
 def _skip(file: io.BufferedIOBase, *, to_separator: bool) -> None:
-    """Skip to the end of the current line, or to the end of the next separator line."""
+    """Skip the rest of the current line, or everything up to the end of the next separator line."""
     begins = True
     while piece := file.readline(_SKIP_BYTES):
         if to_separator and begins and _is_separator(piece):

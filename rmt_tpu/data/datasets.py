@@ -144,7 +144,7 @@ def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatT
 
 @contextlib.contextmanager
 def _errors_of_mixture() -> Iterator[None]:
-    """Make errors of the `with` body, which loads a mixture's text, name --mixture, not --data."""
+    """Replace --data by --mixture in the messages of errors from the `with` body."""
     try:
         yield
     except UsageError as error:

@@ -36,17 +36,17 @@ _BLOCK = 2**20
 # Sizes of a request to a bucket, in bytes: `_AHEAD` is for reading a whole object in few requests,
 # and `_LOOK` is for finding the end of a line.
 _AHEAD, _LOOK = 8 * 2**20, 2**18
-# Compressed bytes to decompress at a time. As few as 4 bytes can encode a zstandard block of 128
-# KiB, so 2^10 bytes decompress to at most 32 MiB. Without this limit a malicious file could
+# Compressed bytes to decompress at a time. Four bytes can encode a zstandard block of 128 KiB, so
+# this number of bytes decompresses to at most 32 MiB. Without the limit, a malicious file could
 # decompress to gigabytes at once.
 _PACKED = 2**10
 _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
 )
 
-# A function that is called with consecutive blocks of the bytes of a span (a range of bytes in a
-# file), each exactly once. For a Parquet or Arrow file it is called with two arguments: the encoded
-# text, and the number of stored bytes that the text accounts for.
+# A function that is called with each block of bytes that is read from a span (a range of bytes in a
+# file). For a Parquet or Arrow file, it has two arguments. The first is the encoded text. The
+# second is the number of bytes in the file that this text accounts for.
 BlockCallback = Callable[..., None]
 
 
@@ -140,7 +140,7 @@ def whole_span(path: str) -> Span:
 
 @contextlib.contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Raise a Problem in place of an error that occurs in the `with` body when a file is read."""
+    """Turn an error from reading a file in the `with` body into a Problem."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -156,7 +156,7 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
 
     Args:
       span: any span of the file.
-      look: whether only a few bytes will be read, at various positions.
+      look: True if only a few bytes will be read, at various positions.
 
     Raises:
       RunError: the file is local, and its version at the end of the `with` body differs from the

@@ -1,8 +1,8 @@
 """Documents in which only some parts have a loss: conversations, and prompts with completions.
 
 In a conversation, only the model's answers have a loss. In a prompt with a completion, only the
-completion has a loss. A stream of tokens marks a token without a loss by a bit of the stored number
-(`CONTEXT`). `Windows` removes the bit, and gives such a token the weight 0 as a target.
+completion has a loss. In a stream of tokens, a token without a loss has the bit `CONTEXT` in its
+stored number. `Windows` removes the bit and gives such a target the weight 0.
 """
 
 import json
@@ -111,7 +111,7 @@ class Reading(NamedTuple):
         return raw
 
     def check(self, values: Sequence[object]) -> str | None:
-        """Return what the fields' values lack to form a document, or None if nothing is missing."""
+        """Return a description of the field that is missing or has the wrong type, or None."""
         if self.kind != "messages":
             for name, value in zip(self.names, values, strict=True):
                 if not isinstance(value, str):
@@ -132,7 +132,7 @@ class Reading(NamedTuple):
         )
 
     def raw(self, values: Sequence[object]) -> str:
-        """Return the values of the fields as one text, from which `document` makes the document."""
+        """Return the values of the fields as one text, the argument `raw` of `document`."""
         if self.kind == "text":
             return values[0]
         return json.dumps(values[0] if self.kind == "messages" else list(values))
@@ -142,9 +142,9 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
     """Return the text of a conversation in pieces; the messages of the assistant have a loss.
 
     If the template marks answers by the tag `generation`, the marked parts have a loss. Otherwise
-    the messages before each answer are rendered with `add_generation_prompt`. The answer begins
-    after the prefix that this rendering has in common with the whole text, and ends where the
-    rendering of all messages up to the answer ends.
+    each answer is found by two more renderings. The first has the messages before the answer, with
+    `add_generation_prompt`; the answer begins where this rendering stops matching the whole text.
+    The second also has the answer, which ends where this rendering ends.
 
     Raises:
       UsageError: the template fails, or the text up to an answer is not the beginning of the whole
@@ -181,8 +181,7 @@ def encode_all(
 ) -> Iterator[Int32[np.ndarray, " tokens"]]:
     """Yield the tokens of each document without BOS; tokens without a loss have the bit CONTEXT.
 
-    Each piece of a document is encoded by itself, because a prompt is also encoded by itself when
-    a model answers it.
+    Each piece of a document is encoded separately, like a prompt that a model answers.
     """
     for is_marked, group in groupby(documents, key=lambda text: isinstance(text, Marked)):
         if is_marked:

@@ -1,10 +1,10 @@
 """A mixture of texts, from which training reads windows in given shares.
 
 Each window of a run comes from one text. The texts alternate in an order that depends only on the
-shares and repeats after a period. The period is the smallest number of windows in which all shares
-are whole numbers of windows. In every prefix of the order, the number of windows of a text differs
-from its share by less than one window. Each text has its own epochs, whose windows are shuffled as
-if the run read this text alone.
+shares and repeats after a period. The period is the smallest number of windows in which every text
+can have exactly its share. After any number of windows, each text is less than one window ahead of
+or behind its share. Each text has its own epochs, whose windows are shuffled as if the run read
+this text alone.
 
 The state of reading is the number of windows read in the run. If shares have changed during the
 run, the state also has the position of the last change, and the number of windows that were read
@@ -35,7 +35,8 @@ class MixedText(NamedTuple):
 
     Attributes:
       source: path of the text, as in the config.
-      units: the text's share, as a whole number whose unit is the same for all texts.
+      units: the text's weight, a whole number. Its share is this number divided by the sum over all
+        texts.
       windows: the windows of the text.
     """
 
@@ -59,8 +60,8 @@ class Mixture:
         Args:
           texts: the texts, whose windows have the same length and batch size.
           since: number of windows read in the run when these shares took effect.
-          read: the number of windows that were read from each text before `since`, by the text's
-            checksum. It may contain texts that are not in this mixture.
+          read: a dict from the checksum of a text to the number of its windows that were read
+            before `since`. It may contain texts that are not in this mixture.
 
         Raises:
           UsageError: two texts are the same.
@@ -237,7 +238,8 @@ def order(
 
     Returns:
       Two arrays. The first has the index of the text that each window of the period comes from. The
-      second has the number of windows of each text that precede each window and the period's end.
+      second has one row per window, and a last row for the end of the period. A row has the number
+      of earlier windows of each text.
     """
     divisor = math.gcd(*units)
     weights = np.array(units, np.int64) // divisor
@@ -246,9 +248,9 @@ def order(
     chosen, count = np.zeros(period, np.int64), np.zeros(len(used), np.int64)
     before = np.zeros((period + 1, len(units)), np.int64)
     for n in range(1, period + 1):
-        # Compute how far each text would be behind its share after n windows if it were not chosen
-        # now, and the number of windows within which it must be chosen. Both are scaled by a
-        # constant, so that `behind` is a whole number.
+        # If a text is not chosen now, it is this far behind its share after n windows, and must be
+        # chosen within this number of windows. Both numbers are scaled by a constant, so that
+        # `behind` is a whole number.
         behind = scale * (n * weight - period * count)
         due = ((scale - 1) * period - behind) / weight
         # Exclude texts that would be too far ahead of their share if they were chosen now.

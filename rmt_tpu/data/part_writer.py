@@ -1,4 +1,6 @@
-"""A writer for the parts of a token store; a part is the tokenised text of some spans of files.
+"""A writer for the parts of a token store.
+
+A part has the tokens of some spans, which are ranges of bytes in the input files.
 
 The content of a part depends only on the text and the arguments of the store. Its files are written
 to a folder that is named after an attempt. The part is valid once its manifest, which is created
@@ -122,8 +124,8 @@ class WrittenPart(NamedTuple):
     Attributes:
       part: the part's entry in the manifest of the store.
       characters: total number of characters in its documents.
-      below: number of its documents that are held out because their rank, as a fraction, is below
-        `StoreOptions.eval_fraction`.
+      below: number of its documents that are held out. The rank of such a document, as a fraction,
+        is below `StoreOptions.eval_fraction`.
       lowest: the lowest rank (see `batches.rank`) of its documents with at least two characters; ""
         if there are none.
       lowest_characters: total number of characters in the documents of the lowest rank.
@@ -202,7 +204,7 @@ def _digest_of(span: Span, reading: Reading, tick: Callable[[int], None]) -> str
 
 
 def _digesting(digest: Any, tick: Callable[[int], None]) -> BlockCallback:
-    """Return a function that adds blocks to a digest and reports the stored bytes read."""
+    """Return a function that adds blocks to a digest and reports how many bytes were read."""
 
     def on_block(block: bytes, stored: int | None = None) -> None:
         digest.update(block)
@@ -308,8 +310,8 @@ class PartWriter:
             same_plan = content.pop("plan") == self._options.plan_id
             cut_of_part = content.pop("cut")
             done = WrittenPart.from_json(content)
-            # If the job has no cut, also accept a part that was written with a cut, because the
-            # statistics in `WrittenPart` do not depend on the cut.
+            # If the job has no cut, a part with a cut is accepted too, because the statistics in
+            # `WrittenPart` do not depend on the cut.
             if same_plan and (job.cut is None or cut_of_part == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)
                 return done
@@ -342,7 +344,7 @@ class PartWriter:
     def _divide(
         self, text: str, document_cut: DocumentCut | None, statistics: "_Statistics"
     ) -> list[tuple[str, str]]:
-        """Return a document as a pair (split, text), or as two pairs if the document is cut."""
+        """Return (split, text) for a document, or two such pairs if the document is cut."""
         rank_of_text = rank(text, self._options.seed)
         is_below = int.from_bytes(rank_of_text) < self._below
         statistics.count(text, rank_of_text.hex(), is_below)

@@ -21,9 +21,9 @@ from rmt_tpu.data.tokenizer import Tokenizer, digest
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
 
-# Minimum and usual size of a part in bytes, and maximum number of parts. A part is small enough to
-# be written again after an interruption and to be assigned to any process, but large enough to keep
-# the number of files low.
+# Minimum and usual size of a part in bytes, and maximum number of parts. Parts are small, so that
+# little work is lost in an interruption and processes get equal shares. They are not smaller, so
+# that there are few files.
 _LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
 
 

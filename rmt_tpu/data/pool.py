@@ -71,7 +71,7 @@ def run(
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in processes that the `with` body starts; this process stops them itself."""
+    """Block SIGINT in processes that the `with` body starts, which this process stops itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

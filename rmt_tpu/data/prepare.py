@@ -73,7 +73,7 @@ class ProcessGroup(Protocol):
     count: int
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return each process's `value` in order, once all have called this with one `what`."""
+        """Return the values of all processes, once each has called this with the same `what`."""
 
 
 class SingleProcess:
@@ -107,15 +107,14 @@ def prepare(
     """Tokenise text into a token store, or resume an interrupted call with the same arguments.
 
     A document is held out if a hash of its text and the seed, as a fraction, is below
-    `eval_fraction`. Equal documents therefore go to the same split. If this holds out no document,
-    because there are few documents, the tail of one document is held out, with about the requested
+    `eval_fraction`. Equal documents therefore go to the same split. If no document is held out,
+    because there are few of them, the tail of one document is held out. It has about the requested
     fraction of all text.
 
     The store always corresponds to the input as it is when this function returns. Existing parts
     are kept only if the bytes from which they were made still have the same digests. During the
-    call, a file is considered unedited if its size, mtime and ctime are unchanged. Objects in a
-    bucket are read at a fixed generation, and their generation and crc32c are those that the
-    service reports.
+    call, a file counts as unedited if its size, mtime and ctime are unchanged. Objects in a bucket
+    are read at a fixed generation.
 
     The store is identical, byte for byte, for any number of processes.
 
@@ -222,7 +221,7 @@ def _write_plan(
         template.save(folder)
 
 
-# Agreement of all processes -------------------------------------------------------------------
+# Checking that all processes agree ------------------------------------------------------------
 
 
 def _check_same_plan(
@@ -351,7 +350,7 @@ def _complete(
     return totals
 
 
-# The share of this process --------------------------------------------------------------------
+# Writing and checking parts -------------------------------------------------------------------
 
 
 def _run(
@@ -369,7 +368,7 @@ def _compare(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Check that the input of this process's parts is unchanged since the store was made."""
+    """Check that the input of the parts `own` is unchanged since the store was made."""
     total, finished = sum(span.stop - span.start for n in own for span in parts[n]), 0
 
     def tick(count: int) -> None:

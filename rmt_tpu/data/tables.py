@@ -1,8 +1,8 @@
 """Documents in a column of Parquet and Arrow files.
 
 A table can be divided only between its groups, which are the row groups of a Parquet file or the
-record batches of an Arrow file. Group i of n is treated as the range of bytes from `size * i // n`
-to `size * (i + 1) // n` in the file. A span (a range of bytes) contains the groups that begin
+record batches of an Arrow file. By convention, group i of n is the range of bytes from `size * i //
+n` to `size * (i + 1) // n` in the file. A span (a range of bytes) contains the groups that begin
 within it. An Arrow stream, which has no list of its record batches, cannot be divided.
 
 Only the text column is read. A few hundred rows of a Parquet file, or one record batch of an Arrow
@@ -59,8 +59,8 @@ def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator
     Args:
       span: a span of a table.
       reading: the columns that a document is read from.
-      on_block: a function that is called with the texts, encoded as bytes, and with the number of
-        bytes of the span that they account for.
+      on_block: a function that is called with the encoded texts, and with the number of bytes in
+        the file that they account for; see `BlockCallback`.
 
     Raises:
       Problem: the file cannot be read, a column is missing or has the wrong type, or a document is
@@ -85,7 +85,7 @@ def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator
 
 
 def _encoded(text: str | None) -> bytes:
-    """Encode a text such that different sequences of texts have different concatenations."""
+    """Encode a text with its length, so that a digest of texts depends on their bounds."""
     if text is None:
         return b"null\n"
     content = text.encode()
@@ -116,7 +116,7 @@ def _opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
 
 
 class _Watched(io.BufferedIOBase):
-    """A file that keeps the error of a failed read, which pyarrow may replace by another error."""
+    """A file that keeps the error of a failed read, because pyarrow may raise another error."""
 
     def __init__(self, file: io.BufferedIOBase):
         self._file = file
@@ -154,7 +154,7 @@ def _num_groups(span: Span, file: io.BufferedIOBase) -> int:
 
 
 def _begin(span: Span, group: int, count: int) -> int:
-    """Return the byte at which a group is treated as beginning; see the module's docstring."""
+    """Return the byte at which a group begins, by the rule in the module's docstring."""
     size = span.version[0]
     return size * group // count
 
@@ -163,8 +163,8 @@ def _groups(span: Span, count: int) -> list[int]:
     return [group for group in range(count) if span.start <= _begin(span, group, count) < span.stop]
 
 
-# A reader of a table yields these pairs: the position in the span up to which it has read, and the
-# texts of the rows that it has read since the previous pair.
+# A reader of a table yields these pairs. The first value is the position in the span up to which it
+# has read. The second has the texts of the rows read since the previous pair.
 _Texts = Iterator[tuple[int, list[str | None]]]
 
 
@@ -268,7 +268,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _documents(span: Span, batch: Any, reading: Reading, where: str) -> list[str | None]:
-    """Return the documents in rows, in the form of `Reading.raw`; None for a row with a null.
+    """Return the document of each row, as `Reading.raw` returns it, or None if the row has a null.
 
     Raises:
       Problem: a text is not UTF-8, or a row is not a document.

@@ -1,8 +1,9 @@
-"""The tokenizer of Kimi and Moonlight models, from the two files that their folders have.
+"""The tokenizer of Kimi and Moonlight models, loaded from two files.
 
-`tiktoken.model` has a line per token: its bytes in base64, and its rank, which is its id. The rank
-also orders merges: of all adjacent pairs whose concatenation is a token, the pair with the lowest
-rank is merged first. `tokenizer_config.json` names the special tokens, whose ids follow.
+`tiktoken.model` has one line per token, with its bytes in base64 and its rank, which is its id.
+Ranks also order merges. Of all adjacent pairs whose concatenation is a token, the pair whose token
+has the lowest rank is merged first. `tokenizer_config.json` names the special tokens, which have
+the ids after these.
 
 The tokenizers library encodes with the same vocabulary, merges and pattern, so that the tokenizer
 can be saved as a tokenizer.json.
@@ -74,7 +75,7 @@ def library_tokenizer(tokenizers: Any, ranks_file: bytes, config_file: bytes | N
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token by its bytes, in the order of the ranks 0, 1, 2 and so on."""
+    """Return a dict from the bytes of each token to its rank, in ascending order of rank."""
     ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
@@ -98,7 +99,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 
 def _added_tokens(content: bytes | None, first: int) -> list[tuple[str, bool]]:
-    """Return the name of each id from `first` on, and whether it is a special token."""
+    """Return the name of each id from `first` on, with True if it is a special token."""
     if content is None:
         raise Unusable(f"the folder has {RANKS_FILE} but no {CONFIG_FILE}; legal: both files")
     try:

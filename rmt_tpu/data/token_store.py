@@ -38,9 +38,9 @@ MANIFEST, PLAN = "manifest.json", "plan.json"
 SPLITS = "train", "eval"
 VERSION = 1
 
-# Numbers of tokens in a shard, which is one file, and in a chunk, which is the smallest unit that
-# can be read (32 or 64 KiB). With small chunks, little is read beyond the tokens of a window. Large
-# shards keep the number of files low.
+# Numbers of tokens in a shard and in a chunk. A shard is one file; large shards keep the number of
+# files low. A chunk (32 or 64 KiB) is the smallest unit that can be read; with small chunks, little
+# is read beyond the tokens of a window.
 SHARD, CHUNK = 2**24, 2**14
 
 _KIND = "rmt_tpu token store"
@@ -101,7 +101,7 @@ class Part(NamedTuple):
 
 
 class TokenizerOfStore(NamedTuple):
-    """A store's record of the tokenizer that encoded its text, with fields like `Tokenizer`'s."""
+    """A store's record of the tokenizer that encoded its text; for the fields see `Tokenizer`."""
 
     name: str
     fingerprint: str
@@ -390,7 +390,9 @@ def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> No
 
 
 def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[str, Any]:
-    """Return the tensorstore spec of an array; opening an array with other metadata fails.
+    """Return the tensorstore spec of an array.
+
+    An array whose metadata differ from the spec cannot be opened with it.
 
     Args:
       folder: folder of the split.
@@ -414,8 +416,8 @@ def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[s
                 }
             ],
         },
-        # By default tensorstore does not store chunks of zeros and reads missing chunks as zeros,
-        # so a lost file would go unnoticed.
+        # By default, tensorstore does not store chunks of zeros, and reads missing chunks as zeros.
+        # A lost file would then go unnoticed.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }

@@ -32,8 +32,8 @@ class Tokenizer(ABC):
       vocab_size: one more than the largest token id.
       bos: the token that starts a document. No text is encoded to this token, and it is decoded to
         an empty text.
-      ends: the end tokens; each of them ends a text. By default, the only one is BOS, which
-        separates documents in training; a Hugging Face model may have other end tokens.
+      ends: the end tokens, each of which ends a text. By default, this is only BOS, which separates
+        documents in training. A Hugging Face model may have other end tokens.
       starts: whether BOS is put before each text, as in training; a Hugging Face model may differ.
       gaps: ids below `vocab_size` that belong to no token.
       template: whether the tokenizer's file itself states that BOS is put before a text.
@@ -71,9 +71,10 @@ class Tokenizer(ABC):
         """
 
     def encode_special(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens of a text, with special tokens for their names, without adding BOS.
+        """Return the tokens of a text; the name of a special token is encoded as that token.
 
-        A tokenizer without such names encodes the text as `encode` does.
+        BOS is not added. A tokenizer without names of special tokens encodes the text as `encode`
+        does.
 
         Raises:
           UsageError: the text has an unpaired surrogate, which is not a character.
@@ -88,8 +89,8 @@ class Tokenizer(ABC):
     def decode_bytes(self, tokens: Tokens) -> bytes:
         """Return the UTF-8 bytes of tokens, which may start or end within a character.
 
-        The bytes of consecutive token sequences concatenate to the bytes of the whole text. A
-        stream of tokens can therefore be displayed with an incremental UTF-8 decoder.
+        The bytes of a text are the concatenated bytes of its tokens. A stream of tokens can
+        therefore be displayed with an incremental UTF-8 decoder.
 
         Raises:
           UsageError: a token is not in the vocabulary.
@@ -185,7 +186,7 @@ def byte_names() -> list[str]:
 
 
 def byte_library_file() -> dict[str, Any]:
-    """Return the content of a tokenizer.json with which other programs map text to its bytes.
+    """Return the content of a tokenizer.json that makes other programs use the bytes as tokens.
 
     It is a BPE tokenizer without merges, which puts BOS before each text.
     """

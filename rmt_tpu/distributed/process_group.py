@@ -17,10 +17,10 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0
 class ConnectedProcesses:
     """All processes connected by `processes.initialize`, as a `data.prepare.ProcessGroup`.
 
-    A `Channel` has a timeout. A process group has no timeout: a process waits for another process
-    as long as the other is alive, because shares of work may differ by hours. A process that fails
-    reports its failure to all others, and JAX's coordination service detects a process that is
-    killed. In both cases the remaining processes are stopped.
+    Unlike a `Channel`, a process group has no timeout. A process waits for another as long as that
+    one is alive, because one share of the work may take hours longer than another. A process that
+    fails reports its failure to all others, and JAX's coordination service detects a process that
+    is killed. In both cases the remaining processes are stopped.
     """
 
     def __init__(self, name: str):

@@ -2,9 +2,9 @@
 
 Every process runs the same program on its own devices. `initialize` connects the processes before
 any device is used. Later they agree through the key-value store of JAX's coordination service,
-which runs in process 0, and never through the devices. A missing process is therefore reported by
-number after a timeout, whereas a collective operation would hang. With one process, all functions
-return immediately.
+which runs in process 0, and never through the devices. After a timeout, the numbers of missing
+processes are therefore reported. A collective operation on devices would hang instead. With one
+process, all functions return immediately.
 """
 
 import atexit
@@ -33,8 +33,8 @@ from rmt_tpu.streams import flush_stdout, log_line
 
 # A process checks for failures of other processes once in this number of seconds.
 _LOOK_SECONDS = 1.0
-# After a failure, process 0, which hosts the key-value store, exits at the latest after this number
-# of seconds.
+# After a failure, process 0, which hosts the key-value store, waits at most this number of seconds
+# before it exits.
 _FAREWELL_SECONDS = 10.0
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
@@ -79,8 +79,8 @@ def initialize(
 
     Args:
       member: this process's place in the run.
-      timeout: the time in seconds that all processes have to connect, and later to reach each point
-        where they agree.
+      timeout: the time in seconds within which all processes must connect, and later must reach
+        each synchronisation point.
       local_device_ids: the devices of this process; None means all devices of the host.
 
     Raises:
@@ -221,10 +221,10 @@ def _read(client: Any, folder: str) -> dict[int, str]:
 class DelayedMax:
     """A function that takes a number from each process and returns the maximum one call later.
 
-    All processes get the same result in the same training step. A call dispatches a program that
-    takes the maximum over one number per device, queued after the step in progress. The call
-    returns the maximum from the previous call. That program is complete by then, because the
-    metrics of its step have been read, so no call waits. With one process, there is no delay.
+    All processes get the same result in the same training step. A call starts a program on the
+    devices that computes the maximum, and returns the result of the previous call's program. That
+    program is complete by then, because the metrics of its step have been read. Therefore no call
+    waits. With one process, there is no delay.
     """
 
     def __init__(self, mesh: Mesh):
@@ -235,10 +235,9 @@ class DelayedMax:
         self._previous: jax.Array | None = None
 
     def __call__(self, number: int) -> int:
-        """Return the maximum from the previous call, or 0 in the first call.
+        """Return the maximum of the previous call's numbers, or 0 in the first call.
 
-        The maximum over this call's numbers is returned by the next call. With one process, return
-        `number`.
+        The next call returns the maximum of this call's numbers. With one process, return `number`.
         """
         if num_processes() == 1:
             return number
@@ -268,8 +267,8 @@ def fail(line: str, code: int) -> NoReturn:
 
     Args:
       line: the line to print.
-      code: the exit code of this process. With 0, which means that everything is saved, the other
-        processes exit with 0 too.
+      code: the exit code of this process. 0 means that everything is saved; the other processes
+        then also exit with 0.
     """
     _end(line, code, broadcast={"line": f"process {process_id()}: {line}", "code": code})
 

@@ -11,10 +11,10 @@ def bypass_for_cpu_meshes() -> None:
     """Exclude programs for several CPU devices from JAX's compilation cache from now on.
 
     Such programs are neither read from the cache nor written to it. A program read from the cache
-    has lost the order of its collectives: XLA gives each collective its own resource, where the
+    has lost the order of its collectives. XLA gives each collective its own resource, but the
     original program had one resource for all (`CreateResourceFromProto` in XLA's CPU backend;
-    jaxlib 0.10 and 0.12). Occasionally, devices then wait for each other in different collectives,
-    until XLA aborts the process after 40 s.
+    jaxlib 0.10 and 0.12). Two devices may then wait for each other in different collectives, until
+    XLA aborts the process after 40 s.
     """
     compile_or_read = compiler.compile_or_get_cached
 

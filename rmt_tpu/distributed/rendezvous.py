@@ -21,8 +21,8 @@ DEFAULT_TIMEOUT = 300.0
 
 _LONGEST_LINE = 4096
 _RETRY_SECONDS = 0.2
-# The other processes wait this number of seconds longer than the timeout, because process 0 may
-# start later than they do, and then also times out later.
+# The other processes wait this number of seconds longer than process 0, because process 0 may start
+# after them.
 _GRACE_SECONDS = 2.0
 
 
@@ -247,7 +247,7 @@ def _join(member: Member, hello: dict[str, Any], timeout: int | float, deadline:
                 if _wait_for_go(connection, where, timeout, deadline):
                     return
             reason = "it closed the connection"
-        # A look-up of the host's name may fail too, if the host has not started yet.
+        # The host's name may be unknown until the host has started.
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)

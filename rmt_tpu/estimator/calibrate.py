@@ -51,9 +51,9 @@ def main() -> int:
 
 
 def compiled(rows: Sequence[calibration.PublishedCall]) -> Iterator[calibration.PublishedCall]:
-    """Recompile published calls of one target, and yield them with updated work and memory.
+    """Recompile published calls for one target, and yield them with new work and memory use.
 
-    The work and the memory use are those that the installed compiler reports.
+    The installed compiler reports the work and the memory use.
 
     Raises:
       RuntimeError: a call does not compile.

@@ -1,10 +1,10 @@
 """A comparison of this package's estimates with measured times that other projects published.
 
 calibration.json lists calls of plain XLA and of third-party kernels, timed on TPUs that this
-project does not have. For each call, the file has the published time of the whole call and, per
-instruction, the work that the compiler reports when the call is compiled here, without a device.
-Therefore, every cost model in `cost.MODELS` can be compared with all published times without
-recompiling. `calibrate` recompiles the calls and updates the file.
+project does not have. For each call, the file has the published time of the whole call. It also has
+the work of each instruction, which the compiler reports without a device. Every cost model in
+`cost.MODELS` can therefore be compared with the published times without recompiling. `calibrate`
+recompiles the calls and updates the file.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class PublishedCall:
       published: the published time of the whole call, in seconds.
       published_bytes: the published memory use of the timed program, in bytes.
       bytes: the memory, in bytes, that the program needs when it is compiled here. If it differs
-        from `published_bytes` by more than one core's VMEM, the compiled program may not be the one
-        that was timed.
+        from `published_bytes` by more than the VMEM of one core, the timed program may have been
+        another one.
       work: pairs of an instruction's work and the number of times that the instruction runs.
     """
 
@@ -72,7 +72,7 @@ class Agreement:
       spread: the geometric standard deviation of the ratios; 1 if all ratios are equal.
       least, most: the minimum and the maximum of the ratios.
       rank_correlation: Spearman's rank correlation between estimated and measured times; 1 if both
-        put the calls in the same order.
+        give the same order of calls.
     """
 
     calls: int
@@ -137,7 +137,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def error_bar(targets: Sequence[str]) -> str:
-    """Return a line that compares earlier estimates for `targets` with measured times."""
+    """Return a line of text that states how well estimates agree with measured times."""
     compared, uncompared = [], []
     for target in dict.fromkeys(targets):
         found = agreement([row for row in rows() if row.target == target])

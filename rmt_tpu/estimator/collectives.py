@@ -9,8 +9,8 @@ arrays without padding:
     all-reduce        2 (n - 1) / n  of the operand
     collective-permute               the operand
 
-Between TPU slices, XLA passes the operand to the host and lists the devices that take part. In that
-case, the bytes are those that leave the slice.
+For a collective between TPU slices, the bytes are those that leave the slice. XLA passes its
+operand to the host.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Collective:
     Attributes:
       kind: one of KINDS.
       op_name: the JAX operation that produced the instruction.
-      axes: the mesh axes along which the collective runs; ("?",) if its groups match no axes.
+      axes: the mesh axes along which the collective runs, or ("?",) if they cannot be determined.
       devices: the number of devices per group.
       calls: the number of times it runs in one run of the program.
       bytes: the bytes that one device sends over all calls.
@@ -154,8 +154,8 @@ def _fused_collectives(
     for instruction in inside.values():
         kind = kind_of(instruction)
         if kind is not None:
-            # A collective that is split over several fusions occurs in all of them. It counts only
-            # in the fusion that starts it.
+            # A collective that is split over several fusions occurs in all of them, but counts only
+            # in the one that starts it.
             chained = bool(_CHAIN.search(instruction.attributes))
             if starts or not chained:
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -177,7 +177,7 @@ def _bytes_sent(
     return (2 if kind == "all-reduce" else 1) * full * (devices - 1) // max(devices, 1)
 
 
-# Collectives between TPU slices ---------------------------------------------------------------
+# Finding collectives between TPU slices -------------------------------------------------------
 
 
 def _axes_in_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
@@ -248,7 +248,7 @@ def _overlaps_work(send: Instruction, scope: dict[str, Instruction]) -> bool:
     return any(i.opcode in ("fusion", "while", "custom-call") for i in meanwhile)
 
 
-# Groups of devices in collectives -------------------------------------------------------------
+# Finding the groups of devices in a collective ------------------------------------------------
 
 
 def _axes_and_devices(

@@ -1,8 +1,8 @@
 """The estimated cost of a compiled program on its target: bytes, cycles and seconds.
 
-Nothing here is measured. `Work` describes one call of an instruction. Each of
-`MODELS` is a function that turns a `Work` into cycles: a best guess, a lower and a higher estimate.
-The best guess was chosen by comparison with times that others measured (see `calibration`).
+Nothing here is measured. `Work` describes one call of an instruction. The functions in `MODELS`
+turn a `Work` into cycles: a low estimate, a best guess and a high estimate. The formula of the best
+guess was chosen by comparison with published times (see `calibration`).
 """
 
 import dataclasses
@@ -28,14 +28,13 @@ class Work:
         work, "collective" for a part of a collective, or "other".
       estimate: XLA's own estimate; None where XLA provides none.
       schedule: the length of the VLIW schedule, including stalls for matrix units but not for HBM.
-        It is None where libtpu left no schedule, and where a loop has an unknown trip count; in
-        kernels, however, such a loop counts as one iteration.
-      matrix: the time of the matrix products at peak throughput. It is 0 for a kernel, because a
-        kernel's schedule includes its products. If a loop of the kernel has an unknown trip count,
-        however, it is the time of the declared FLOPs at the fraction `Target.grouped` of the peak.
+        It is None if libtpu left no schedule, or if a loop outside kernels has an unknown trip
+        count. In a kernel, such a loop counts as one iteration.
+      matrix: the time of the matrix products at peak throughput. It is 0 for most kernels, because
+        their schedules include their products. For a kernel with a loop of unknown trip count, it
+        is the time of the declared FLOPs at the fraction `Target.grouped` of the peak.
       hbm: the time of moving the instruction's bytes at the full HBM bandwidth.
-      parked: the time that it would take to move, between HBM and VMEM, the operands and results
-        that XLA keeps in VMEM.
+      parked: the time that moving the operands and results in VMEM would take if they were in HBM.
     """
 
     kind: Literal["kernel", "matmul", "other", "asynchronous", "collective"]
@@ -63,7 +62,7 @@ def _best_guess(work: Work) -> float:
 def _least(work: Work) -> float:
     """Return the low estimate of the cycles.
 
-    It is the best guess, but for a matrix product by XLA it is at most the time at full speed.
+    It is the best guess. For a matrix product by XLA, it is not more than the time at full speed.
     """
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
@@ -73,8 +72,8 @@ def _least(work: Work) -> float:
 def _most(work: Work) -> float:
     """Return the high estimate of the cycles.
 
-    For a kernel it is 1.5 times the best guess. For a matrix product by XLA it is the best guess or
-    XLA's own estimate, whichever is longer.
+    It is 1.5 times the best guess for a kernel. For a matrix product by XLA, it is the best guess
+    or XLA's own estimate, whichever is longer. For any other instruction, it is the best guess.
     """
     if work.kind == "kernel":
         return 1.5 * _best_guess(work)
@@ -84,8 +83,7 @@ def _most(work: Work) -> float:
 
 
 CostModel = Callable[[Work], float]
-# Maps each cost model's name to a function from a call's Work to cycles. The model with the lowest
-# estimates comes first.
+# Maps the name of each cost model to its function. The model with the lowest estimates comes first.
 MODELS: Mapping[str, CostModel] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
@@ -126,9 +124,9 @@ class KernelCost:
 class ProgramCost:
     """The cost that a program would have if all its arrays were in HBM.
 
-    XLA keeps arrays of a small program in VMEM, but within a larger model other arrays compete for
-    that space. Therefore `bytes` counts the traffic of every instruction, whether its arrays are in
-    HBM or VMEM, and leaves out copies from HBM to VMEM.
+    XLA keeps arrays of a small program in VMEM. In a larger model, other arrays compete for that
+    space. Therefore `bytes` counts the traffic of every instruction, even if its arrays are in
+    VMEM. It leaves out copies from HBM to VMEM.
 
     Attributes:
       bytes: the bytes read and written in one run.
@@ -217,8 +215,8 @@ def _kernel_cost(program: Program, ran: Executed, seconds: float) -> KernelCost:
 def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:
     """Return a kernel's traffic, with VMEM bytes counted as HBM bytes if the kernel copies them.
 
-    A pipeline over a grid uses an operand in VMEM in place. A kernel that instead copies the
-    operand within VMEM spends as much time on the copy as on a copy from HBM.
+    A kernel with a pipeline over a grid uses an operand in VMEM in place. Other kernels copy the
+    operand within VMEM, which takes as long as a copy from HBM.
     """
     if schedule is not None and schedule.copies_in_vmem:
         return Bytes(traffic.total)

@@ -47,7 +47,7 @@ def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
 def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) -> int:
     """Count the multiplications along a spatial axis of a convolution, except those with padding.
 
-    A multiplication is a pair of a kernel entry (tap) and an output entry.
+    Each multiplication belongs to one kernel entry (tap) and one output entry.
     """
 
     def of(field: str, default: str) -> list[int]:

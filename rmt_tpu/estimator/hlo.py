@@ -23,7 +23,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _KERNEL_BODY = re.compile(r'"body": ?"([^"]*)"')
-# Matches trailing attributes of an instruction, which do not affect what it computes.
+# Matches attributes at the end of an instruction that do not affect its result.
 _NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -265,7 +265,7 @@ class Module:
         return _declared(instruction, total) if opcode == "custom-call" else total
 
     def equality_key(self, computation: str, instruction: Instruction) -> Hashable:
-        """Return a key that is equal for instructions that do equal work on arrays of equal shapes.
+        """Return a key that two instructions share if they do equal work on arrays of equal shapes.
 
         libtpu dumps the schedule of only one of several instructions with equal keys.
         """
@@ -278,7 +278,7 @@ class Module:
         return instruction.opcode, instruction.arrays, instruction.cycles, read, parts
 
     def _parts(self, computation: str) -> Hashable:
-        """Return a key that is equal for two computations that differ only in names."""
+        """Return a key that two computations share if they differ only in names."""
         scope = self.computations[computation]
         position = {name: i for i, name in enumerate(scope)}
         return tuple(
@@ -319,7 +319,7 @@ class Module:
         return total if kernel is None else _declared(kernel, total)
 
     def _written(self, inside: dict[str, Instruction], source: Instruction, array: Array) -> Bytes:
-        """Return the bytes written for a result; an in-place update counts as its update only."""
+        """Return the bytes written for a result, or for the update if it is updated in place."""
         if source.opcode == "bitcast":
             return self._written(inside, inside[source.operands[0]], array)
         if source.opcode == "fusion" and len(source.arrays) == 1:
@@ -331,9 +331,10 @@ class Module:
         return _bytes((array,))
 
     def _read(self, inside: dict[str, Instruction], name: str, arrays: tuple[Array, ...]) -> Bytes:
-        """Return the bytes read from an operand, called `name` inside the fusion.
+        """Return the bytes that a fusion reads from an operand.
 
-        If the fusion only slices the operand, the bytes are those of the slices.
+        The operand is called `name` inside the fusion. If it is only sliced there, only the slices
+        count.
         """
         full, parts = _bytes(arrays), Bytes()
         for user in (i for i in inside.values() if name in i.operands):
@@ -425,8 +426,7 @@ def _bits(dtype: str) -> int:
 def _declared(kernel: Instruction, total: Bytes) -> Bytes:
     """Return a kernel's declared traffic if it is less than `total`, the traffic of its operands.
 
-    A kernel with less traffic reads only parts of its operands. The parts that it does not read
-    belong to large stacked arrays in HBM, so HBM traffic is reduced.
+    Such a kernel reads only parts of large stacked arrays in HBM, so the HBM traffic is reduced.
     """
     declared = _ACCESSED.search(kernel.attributes)
     if declared is None or int(declared.group(1)) >= total.total:

@@ -20,7 +20,7 @@ Compiled = jax.stages.Compiled
 # A timing has `_WARM_UP` rounds that are discarded and `ROUNDS` rounds that count. One profile
 # contains `_CALLS` calls.
 _WARM_UP, ROUNDS, _CALLS = 2, 7, 5
-# Twice the size, in bytes, of the largest second-level cache of any device.
+# Arguments of fewer bytes may be in a device's cache. This is twice the largest second-level cache.
 _CACHE = 2 * 128 * 2**20
 
 
@@ -161,8 +161,8 @@ def program_arguments(
 ) -> list[Any]:
     """Return arguments for one call, in the program's layouts.
 
-    Donated arguments are copied, because a call overwrites them. Small arguments are all copied, so
-    that they are not still in the device's cache from the previous call.
+    Donated arguments are copied, because a call overwrites them. If the arguments are small, all
+    are copied, so that the previous call does not leave them in the device's cache.
     """
     small = sum(x.nbytes for x in jax.tree.leaves(list(arguments))) < _CACHE
     argument_lists = [
